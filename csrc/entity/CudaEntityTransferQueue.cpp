@@ -1,0 +1,268 @@
+#include <entity/CudaEntityTransferQueue.h>
+
+#include <algorithm>
+#include <chrono>
+#include <utility>
+
+#include <entity/Error.h>
+
+namespace torch_lms {
+
+CudaEntityTransferQueue::CudaEntityTransferQueue(
+    TransferDirection direction,
+    size_t max_in_flight_bytes,
+    std::function<void()> on_worker_start)
+    : direction_(direction),
+      max_in_flight_bytes_(max_in_flight_bytes),
+      on_worker_start_(std::move(on_worker_start)) {}
+
+CudaEntityTransferQueue::~CudaEntityTransferQueue() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  queued_.clear();
+  stop(lock);
+}
+
+// --- callers ------------------------------------------------------------------
+
+void CudaEntityTransferQueue::add(std::shared_ptr<EntityStorageImpl> entity, bool at_head) {
+  const size_t nbytes = entity->nbytes();
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (locked_) {
+    throw Error(
+        "expected an open transfer queue, found one that is being waited for or has been "
+        "stopped; start it (start_actions, or a new swap environment) before adding transfers");
+  }
+  pending_bytes_.fetch_add(nbytes, std::memory_order_acq_rel);
+  if (at_head) {
+    queued_.push_front(std::move(entity));
+  } else {
+    queued_.push_back(std::move(entity));
+  }
+  work_.notify_one();
+}
+
+void CudaEntityTransferQueue::enqueue(std::shared_ptr<EntityStorageImpl> entity) {
+  add(std::move(entity), false);
+}
+
+void CudaEntityTransferQueue::enqueue_passive(std::shared_ptr<EntityStorageImpl> entity) {
+  add(std::move(entity), true);
+}
+
+bool CudaEntityTransferQueue::erase(const EntityStorageImpl* entity) {
+  std::shared_ptr<EntityStorageImpl> erased;
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto at = std::find_if(
+      queued_.begin(), queued_.end(), [entity](const std::shared_ptr<EntityStorageImpl>& e) {
+        return e.get() == entity;
+      });
+  if (at == queued_.end()) {
+    return false;
+  }
+  erased = std::move(*at);
+  queued_.erase(at);
+  pending_bytes_.fetch_sub(erased->nbytes(), std::memory_order_acq_rel);
+  progressed_.notify_all();
+  return true;
+}
+
+std::shared_ptr<EntityStorageImpl> CudaEntityTransferQueue::dequeue() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (queued_.empty()) {
+    return nullptr;
+  }
+  auto head = std::move(queued_.front());
+  queued_.pop_front();
+  pending_bytes_.fetch_sub(head->nbytes(), std::memory_order_acq_rel);
+  progressed_.notify_all();
+  return head;
+}
+
+void CudaEntityTransferQueue::open() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  locked_ = false;
+}
+
+void CudaEntityTransferQueue::start_actions() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  locked_ = false;
+  if (!running_) {
+    running_ = true;
+    stopping_ = false;
+    worker_ = std::thread([this] { work(); });
+  }
+}
+
+void CudaEntityTransferQueue::wait_idle(std::unique_lock<std::mutex>& lock) {
+  if (!running_ && !queued_.empty()) {
+    throw Error(
+        "expected a started transfer queue, found one with transfers and no worker; call "
+        "start_actions (torch.cuda.prefetch_all for prefetches) before waiting");
+  }
+  progressed_.wait(lock, [this] { return queued_.empty() && !busy_; });
+}
+
+void CudaEntityTransferQueue::wait_actions() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  const bool was_locked = locked_;
+  locked_ = true;
+  try {
+    wait_idle(lock);
+  } catch (...) {
+    locked_ = was_locked;
+    throw;
+  }
+  locked_ = was_locked;
+  if (error_ != nullptr) {
+    std::rethrow_exception(std::exchange(error_, nullptr));
+  }
+}
+
+void CudaEntityTransferQueue::wait_and_stop_actions() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  locked_ = true;
+  wait_idle(lock);
+  stop(lock);
+  if (error_ != nullptr) {
+    std::rethrow_exception(std::exchange(error_, nullptr));
+  }
+}
+
+void CudaEntityTransferQueue::stop(std::unique_lock<std::mutex>& lock) {
+  if (!running_) {
+    return;
+  }
+  stopping_ = true;
+  work_.notify_all();
+  std::thread worker = std::move(worker_);
+  lock.unlock();
+  worker.join();
+  lock.lock();
+  running_ = false;
+}
+
+std::vector<FinishedTransfer> CudaEntityTransferQueue::take_finished() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  finished_count_.store(0, std::memory_order_release);
+  return std::exchange(finished_, {});
+}
+
+void CudaEntityTransferQueue::return_finished(std::vector<FinishedTransfer> transfers) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  finished_.insert(
+      finished_.begin(),
+      std::make_move_iterator(transfers.begin()),
+      std::make_move_iterator(transfers.end()));
+  finished_count_.store(finished_.size(), std::memory_order_release);
+}
+
+uint64_t CudaEntityTransferQueue::wait_for_progress(uint64_t seen, int64_t timeout_us) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  progressed_.wait_for(lock, std::chrono::microseconds(timeout_us), [&] {
+    return progress() > seen || (queued_.empty() && !busy_);
+  });
+  return progress();
+}
+
+void CudaEntityTransferQueue::retire(size_t nbytes) noexcept {
+  pending_bytes_.fetch_sub(nbytes, std::memory_order_acq_rel);
+}
+
+size_t CudaEntityTransferQueue::size() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return queued_.size();
+}
+
+std::exception_ptr CudaEntityTransferQueue::take_error() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return std::exchange(error_, nullptr);
+}
+
+// --- the worker -----------------------------------------------------------------
+
+void CudaEntityTransferQueue::work() {
+  if (on_worker_start_) {
+    on_worker_start_();
+  }
+  for (;;) {
+    std::shared_ptr<EntityStorageImpl> next;
+    {
+      std::unique_lock<std::mutex> lock(mutex_);
+      if (in_flight_.empty()) {
+        busy_ = false;
+        progressed_.notify_all();
+        work_.wait(lock, [this] { return stopping_ || !queued_.empty(); });
+      }
+      if (!queued_.empty() && in_flight_bytes_ < max_in_flight_bytes_) {
+        next = std::move(queued_.front());
+        queued_.pop_front();
+        busy_ = true;
+      } else if (in_flight_.empty() && stopping_) {
+        return;
+      }
+    }
+    if (next == nullptr || !begin(std::move(next))) {
+      if (next == nullptr && !in_flight_.empty()) {
+        finish_oldest();
+      }
+    }
+  }
+}
+
+bool CudaEntityTransferQueue::begin(std::shared_ptr<EntityStorageImpl> entity) {
+  FinishedTransfer transfer;
+  transfer.entity = std::move(entity);
+  bool begun = false;
+  try {
+    if (direction_ == TransferDirection::kOut) {
+      begun = transfer.entity->begin_pageout(&transfer.out);
+    } else {
+      transfer.in = transfer.entity->begin_pagein();
+      begun = transfer.in != nullptr;
+    }
+  } catch (...) {
+    store_error(std::current_exception());
+  }
+  if (!begun) {
+    finish(std::move(transfer));
+    return false;
+  }
+  const size_t nbytes = transfer.entity->nbytes();
+  in_flight_bytes_ += nbytes;
+  in_flight_.push_back(InFlight{std::move(transfer), nbytes});
+  return true;
+}
+
+void CudaEntityTransferQueue::finish_oldest() {
+  InFlight oldest = std::move(in_flight_.front());
+  in_flight_.pop_front();
+  in_flight_bytes_ -= oldest.nbytes;
+  const bool out = direction_ == TransferDirection::kOut;
+  const FencePtr fence = out ? oldest.transfer.out->fence : oldest.transfer.in->fence;
+  try {
+    if (fence != nullptr) {
+      fence->wait();
+    }
+  } catch (...) {
+    store_error(std::current_exception());
+    if (out) {
+      oldest.transfer.entity->abandon_pageout(oldest.transfer.out);
+    }
+  }
+  finish(std::move(oldest.transfer));
+}
+
+void CudaEntityTransferQueue::finish(FinishedTransfer transfer) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  finished_.push_back(std::move(transfer));
+  finished_count_.store(finished_.size(), std::memory_order_release);
+  progress_.fetch_add(1, std::memory_order_acq_rel);
+  progressed_.notify_all();
+}
+
+void CudaEntityTransferQueue::store_error(std::exception_ptr error) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  error_ = std::move(error);
+}
+
+} // namespace torch_lms

@@ -1,0 +1,145 @@
+#pragma once
+
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include <entity/EntityStorageImpl.h>
+
+namespace torch_lms {
+
+enum class TransferDirection : uint8_t { kOut, kIn };
+
+/// A transfer whose copy is over, waiting to be committed.
+struct FinishedTransfer {
+  std::shared_ptr<EntityStorageImpl> entity;
+  std::shared_ptr<PageoutTransfer> out; // kOut
+  std::shared_ptr<PageinTransfer> in; // kIn
+};
+
+/// A first-in-first-out queue of transfers in one direction, run by one worker
+/// thread. (MLMS manual, section 5.3.) The worker submits copies while fewer
+/// than `max_in_flight_bytes` are under way, waits for the oldest and hands it
+/// to `take_finished`: commits, and whatever may run a storage's destructor, are
+/// for threads that run ops. An exception on the worker is stored and rethrown to
+/// the next caller that waits; the worker goes on.
+///
+/// Thread-safe: every method may be called from any thread but the worker. No
+/// entity, backend or allocator is called while the queue's mutex is held.
+class CudaEntityTransferQueue {
+ public:
+  /// `on_worker_start` runs first on every worker.
+  explicit CudaEntityTransferQueue(
+      TransferDirection direction,
+      size_t max_in_flight_bytes = size_t{1} << 30,
+      std::function<void()> on_worker_start = nullptr);
+  /// Waits for the transfers under way; those still queued are called off.
+  ~CudaEntityTransferQueue();
+  CudaEntityTransferQueue(const CudaEntityTransferQueue&) = delete;
+  CudaEntityTransferQueue& operator=(const CudaEntityTransferQueue&) = delete;
+
+  /// Adds a transfer to the tail. Throws Error while the queue is locked.
+  void enqueue(std::shared_ptr<EntityStorageImpl> entity);
+
+  /// Adds a passive transfer, which somebody is waiting for, to the head.
+  void enqueue_passive(std::shared_ptr<EntityStorageImpl> entity);
+
+  /// Removes a queued transfer. Returns false if it is not queued.
+  bool erase(const EntityStorageImpl* entity);
+
+  /// Removes and returns the head of the queue; null if it is empty.
+  std::shared_ptr<EntityStorageImpl> dequeue();
+
+  /// Unlocks the queue without starting its worker.
+  void open();
+
+  /// Starts the worker, and unlocks the queue. No effect while it is running.
+  void start_actions();
+
+  /// Locks the queue (nothing can be added), waits until all transfers are
+  /// over, and unlocks it. Rethrows what failed on the worker. The queue must be
+  /// started.
+  void wait_actions();
+
+  /// As `wait_actions`, but stops the worker and leaves the queue locked.
+  void wait_and_stop_actions();
+
+  /// Takes what is ready to commit, in the order of the transfers.
+  std::vector<FinishedTransfer> take_finished();
+
+  /// Puts back what could not be committed yet.
+  void return_finished(std::vector<FinishedTransfer> transfers);
+
+  /// Cheap: whether `take_finished` would return anything.
+  bool has_finished() const noexcept {
+    return finished_count_.load(std::memory_order_acquire) != 0;
+  }
+
+  /// Blocks until a transfer finishes after the `seen`-th, the queue is idle, or
+  /// `timeout_us` has passed. Returns the count of transfers finished so far.
+  uint64_t wait_for_progress(uint64_t seen, int64_t timeout_us);
+  uint64_t progress() const noexcept {
+    return progress_.load(std::memory_order_acquire);
+  }
+
+  /// Bytes that are queued, under way, or finished and not yet committed.
+  size_t pending_bytes() const noexcept {
+    return pending_bytes_.load(std::memory_order_acquire);
+  }
+  /// The caller has committed or dropped a finished transfer of so many bytes.
+  void retire(size_t nbytes) noexcept;
+
+  /// Transfers that are queued and have not begun.
+  size_t size() const;
+
+  /// The exception that the worker stored last, taken out; null if none.
+  std::exception_ptr take_error();
+
+ private:
+  struct InFlight {
+    FinishedTransfer transfer;
+    size_t nbytes;
+  };
+
+  void add(std::shared_ptr<EntityStorageImpl> entity, bool at_head);
+  void work();
+  bool begin(std::shared_ptr<EntityStorageImpl> entity);
+  void finish_oldest();
+  void finish(FinishedTransfer transfer);
+  void store_error(std::exception_ptr error);
+  void wait_idle(std::unique_lock<std::mutex>& lock);
+  void stop(std::unique_lock<std::mutex>& lock);
+
+  const TransferDirection direction_;
+  const size_t max_in_flight_bytes_;
+  const std::function<void()> on_worker_start_;
+
+  mutable std::mutex mutex_;
+  std::condition_variable work_; // the worker waits for it
+  std::condition_variable progressed_; // callers wait for it
+  std::deque<std::shared_ptr<EntityStorageImpl>> queued_;
+  std::vector<FinishedTransfer> finished_;
+  std::exception_ptr error_;
+  bool locked_ = false;
+  bool running_ = false;
+  bool stopping_ = false;
+  bool busy_ = false; // the worker holds a transfer
+  std::thread worker_;
+
+  // Used by the worker alone.
+  std::deque<InFlight> in_flight_;
+  size_t in_flight_bytes_ = 0;
+
+  std::atomic<size_t> finished_count_{0};
+  std::atomic<size_t> pending_bytes_{0};
+  std::atomic<uint64_t> progress_{0};
+};
+
+} // namespace torch_lms

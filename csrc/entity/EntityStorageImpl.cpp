@@ -1,0 +1,372 @@
+#include <entity/EntityStorageImpl.h>
+
+#include <utility>
+
+namespace torch_lms {
+
+const char* to_string(EntityState state) noexcept {
+  switch (state) {
+    case EntityState::kResident:
+      return "resident";
+    case EntityState::kOutQueued:
+      return "out_queued";
+    case EntityState::kPagingOut:
+      return "paging_out";
+    case EntityState::kPagedOut:
+      return "paged_out";
+    case EntityState::kInQueued:
+      return "in_queued";
+    case EntityState::kPagingIn:
+      return "paging_in";
+  }
+  return "unknown";
+}
+
+EntityStorageImpl::EntityStorageImpl(
+    std::unique_ptr<StorageBinding> binding,
+    std::shared_ptr<TransferBackend> backend,
+    size_t nbytes,
+    uint64_t first_seen)
+    : binding_(std::move(binding)),
+      backend_(std::move(backend)),
+      nbytes_(nbytes),
+      first_seen_(first_seen) {}
+
+EntityStorageImpl::~EntityStorageImpl() = default;
+
+// --- page-out ---------------------------------------------------------------
+
+bool EntityStorageImpl::request_pageout() {
+  uint64_t accesses = 0;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (state() != EntityState::kResident || pinned() || gone()) {
+      return false;
+    }
+    accesses = accesses_;
+  }
+  auto transfer = std::make_shared<PageoutTransfer>();
+  void* device = nullptr;
+  transfer->keep = binding_->acquire(nbytes_, &device);
+  if (transfer->keep == nullptr) {
+    gone_.store(true, std::memory_order_release);
+    return false;
+  }
+  transfer->device = device;
+  transfer->after = backend_->submitted_work();
+  std::lock_guard<std::mutex> lock(mutex_);
+  // An access since the fence was taken would not be covered by it.
+  if (state() != EntityState::kResident || pinned() || accesses != accesses_) {
+    return false;
+  }
+  out_ = std::move(transfer);
+  binding_->watch();
+  set_state(EntityState::kOutQueued);
+  return true;
+}
+
+bool EntityStorageImpl::begin_pageout(std::shared_ptr<PageoutTransfer>* started) {
+  std::shared_ptr<PageoutTransfer> transfer;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (state() != EntityState::kOutQueued) {
+      return false;
+    }
+    *started = transfer = out_;
+    if (!binding_->referenced()) {
+      out_ = nullptr;
+      gone_.store(true, std::memory_order_release);
+      set_state(EntityState::kResident);
+      return false;
+    }
+    set_state(EntityState::kPagingOut);
+  }
+  try {
+    transfer->host = backend_->allocate_host(nbytes_); // may be slow
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (out_ != transfer) {
+        return true; // Cancelled meanwhile; `commit_pageout` frees the host memory.
+      }
+      transfer->copying = true;
+    }
+    transfer->fence = backend_->copy_to_host(
+        transfer->host, transfer->device, nbytes_, transfer->after, transfer->cancelled);
+  } catch (...) {
+    abandon_pageout(transfer);
+    throw;
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  transfer->copying = false;
+  submitted_.notify_all();
+  return true;
+}
+
+void EntityStorageImpl::abandon_pageout(
+    const std::shared_ptr<PageoutTransfer>& transfer) noexcept {
+  void* host = nullptr;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    transfer->copying = false;
+    std::swap(host, transfer->host);
+    if (out_ == transfer) {
+      out_ = nullptr;
+      binding_->unwatch();
+      set_state(EntityState::kResident);
+    }
+    submitted_.notify_all();
+  }
+  if (host != nullptr) {
+    backend_->free_host(host, transfer->fence);
+  }
+}
+
+CommitResult EntityStorageImpl::commit_pageout(
+    const std::shared_ptr<PageoutTransfer>& transfer,
+    std::unique_ptr<DeviceBlock>* garbage) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (out_ == transfer) {
+      if (pinned() || (first_seen_ != 0 && OpClock::get().running_since(first_seen_))) {
+        return CommitResult::kInUse;
+      }
+      out_ = nullptr;
+      if (binding_->referenced()) {
+        *garbage = binding_->install_host(transfer->host, shared_from_this());
+      }
+      if (*garbage != nullptr) {
+        host_ = transfer->host;
+        set_state(EntityState::kPagedOut);
+        return CommitResult::kCommitted;
+      }
+      binding_->unwatch();
+      gone_.store(true, std::memory_order_release);
+      set_state(EntityState::kResident);
+    }
+  }
+  backend_->free_host(transfer->host, transfer->fence);
+  transfer->host = nullptr;
+  return CommitResult::kDropped;
+}
+
+AccessResult EntityStorageImpl::cancel_pageout_locked(std::unique_lock<std::mutex>& lock) {
+  std::shared_ptr<PageoutTransfer> transfer = std::move(out_);
+  out_ = nullptr;
+  binding_->unwatch();
+  set_state(EntityState::kResident);
+  // The caller may free or rewrite the block as soon as this returns, so a copy
+  // on the worker's own thread has to be over, and a submitted one must keep the
+  // block mapped.
+  transfer->cancelled.store(true, std::memory_order_release);
+  submitted_.wait(lock, [&] { return !transfer->copying; });
+  if (transfer->fence != nullptr && !transfer->fence->done()) {
+    binding_->keep_block_for_copy();
+  }
+  return AccessResult::kCancelledPageout;
+}
+
+// --- page-in ----------------------------------------------------------------
+
+bool EntityStorageImpl::request_pagein() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (state() != EntityState::kPagedOut) {
+    return false;
+  }
+  set_state(EntityState::kInQueued);
+  return true;
+}
+
+bool EntityStorageImpl::cancel_pagein() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (state() != EntityState::kInQueued) {
+    return false;
+  }
+  set_state(EntityState::kPagedOut);
+  return true;
+}
+
+std::shared_ptr<PageinTransfer> EntityStorageImpl::begin_pagein() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (state() != EntityState::kInQueued) {
+    return nullptr;
+  }
+  return submit_pagein_locked(lock);
+}
+
+std::shared_ptr<PageinTransfer> EntityStorageImpl::submit_pagein_locked(
+    std::unique_lock<std::mutex>& lock) {
+  auto transfer = std::make_shared<PageinTransfer>();
+  const void* host = host_;
+  in_ = transfer;
+  set_state(EntityState::kPagingIn);
+  lock.unlock();
+  try {
+    auto block = binding_->allocate(nbytes_);
+    // Behind all submitted work: what used the block before, and kernels that
+    // still use the host copy in place.
+    transfer->fence =
+        backend_->copy_to_device(block->data(), host, nbytes_, backend_->submitted_work());
+    transfer->block = std::move(block);
+  } catch (...) {
+    lock.lock();
+    transfer->submitted = true;
+    transfer->failed = true;
+    if (in_ == transfer) {
+      in_ = nullptr;
+      set_state(EntityState::kPagedOut);
+    }
+    submitted_.notify_all();
+    throw;
+  }
+  lock.lock();
+  transfer->submitted = true;
+  submitted_.notify_all();
+  return transfer;
+}
+
+bool EntityStorageImpl::commit_pagein(const std::shared_ptr<PageinTransfer>& transfer) {
+  const KeepAlive keep = binding_->hold();
+  std::lock_guard<std::mutex> lock(mutex_);
+  return keep != nullptr && commit_pagein_locked(transfer);
+}
+
+bool EntityStorageImpl::commit_pagein_locked(const std::shared_ptr<PageinTransfer>& transfer) {
+  if (in_ != transfer || state() != EntityState::kPagingIn || transfer->failed) {
+    return false;
+  }
+  binding_->unwatch();
+  binding_->install_device(transfer->block);
+  in_ = nullptr;
+  void* host = host_;
+  host_ = nullptr;
+  arrival_ = transfer->fence;
+  set_state(EntityState::kResident);
+  backend_->free_host(host, transfer->fence);
+  return true;
+}
+
+AccessResult EntityStorageImpl::finish_pagein_locked(std::unique_lock<std::mutex>& lock) {
+  const std::shared_ptr<PageinTransfer> transfer = in_;
+  submitted_.wait(lock, [&] { return transfer->submitted; });
+  if (!commit_pagein_locked(transfer)) {
+    return access_locked(lock); // it failed, or another thread was faster
+  }
+  order_after_arrival_locked();
+  return AccessResult::kPrefetched;
+}
+
+// --- access -----------------------------------------------------------------
+
+void EntityStorageImpl::order_after_arrival_locked() {
+  if (arrival_ == nullptr) {
+    return;
+  }
+  if (arrival_->done()) {
+    arrival_ = nullptr;
+  } else {
+    backend_->order_after(arrival_);
+  }
+}
+
+AccessResult EntityStorageImpl::access_locked(std::unique_lock<std::mutex>& lock) {
+  ++accesses_;
+  switch (state()) {
+    case EntityState::kResident:
+      order_after_arrival_locked();
+      return AccessResult::kResident;
+    case EntityState::kOutQueued:
+    case EntityState::kPagingOut:
+      return cancel_pageout_locked(lock);
+    case EntityState::kPagingIn:
+      return finish_pagein_locked(lock);
+    case EntityState::kPagedOut:
+    case EntityState::kInQueued:
+      break;
+  }
+  const auto transfer = submit_pagein_locked(lock);
+  if (!commit_pagein_locked(transfer)) {
+    return access_locked(lock); // another thread was faster
+  }
+  order_after_arrival_locked();
+  return AccessResult::kPagedIn;
+}
+
+AccessResult EntityStorageImpl::access() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  return access_locked(lock);
+}
+
+bool EntityStorageImpl::touch(AccessResult* result) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  const EntityState now = state();
+  if (now == EntityState::kPagedOut || now == EntityState::kInQueued) {
+    return false;
+  }
+  *result = access_locked(lock);
+  return true;
+}
+
+void EntityStorageImpl::host_copy_released() noexcept {
+  std::shared_ptr<PageinTransfer> transfer;
+  void* host = nullptr;
+  {
+    std::unique_lock<std::mutex> lock(mutex_);
+    gone_.store(true, std::memory_order_release);
+    transfer = std::move(in_);
+    in_ = nullptr;
+    if (transfer != nullptr) {
+      submitted_.wait(lock, [&] { return transfer->submitted; });
+    }
+    std::swap(host, host_);
+    set_state(EntityState::kResident);
+  }
+  if (host != nullptr) {
+    // Behind all work, which may be using the host copy in place.
+    FencePtr after;
+    try {
+      after = transfer != nullptr && transfer->fence != nullptr ? transfer->fence
+                                                                : backend_->submitted_work();
+      backend_->free_host(host, after);
+    } catch (...) {
+      // The device is in error. Leaking the block is the only safe thing left.
+    }
+  }
+}
+
+void* EntityStorageImpl::host_data() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return host_;
+}
+
+// --- the two moves, start to end ---------------------------------------------
+
+bool EntityStorageImpl::pageout_internal_sync() {
+  if (state() == EntityState::kResident && !request_pageout()) {
+    return false;
+  }
+  std::shared_ptr<PageoutTransfer> transfer;
+  if (!begin_pageout(&transfer)) {
+    return false;
+  }
+  try {
+    if (transfer->fence != nullptr) {
+      transfer->fence->wait();
+    }
+  } catch (...) {
+    abandon_pageout(transfer);
+    throw;
+  }
+  std::unique_ptr<DeviceBlock> garbage;
+  const CommitResult result = commit_pageout(transfer, &garbage);
+  if (result == CommitResult::kInUse) {
+    abandon_pageout(transfer);
+  }
+  return result == CommitResult::kCommitted;
+}
+
+bool EntityStorageImpl::pagein_internal_sync() {
+  const AccessResult result = access();
+  return result == AccessResult::kPagedIn || result == AccessResult::kPrefetched;
+}
+
+} // namespace torch_lms

@@ -1,0 +1,222 @@
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+
+#include <entity/OpClock.h>
+#include <entity/StorageBinding.h>
+#include <entity/TransferBackend.h>
+
+namespace torch_lms {
+
+enum class EntityState : uint8_t {
+  kResident,
+  kOutQueued,
+  kPagingOut,
+  kPagedOut,
+  kInQueued,
+  kPagingIn,
+};
+
+const char* to_string(EntityState state) noexcept;
+
+/// What an access to an entity had to do.
+enum class AccessResult : uint8_t {
+  kResident, ///< Nothing: the bytes are on the device.
+  kCancelledPageout, ///< A page-out was under way and has been called off.
+  kPrefetched, ///< A prefetch had brought (or was bringing) the bytes.
+  kPagedIn, ///< The calling thread paged the bytes in.
+};
+
+enum class CommitResult : uint8_t {
+  kCommitted,
+  kInUse, ///< An op that is running may use the entity; try again later.
+  kDropped, ///< Cancelled meanwhile, or the storage is gone.
+};
+
+/// One copy to the host. Shared by the entity and the queue that runs it. Its
+/// last owner must be a thread that may run a storage's destructor.
+struct PageoutTransfer {
+  KeepAlive keep;
+  const void* device = nullptr;
+  FencePtr after;
+  void* host = nullptr;
+  FencePtr fence;
+  std::atomic<bool> cancelled{false};
+  bool copying = false; // guarded by the entity's mutex: copy is being submitted
+};
+
+/// One copy to the device.
+struct PageinTransfer {
+  std::unique_ptr<DeviceBlock> block;
+  FencePtr fence;
+  bool submitted = false; // guarded by the entity's mutex
+  bool failed = false; // guarded by the entity's mutex
+};
+
+/// The bytes behind one tensor storage, and where they are.
+///
+///     RESIDENT -> OUT_QUEUED -> PAGING_OUT -> PAGED_OUT
+///        ^  ^________|_____________|             |  ^
+///        |   access cancels                      v  |  no room: back
+///        |___________ PAGING_IN <------------ IN_QUEUED
+///
+/// A page-out has three steps: `request_pageout` (any thread; fixes the point
+/// in the device's work after which the copy runs), `begin_pageout` (a queue's
+/// worker; host memory and copy) and `commit_pageout` (a thread that runs ops;
+/// the storage lets go of its device block). Until the commit the device memory
+/// is intact, so an access simply cancels. A page-in has the same three steps.
+/// Everything that can fail happens before ownership changes: on failure the
+/// entity stays where it was.
+///
+/// Thread-safe: every method may be called from any thread. The mutex is held
+/// neither during a copy nor while the device allocator is called; see
+/// README.md beside this file for the lock order.
+class EntityStorageImpl : public std::enable_shared_from_this<EntityStorageImpl> {
+ public:
+  /// `first_seen` is the tick of Note [Who may still use a storage]; 0 for a
+  /// storage that no running op can know.
+  EntityStorageImpl(
+      std::unique_ptr<StorageBinding> binding,
+      std::shared_ptr<TransferBackend> backend,
+      size_t nbytes,
+      uint64_t first_seen);
+  virtual ~EntityStorageImpl();
+  EntityStorageImpl(const EntityStorageImpl&) = delete;
+  EntityStorageImpl& operator=(const EntityStorageImpl&) = delete;
+
+  size_t nbytes() const noexcept {
+    return nbytes_;
+  }
+  EntityState state() const noexcept {
+    return state_.load(std::memory_order_acquire);
+  }
+
+  /// RESIDENT -> OUT_QUEUED. Returns false in every other state, and for a
+  /// pinned entity. The caller enqueues the entity.
+  bool request_pageout();
+
+  /// PAGED_OUT -> IN_QUEUED. Returns false in every other state.
+  bool request_pagein();
+
+  /// IN_QUEUED -> PAGED_OUT: a prefetch that has not begun is called off.
+  bool cancel_pagein();
+
+  /// OUT_QUEUED -> PAGING_OUT: takes host memory and submits the copy. Returns
+  /// false if the page-out was cancelled or nobody else holds the storage any
+  /// more. Throws HostPoolFull, SpillFailed or TransferFailed; the entity is
+  /// RESIDENT then. `transfer` is set wherever there is one, also on a throw.
+  bool begin_pageout(std::shared_ptr<PageoutTransfer>* transfer);
+
+  /// PAGING_OUT -> PAGED_OUT, for a transfer whose fence has passed. `garbage`
+  /// receives what the caller destroys when it holds no lock.
+  CommitResult commit_pageout(
+      const std::shared_ptr<PageoutTransfer>& transfer,
+      std::unique_ptr<DeviceBlock>* garbage);
+
+  /// A transfer whose copy failed: PAGING_OUT -> RESIDENT.
+  void abandon_pageout(const std::shared_ptr<PageoutTransfer>& transfer) noexcept;
+
+  /// IN_QUEUED -> PAGING_IN: takes device memory and submits the copy. Returns
+  /// null if the page-in was cancelled or the storage is gone. Throws what the
+  /// device allocator throws; the entity is PAGED_OUT then.
+  std::shared_ptr<PageinTransfer> begin_pagein();
+
+  /// PAGING_IN -> RESIDENT. Returns false if another thread did it already.
+  bool commit_pagein(const std::shared_ptr<PageinTransfer>& transfer);
+
+  /// An op (or raw access) of the calling thread uses the bytes: brings them to
+  /// the device whatever the state and orders the thread's stream after them.
+  /// Throws what the device allocator throws; the entity is PAGED_OUT then and
+  /// its host copy can be used in place. The caller holds the storage.
+  AccessResult access();
+
+  /// As `access`, but leaves a paged-out entity where it is and returns false.
+  /// Cancels a page-out under way.
+  bool touch(AccessResult* result);
+
+  /// While pinned an entity is not committed to the host. Pins nest.
+  void pin() noexcept {
+    pins_.fetch_add(1, std::memory_order_acq_rel);
+  }
+  void unpin() noexcept {
+    pins_.fetch_sub(1, std::memory_order_acq_rel);
+  }
+  bool pinned() const noexcept {
+    return pins_.load(std::memory_order_acquire) != 0;
+  }
+
+  /// Logical time of the last use, for least-recently-used order.
+  uint64_t last_use() const noexcept {
+    return last_use_.load(std::memory_order_relaxed);
+  }
+  void set_last_use(uint64_t use) noexcept {
+    last_use_.store(use, std::memory_order_relaxed);
+  }
+
+  /// The storage let go of the host copy (it died, or was given other memory).
+  /// Called by the mark on the storage's pointer.
+  void host_copy_released() noexcept;
+
+  /// Keeps the storage alive; null if it is gone.
+  KeepAlive hold() {
+    return binding_->hold();
+  }
+
+  /// Whether the storage is gone, or holds other memory than the entity's.
+  bool gone() const {
+    return gone_.load(std::memory_order_acquire) || binding_->expired();
+  }
+
+  const TransferBackend* backend() const noexcept {
+    return backend_.get();
+  }
+
+  /// Pages out on the calling thread, start to end: the queue's move for hosts
+  /// that commit on the worker. Returns false if it was cancelled or not
+  /// allowed. Throws as `begin_pageout`.
+  bool pageout_internal_sync();
+
+  /// Pages in on the calling thread, start to end. Returns false if there was
+  /// nothing to do. Throws as `begin_pagein`.
+  bool pagein_internal_sync();
+
+  /// The storage's address in host memory while paged out, else null.
+  void* host_data() const;
+
+ private:
+  /// The cases of `access`, under the lock; may let go of it on the way.
+  AccessResult access_locked(std::unique_lock<std::mutex>& lock);
+  AccessResult cancel_pageout_locked(std::unique_lock<std::mutex>& lock);
+  AccessResult finish_pagein_locked(std::unique_lock<std::mutex>& lock);
+  std::shared_ptr<PageinTransfer> submit_pagein_locked(std::unique_lock<std::mutex>& lock);
+  bool commit_pagein_locked(const std::shared_ptr<PageinTransfer>& transfer);
+  void order_after_arrival_locked();
+  void set_state(EntityState state) noexcept {
+    state_.store(state, std::memory_order_release);
+  }
+
+  const std::unique_ptr<StorageBinding> binding_;
+  const std::shared_ptr<TransferBackend> backend_;
+  const size_t nbytes_;
+  const uint64_t first_seen_;
+
+  std::atomic<EntityState> state_{EntityState::kResident};
+  std::atomic<int64_t> pins_{0};
+  std::atomic<uint64_t> last_use_{0};
+  std::atomic<bool> gone_{false};
+
+  mutable std::mutex mutex_;
+  std::condition_variable submitted_;
+  uint64_t accesses_ = 0;
+  std::shared_ptr<PageoutTransfer> out_;
+  std::shared_ptr<PageinTransfer> in_;
+  void* host_ = nullptr; // the storage's memory while paged out
+  FencePtr arrival_; // streams that use the bytes start after it
+};
+
+} // namespace torch_lms

@@ -1,0 +1,72 @@
+#include <entity/OpClock.h>
+
+#include <list>
+#include <mutex>
+
+namespace torch_lms {
+namespace {
+
+struct Slot {
+  std::atomic<uint64_t> running_since{0};
+};
+
+struct SlotList {
+  std::mutex mutex;
+  std::list<Slot*> slots;
+};
+
+SlotList& slot_list() {
+  // Never destroyed: threads may outlive static destruction.
+  static auto* list = new SlotList();
+  return *list;
+}
+
+struct ThreadSlot {
+  ThreadSlot() {
+    std::lock_guard<std::mutex> lock(slot_list().mutex);
+    slot_list().slots.push_back(&slot);
+  }
+  ~ThreadSlot() {
+    std::lock_guard<std::mutex> lock(slot_list().mutex);
+    slot_list().slots.remove(&slot);
+  }
+  Slot slot;
+};
+
+Slot& this_thread_slot() {
+  thread_local ThreadSlot slot;
+  return slot.slot;
+}
+
+} // namespace
+
+OpClock& OpClock::get() {
+  static auto* clock = new OpClock();
+  return *clock;
+}
+
+void OpClock::begin_op() noexcept {
+  this_thread_slot().running_since.store(now_.load(std::memory_order_relaxed), std::memory_order_seq_cst);
+}
+
+void OpClock::end_op() noexcept {
+  this_thread_slot().running_since.store(0, std::memory_order_release);
+}
+
+uint64_t OpClock::tick() noexcept {
+  return now_.fetch_add(1, std::memory_order_seq_cst);
+}
+
+bool OpClock::running_since(uint64_t tick) noexcept {
+  const Slot* own = &this_thread_slot();
+  std::lock_guard<std::mutex> lock(slot_list().mutex);
+  for (const Slot* slot : slot_list().slots) {
+    const uint64_t since = slot->running_since.load(std::memory_order_seq_cst);
+    if (slot != own && since != 0 && since <= tick) {
+      return true;
+    }
+  }
+  return false;
+}
+
+} // namespace torch_lms

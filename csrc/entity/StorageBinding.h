@@ -1,0 +1,71 @@
+#pragma once
+
+#include <cstddef>
+#include <memory>
+
+#include <entity/TransferBackend.h>
+
+namespace torch_lms {
+
+class EntityStorageImpl;
+
+/// A block of device memory on its way into or out of a storage. Destroying it
+/// gives the memory back to the device allocator.
+class DeviceBlock {
+ public:
+  virtual ~DeviceBlock() = default;
+  virtual void* data() const noexcept = 0;
+};
+
+/// Keeps something alive until destroyed (a strong reference to a storage).
+using KeepAlive = std::shared_ptr<void>;
+
+/// The tensor library's side of one entity: the storage whose bytes move.
+///
+/// Only `hold` and `acquire` look for the storage; all other methods need a
+/// `KeepAlive` (or an op's own reference) to be held by the caller, and are called
+/// under the entity's lock, so they neither allocate nor free device memory nor
+/// drop references. Whatever frees memory or may run a destructor is handed back
+/// (`KeepAlive`, `DeviceBlock`) and let go of after unlocking.
+class StorageBinding {
+ public:
+  virtual ~StorageBinding() = default;
+
+  /// Keeps the storage alive; null if it is gone. Called without a lock.
+  virtual KeepAlive hold() = 0;
+
+  /// As `hold`, and remembers the storage's device block for `install_host`.
+  /// Null if the storage does not hold a movable block of `nbytes` any more.
+  virtual KeepAlive acquire(size_t nbytes, void** device) = 0;
+
+  /// Whether the storage is gone for good. Called with or without a lock.
+  virtual bool expired() = 0;
+
+  /// Whether anybody but one `KeepAlive` still holds the storage.
+  virtual bool referenced() = 0;
+
+  /// Points the storage at `host` and returns the device block it held.
+  /// Returns null, and changes nothing, if it no longer holds the block that
+  /// `acquire` saw.
+  virtual std::unique_ptr<DeviceBlock> install_host(
+      void* host,
+      const std::shared_ptr<EntityStorageImpl>& entity) = 0;
+
+  /// Allocates a device block for the storage. Called without a lock, may be
+  /// called when the storage is gone. Throws what the device allocator throws.
+  virtual std::unique_ptr<DeviceBlock> allocate(size_t nbytes) = 0;
+
+  /// Points the storage, which holds the host copy, at `block`, and takes it.
+  virtual void install_device(std::unique_ptr<DeviceBlock>& block) = 0;
+
+  /// From now on raw mutable access to the storage calls `access` (where the
+  /// tensor library can do that).
+  virtual void watch() = 0;
+  virtual void unwatch() = 0;
+
+  /// A cancelled copy still reads the storage's block: its memory must not be
+  /// unmapped before the copy has finished.
+  virtual void keep_block_for_copy() = 0;
+};
+
+} // namespace torch_lms

@@ -1,0 +1,265 @@
+#include <entity/cuda/CudaTransferBackend.h>
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include <entity/Error.h>
+
+namespace torch_lms {
+namespace {
+
+/// Makes `device` current for the calling thread while in scope.
+class DeviceScope {
+ public:
+  explicit DeviceScope(int device) {
+    check_cuda(cudaGetDevice(&previous_), "to read the current device");
+    if (previous_ != device) {
+      check_cuda(cudaSetDevice(device), "to select the entity's device");
+      changed_ = true;
+    }
+  }
+  ~DeviceScope() {
+    if (changed_) {
+      cudaSetDevice(previous_);
+    }
+  }
+  DeviceScope(const DeviceScope&) = delete;
+  DeviceScope& operator=(const DeviceScope&) = delete;
+
+ private:
+  int previous_ = 0;
+  bool changed_ = false;
+};
+
+/// Events are reused: creating one costs more than recording it.
+class EventPool {
+ public:
+  static EventPool& get(int device) {
+    static auto* pools = new std::array<EventPool, 64>();
+    return (*pools)[static_cast<size_t>(device) % pools->size()];
+  }
+  cudaEvent_t take() {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (!free_.empty()) {
+        cudaEvent_t event = free_.back();
+        free_.pop_back();
+        return event;
+      }
+    }
+    cudaEvent_t event = nullptr;
+    check_cuda(
+        cudaEventCreateWithFlags(&event, cudaEventDisableTiming | cudaEventBlockingSync),
+        "to create an event");
+    return event;
+  }
+  void give(cudaEvent_t event) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    free_.push_back(event);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<cudaEvent_t> free_;
+};
+
+class CudaFence final : public Fence {
+ public:
+  explicit CudaFence(int device) : device_(device) {}
+  ~CudaFence() override {
+    for (cudaEvent_t event : events_) {
+      EventPool::get(device_).give(event);
+    }
+  }
+  void record(cudaStream_t stream) {
+    events_.reserve(1);
+    cudaEvent_t event = EventPool::get(device_).take();
+    events_.push_back(event);
+    check_cuda(cudaEventRecord(event, stream), "to record an event");
+  }
+  bool done() noexcept override {
+    for (cudaEvent_t event : events_) {
+      // An error is not "done": wait() reports it.
+      if (cudaEventQuery(event) != cudaSuccess) {
+        cudaGetLastError(); // cudaErrorNotReady must not stick
+        return false;
+      }
+    }
+    return true;
+  }
+  void wait() override {
+    if (done()) {
+      return;
+    }
+    for (cudaEvent_t event : events_) {
+      check_cuda(cudaEventSynchronize(event), "to wait for a transfer");
+    }
+  }
+  void order(cudaStream_t stream) const {
+    for (cudaEvent_t event : events_) {
+      check_cuda(cudaStreamWaitEvent(stream, event, 0), "to order a stream after an event");
+    }
+  }
+
+ private:
+  const int device_;
+  std::vector<cudaEvent_t> events_;
+};
+
+void order(cudaStream_t stream, const FencePtr& after) {
+  if (after != nullptr) {
+    static_cast<const CudaFence&>(*after).order(stream);
+  }
+}
+
+} // namespace
+
+void check_cuda(cudaError_t status, const char* what) {
+  if (status != cudaSuccess) {
+    cudaGetLastError(); // clear it, unless it is sticky
+    throw TransferFailed(
+        std::string("expected CUDA ") + what + ", found error " + cudaGetErrorName(status) + " (" +
+        cudaGetErrorString(status) +
+        "); if the device is in a sticky error, restart the process");
+  }
+}
+
+CudaTransferBackend::CudaTransferBackend(
+    int device,
+    std::shared_ptr<HostPool> pool,
+    CurrentStream current_stream)
+    : device_(device), pool_(std::move(pool)), current_stream_(std::move(current_stream)) {
+  DeviceScope scope(device_);
+  check_cuda(
+      cudaStreamCreateWithFlags(&out_stream_, cudaStreamNonBlocking), "to create a stream");
+  check_cuda(cudaStreamCreateWithFlags(&in_stream_, cudaStreamNonBlocking), "to create a stream");
+}
+
+CudaTransferBackend::~CudaTransferBackend() {
+  // Errors cannot be thrown here, and at process exit CUDA may be gone already.
+  cudaStreamDestroy(out_stream_);
+  cudaStreamDestroy(in_stream_);
+}
+
+void CudaTransferBackend::note_stream(cudaStream_t stream) {
+  const size_t count = stream_count_.load(std::memory_order_acquire);
+  const auto* end = streams_.data() + count;
+  if (std::find(static_cast<const cudaStream_t*>(streams_.data()), end, stream) != end) {
+    return;
+  }
+  std::lock_guard<std::mutex> lock(streams_mutex_);
+  const size_t now = stream_count_.load(std::memory_order_relaxed);
+  const auto begin = streams_.begin();
+  if (std::find(begin, begin + static_cast<std::ptrdiff_t>(now), stream) !=
+      begin + static_cast<std::ptrdiff_t>(now)) {
+    return;
+  }
+  if (now == kMaxStreams) {
+    throw TransferFailed(
+        "expected at most 64 streams that use paged storages on one device, found more; reuse "
+        "streams instead of creating new ones");
+  }
+  streams_[now] = stream;
+  stream_count_.store(now + 1, std::memory_order_release);
+}
+
+std::vector<cudaStream_t> CudaTransferBackend::noted_streams() const {
+  const size_t count = stream_count_.load(std::memory_order_acquire);
+  return std::vector<cudaStream_t>(streams_.data(), streams_.data() + count);
+}
+
+// --- host memory ----------------------------------------------------------------
+
+void* CudaTransferBackend::allocate_host(size_t nbytes) {
+  reclaim(false);
+  try {
+    return pool_->allocate(nbytes);
+  } catch (const HostPoolFull&) {
+    reclaim(true); // copies that are under way still hold host memory
+  }
+  return pool_->allocate(nbytes);
+}
+
+void CudaTransferBackend::free_host(void* host, FencePtr after) noexcept {
+  if (after == nullptr || after->done()) {
+    pool_->free(host);
+    return;
+  }
+  std::lock_guard<std::mutex> lock(deferred_mutex_);
+  deferred_.push_back(DeferredFree{host, std::move(after)});
+}
+
+void CudaTransferBackend::reclaim(bool wait) {
+  std::vector<DeferredFree> deferred;
+  {
+    std::lock_guard<std::mutex> lock(deferred_mutex_);
+    deferred.swap(deferred_);
+  }
+  std::vector<DeferredFree> pending;
+  for (auto& entry : deferred) {
+    if (wait) {
+      entry.after->wait();
+    }
+    if (entry.after->done()) {
+      pool_->free(entry.host);
+    } else {
+      pending.push_back(std::move(entry));
+    }
+  }
+  std::lock_guard<std::mutex> lock(deferred_mutex_);
+  for (auto& entry : pending) {
+    deferred_.push_back(std::move(entry));
+  }
+}
+
+// --- copies and order -------------------------------------------------------------
+
+FencePtr CudaTransferBackend::submitted_work() {
+  DeviceScope scope(device_);
+  auto fence = std::make_shared<CudaFence>(device_);
+  const size_t count = stream_count_.load(std::memory_order_acquire);
+  for (size_t i = 0; i < count; ++i) {
+    fence->record(streams_[i]);
+  }
+  return fence;
+}
+
+FencePtr CudaTransferBackend::copy(
+    void* to,
+    const void* from,
+    size_t nbytes,
+    cudaMemcpyKind kind,
+    cudaStream_t stream,
+    const FencePtr& after) {
+  DeviceScope scope(device_);
+  order(stream, after);
+  check_cuda(cudaMemcpyAsync(to, from, nbytes, kind, stream), "to submit a copy");
+  auto fence = std::make_shared<CudaFence>(device_);
+  fence->record(stream);
+  return fence;
+}
+
+FencePtr CudaTransferBackend::copy_to_host(
+    void* host,
+    const void* device,
+    size_t nbytes,
+    const FencePtr& after,
+    const std::atomic<bool>&) {
+  return copy(host, device, nbytes, cudaMemcpyDeviceToHost, out_stream_, after);
+}
+
+FencePtr CudaTransferBackend::copy_to_device(
+    void* device,
+    const void* host,
+    size_t nbytes,
+    const FencePtr& after) {
+  return copy(device, host, nbytes, cudaMemcpyHostToDevice, in_stream_, after);
+}
+
+void CudaTransferBackend::order_after(const FencePtr& fence) {
+  DeviceScope scope(device_);
+  order(current_stream_(), fence);
+}
+
+} // namespace torch_lms

@@ -1,0 +1,89 @@
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include <cuda_runtime_api.h>
+
+#include <entity/HostPool.h>
+#include <entity/TransferBackend.h>
+
+namespace torch_lms {
+
+/// Throws TransferFailed if `status` is an error; `what` says what was tried.
+void check_cuda(cudaError_t status, const char* what);
+
+/// Copies between one CUDA device and pinned host memory on two streams of its
+/// own, one in each direction.
+///
+/// Ordering is by events: `submitted_work` records one on every stream that has
+/// been noted, so a page-out is ordered behind all of them, not just the current
+/// one. Reads host and device memory only through asynchronous copies; nothing
+/// here synchronizes a device.
+class CudaTransferBackend final : public TransferBackend {
+ public:
+  using CurrentStream = std::function<cudaStream_t()>;
+
+  /// `current_stream` tells the stream that the calling thread submits to.
+  CudaTransferBackend(int device, std::shared_ptr<HostPool> pool, CurrentStream current_stream);
+  ~CudaTransferBackend() override;
+
+  /// Ops have been submitted to `stream`. Thread-safe; cheap when already known.
+  void note_stream(cudaStream_t stream);
+
+  /// The streams that have been noted. Thread-safe.
+  std::vector<cudaStream_t> noted_streams() const;
+
+  void* allocate_host(size_t nbytes) override;
+  void free_host(void* host, FencePtr after) noexcept override;
+  FencePtr submitted_work() override;
+  FencePtr copy_to_host(
+      void* host,
+      const void* device,
+      size_t nbytes,
+      const FencePtr& after,
+      const std::atomic<bool>& cancelled) override;
+  FencePtr copy_to_device(void* device, const void* host, size_t nbytes, const FencePtr& after)
+      override;
+  void order_after(const FencePtr& fence) override;
+
+  cudaStream_t pageout_stream() const noexcept {
+    return out_stream_;
+  }
+
+ private:
+  struct DeferredFree {
+    void* host;
+    FencePtr after;
+  };
+
+  FencePtr copy(
+      void* to,
+      const void* from,
+      size_t nbytes,
+      cudaMemcpyKind kind,
+      cudaStream_t stream,
+      const FencePtr& after);
+  void reclaim(bool wait);
+
+  static constexpr size_t kMaxStreams = 64;
+
+  const int device_;
+  const std::shared_ptr<HostPool> pool_;
+  const CurrentStream current_stream_;
+  cudaStream_t out_stream_ = nullptr;
+  cudaStream_t in_stream_ = nullptr;
+
+  mutable std::mutex streams_mutex_;
+  std::array<cudaStream_t, kMaxStreams> streams_{};
+  std::atomic<size_t> stream_count_{0};
+
+  std::mutex deferred_mutex_;
+  std::vector<DeferredFree> deferred_;
+};
+
+} // namespace torch_lms

@@ -1,0 +1,62 @@
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+
+#include <c10/core/Allocator.h>
+#include <entity/CpuBlocks.h>
+
+namespace torch_lms {
+
+/// An allocator of main memory that counts what tensors hold and keeps it within
+/// a limit. Large blocks are mapped on their own, so that freeing one gives its
+/// memory back to the system at once; a header in front of each block tells its
+/// size and its origin.
+///
+/// Thread-safe. Never destroyed.
+class CountingCpuAllocator final : public c10::Allocator {
+ public:
+  static CountingCpuAllocator& get();
+
+  /// Makes this PyTorch's allocator of main memory. Blocks of the allocator before
+  /// it stay with that one. No effect when called again.
+  void install();
+  /// Puts the allocator before it back.
+  void uninstall();
+
+  /// From now on `allocate` asks `MemoryPressure` for room.
+  void set_limited(bool limited) noexcept {
+    limited_.store(limited);
+  }
+
+  /// Throws c10::OutOfMemoryError if the limit cannot be kept.
+  c10::DataPtr allocate(size_t nbytes) override;
+  c10::DeleterFnPtr raw_deleter() const override;
+  void copy_data(void* to, const void* from, size_t nbytes) const override;
+
+  size_t allocated_bytes() const noexcept {
+    return allocated_bytes_.load(std::memory_order_relaxed);
+  }
+  size_t peak_bytes() const noexcept {
+    return peak_bytes_.load(std::memory_order_relaxed);
+  }
+  void reset_peak() noexcept {
+    peak_bytes_.store(allocated_bytes());
+  }
+
+ private:
+  struct Header;
+
+  CountingCpuAllocator() = default;
+  static void free_block(void* data);
+  void* allocate_block(size_t nbytes);
+  void count(size_t nbytes) noexcept;
+
+  CpuBlocks blocks_;
+  c10::Allocator* before_ = nullptr;
+  std::atomic<bool> limited_{false};
+  std::atomic<size_t> allocated_bytes_{0};
+  std::atomic<size_t> peak_bytes_{0};
+};
+
+} // namespace torch_lms

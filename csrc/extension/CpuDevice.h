@@ -1,0 +1,43 @@
+#pragma once
+
+#include <extension/Device.h>
+
+namespace torch_lms {
+
+/// Main memory, with files on a disk as the tier below. Never destroyed.
+class CpuDevice final : public Device {
+ public:
+  explicit CpuDevice(std::shared_ptr<HostPool> pool);
+
+  c10::Device device() const override {
+    return c10::Device(c10::kCPU);
+  }
+  const std::shared_ptr<TransferBackend>& backend() const override {
+    return backend_;
+  }
+  const std::shared_ptr<HostPool>& pool() const override {
+    return pool_;
+  }
+  bool owns(const c10::DataPtr& data) const override;
+  int64_t current_stream() const override {
+    return 0;
+  }
+  void note_current_stream() override {}
+  c10::DataPtr allocate(size_t nbytes, int64_t stream) override;
+  void keep_block_for_copy(const c10::DataPtr&) override {}
+  size_t allocated_bytes() const override;
+  size_t peak_allocated_bytes() const override;
+  void reset_peak() override;
+  size_t total_bytes() const override;
+  void control(size_t limit_bytes) override;
+  void uncontrol() override;
+  bool capturing() const override {
+    return false;
+  }
+
+ private:
+  const std::shared_ptr<HostPool> pool_;
+  const std::shared_ptr<TransferBackend> backend_;
+};
+
+} // namespace torch_lms

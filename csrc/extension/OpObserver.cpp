@@ -1,0 +1,283 @@
+#include <extension/OpObserver.h>
+
+#include <cstring>
+#include <mutex>
+#include <random>
+#include <utility>
+
+#include <ATen/SparseCsrTensorImpl.h>
+#include <ATen/SparseTensorImpl.h>
+#include <ATen/core/TensorBase.h>
+#include <ATen/core/ivalue.h>
+#include <ATen/record_function.h>
+
+#include <extension/Fork.h>
+#include <extension/MemoryPressure.h>
+#include <extension/Pager.h>
+#include <extension/TorchStorageBinding.h>
+
+namespace torch_lms {
+namespace {
+
+constexpr size_t kNotTracking = SIZE_MAX;
+
+std::atomic<size_t> tracked_from_bytes{kNotTracking};
+std::atomic<int64_t> chaos_period{0};
+std::mutex install_mutex;
+at::CallbackHandle installed = at::INVALID_CALLBACK_HANDLE;
+std::atomic<bool> is_installed{false};
+
+/// What the ops that the calling thread is inside of have pinned.
+struct Frame {
+  int64_t depth = 0;
+  std::vector<EntityPtr> pinned;
+  size_t first_of_op = 0; // entities of the innermost op begin here
+};
+
+Frame& frame() {
+  thread_local Frame frame;
+  return frame;
+}
+
+// --- finding the entities among an op's inputs and outputs ------------------------
+
+template <typename Visit>
+void visit_tensor(const at::TensorImpl* tensor, const Visit& visit);
+
+template <typename Visit>
+void visit_tensor(const at::TensorBase& tensor, const Visit& visit) {
+  if (tensor.defined()) {
+    visit_tensor(tensor.unsafeGetTensorImpl(), visit);
+  }
+}
+
+template <typename Visit>
+void visit_tensor(const at::TensorImpl* tensor, const Visit& visit) {
+  if (tensor->has_storage()) {
+    visit(*tensor->unsafe_storage().unsafeGetStorageImpl());
+    return;
+  }
+  switch (tensor->layout()) {
+    case at::kSparse: {
+      const auto* sparse = static_cast<const at::SparseTensorImpl*>(tensor);
+      visit_tensor(sparse->indices(), visit);
+      visit_tensor(sparse->values(), visit);
+      return;
+    }
+    case at::kSparseCsr:
+    case at::kSparseCsc:
+    case at::kSparseBsr:
+    case at::kSparseBsc: {
+      const auto* sparse = static_cast<const at::SparseCsrTensorImpl*>(tensor);
+      visit_tensor(sparse->compressed_indices(), visit);
+      visit_tensor(sparse->plain_indices(), visit);
+      visit_tensor(sparse->values(), visit);
+      return;
+    }
+    default: // Wrappers of functorch: the op comes again, unwrapped.
+      return;
+  }
+}
+
+template <typename Visit>
+void visit_value(const c10::IValue& value, const Visit& visit) {
+  if (value.isTensor()) {
+    visit_tensor(value.unsafeToTensorImpl(), visit);
+  } else if (value.isList()) {
+    for (const c10::IValue& element : value.toListRef()) {
+      if (!element.isTensor() && !element.isList() && !element.isTuple() && !element.isNone()) {
+        return; // a list of numbers
+      }
+      visit_value(element, visit);
+    }
+  } else if (value.isTuple()) {
+    for (const c10::IValue& element : value.toTupleRef().elements()) {
+      visit_value(element, visit);
+    }
+  }
+}
+
+EntityPtr entity_for_op(c10::StorageImpl& storage, bool fresh) {
+  const c10::DeviceType type = storage.device_type();
+  if (type != c10::kCUDA && type != c10::kCPU) {
+    return nullptr;
+  }
+  if (HostMark* mark = host_mark(storage)) {
+    return mark->entity;
+  }
+  if (storage.nbytes() >= tracked_from_bytes.load(std::memory_order_relaxed)) {
+    return Pager::get().find_or_track(storage, fresh);
+  }
+  return Pager::get().outgoing() ? Pager::get().find(storage) : nullptr;
+}
+
+bool is_collective(const at::RecordFunction& op) {
+  return std::strncmp(op.name(), "c10d::", 6) == 0 || std::strncmp(op.name(), "_c10d", 5) == 0;
+}
+
+// --- the callback -------------------------------------------------------------------
+
+/// Pins first and pages in second, so that making room for one input does not
+/// push another out.
+void use_inputs(const at::RecordFunction& op, Frame& now) {
+  const size_t first = now.pinned.size();
+  for (const c10::IValue& value : op.inputs()) {
+    visit_value(value, [&now](c10::StorageImpl& storage) {
+      if (EntityPtr entity = entity_for_op(storage, false)) {
+        entity->pin();
+        now.pinned.push_back(std::move(entity));
+      }
+    });
+  }
+  if (now.pinned.size() == first) {
+    return;
+  }
+  // A collective goes on using its tensors on streams of its own after the op.
+  const bool stays = is_collective(op);
+  for (size_t i = first; i < now.pinned.size(); ++i) {
+    const EntityPtr entity = now.pinned[i];
+    if (find_device_of(*entity).capturing() || stays) {
+      entity->pin();
+    }
+    find_device_of(*entity).note_current_stream();
+    Pager::get().use(entity);
+    entity->set_last_use(Pager::get().next_use());
+  }
+}
+
+std::unique_ptr<at::ObserverContext> on_op_begin(const at::RecordFunction& op) {
+  if (in_forked_child()) {
+    return nullptr;
+  }
+  Frame& now = frame();
+  if (now.depth++ == 0) {
+    OpClock::get().begin_op();
+    if (Pager::get().has_finished()) {
+      Pager::get().commit_finished();
+    }
+  }
+  use_inputs(op, now);
+  return nullptr;
+}
+
+void track_outputs(const at::RecordFunction& op, Frame& now) {
+  for (const c10::IValue& value : op.outputs()) {
+    visit_value(value, [&now](c10::StorageImpl& storage) {
+      if (EntityPtr entity = entity_for_op(storage, true)) {
+        entity->pin(); // until the outermost op ends: its kernel may hold the address
+        entity->set_last_use(Pager::get().next_use());
+        now.pinned.push_back(std::move(entity));
+      }
+    });
+  }
+}
+
+void chaos() {
+  const int64_t period = chaos_period.load(std::memory_order_relaxed);
+  if (period != 0) {
+    MemoryPressure::get().chaos(period);
+  }
+}
+
+void on_op_end(const at::RecordFunction& op, at::ObserverContext*) {
+  if (in_forked_child()) {
+    return;
+  }
+  Frame& now = frame();
+  if (now.depth == 0) {
+    return; // It began before this process was forked, or in a thread's last breath.
+  }
+  track_outputs(op, now);
+  if (--now.depth != 0) {
+    return;
+  }
+  std::vector<EntityPtr> pinned;
+  pinned.swap(now.pinned);
+  for (const EntityPtr& entity : pinned) {
+    entity->unpin();
+  }
+  OpClock::get().end_op();
+  if (!pinned.empty()) {
+    MemoryPressure::get().after_op(pinned);
+  }
+  chaos();
+  pinned.clear();
+  now.pinned.swap(pinned); // keeps its capacity
+}
+
+void install(bool needs_outputs) {
+  installed = at::addGlobalCallback(at::RecordFunctionCallback(&on_op_begin, &on_op_end)
+                                        .needsInputs(true)
+                                        .needsOutputs(needs_outputs)
+                                        .scopes({at::RecordScope::FUNCTION}));
+  is_installed.store(true);
+}
+
+void uninstall() {
+  at::removeCallback(installed);
+  installed = at::INVALID_CALLBACK_HANDLE;
+  is_installed.store(false);
+}
+
+bool tracking() {
+  return tracked_from_bytes.load() != kNotTracking;
+}
+
+} // namespace
+
+void observe_ops() {
+  if (is_installed.load(std::memory_order_acquire)) {
+    return;
+  }
+  std::lock_guard<std::mutex> lock(install_mutex);
+  if (!is_installed.load()) {
+    install(tracking());
+  }
+}
+
+void stop_observing_if_idle() {
+  if (!is_installed.load(std::memory_order_acquire) || tracking() || Pager::get().active()) {
+    return;
+  }
+  std::lock_guard<std::mutex> lock(install_mutex);
+  if (is_installed.load() && !tracking() && !Pager::get().active()) {
+    uninstall();
+  }
+}
+
+bool observing_ops() noexcept {
+  return is_installed.load();
+}
+
+void track_storages(size_t min_bytes) {
+  std::lock_guard<std::mutex> lock(install_mutex);
+  if (is_installed.load()) {
+    uninstall();
+  }
+  tracked_from_bytes.store(min_bytes);
+  install(true);
+}
+
+void stop_tracking_storages() {
+  {
+    std::lock_guard<std::mutex> lock(install_mutex);
+    tracked_from_bytes.store(kNotTracking);
+    chaos_period.store(0);
+    if (is_installed.load()) {
+      uninstall();
+      install(false);
+    }
+  }
+  stop_observing_if_idle();
+}
+
+void enable_chaos(uint64_t seed, int64_t period) {
+  MemoryPressure::get().seed_chaos(seed);
+  chaos_period.store(period);
+}
+
+bool inside_op() noexcept {
+  return frame().depth != 0;
+}
+
+} // namespace torch_lms

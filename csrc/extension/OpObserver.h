@@ -1,0 +1,38 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace torch_lms {
+
+/// Layer 2: one global RecordFunction callback pages an op's inputs in before the
+/// op. It changes no dispatch keys and sees every thread.
+///
+/// The callback is installed while something is paged out or on its way, and all
+/// the time in automatic mode; otherwise ops cost nothing. Ops that were running
+/// when it was installed are not observed.
+
+/// Installs the callback. No effect if it is installed. Thread-safe.
+void observe_ops();
+
+/// Removes the callback if nothing is paged out or on its way and no automatic
+/// mode is on. Thread-safe.
+void stop_observing_if_idle();
+
+bool observing_ops() noexcept;
+
+/// Automatic mode: storages of at least `min_bytes` become entities as ops make
+/// and use them. `disable` ends it. Thread-safe.
+void track_storages(size_t min_bytes);
+void stop_tracking_storages();
+
+/// For tests: after one op in `period`, one storage chosen at random goes out.
+void enable_chaos(uint64_t seed, int64_t period);
+
+/// Whether the calling thread is inside an op.
+bool inside_op() noexcept;
+
+/// Prepares a transfer worker: graph captures elsewhere do not restrict it.
+void prepare_worker();
+
+} // namespace torch_lms

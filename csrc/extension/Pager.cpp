@@ -1,0 +1,404 @@
+#include <extension/Pager.h>
+
+#include <chrono>
+#include <string>
+#include <thread>
+#include <utility>
+
+#include <ATen/record_function.h>
+#include <c10/util/Exception.h>
+#include <entity/CpuEntityStorageImpl.h>
+#include <entity/CudaEntityStorageImpl.h>
+#include <entity/Error.h>
+
+#include <extension/Fork.h>
+#include <extension/MemoryPressure.h>
+#include <extension/OpObserver.h>
+#include <extension/TorchStorageBinding.h>
+
+namespace torch_lms {
+namespace {
+
+thread_local bool transfer_worker = false;
+
+constexpr auto kCommitPatience = std::chrono::seconds(60);
+
+EntityPtr make_entity(c10::StorageImpl& storage, Device& device, bool fresh) {
+  auto binding = std::make_unique<TorchStorageBinding>(&storage, device);
+  const uint64_t first_seen = fresh ? 0 : OpClock::get().tick();
+  const size_t nbytes = storage.nbytes();
+  if (device.device().is_cuda()) {
+    return std::make_shared<CudaEntityStorageImpl>(
+        std::move(binding), device.backend(), nbytes, first_seen);
+  }
+  return std::make_shared<CpuEntityStorageImpl>(
+      std::move(binding), device.backend(), nbytes, first_seen);
+}
+
+[[noreturn]] void refuse(const c10::Storage& storage, const std::string& why) {
+  throw PageoutRefused(
+      "expected a storage that can be paged out, found one of " +
+      std::to_string(storage.nbytes()) + " bytes on " + storage.device().str() + ": " + why +
+      "; leave it where it is, or page out a copy of it (tensor.clone())");
+}
+
+} // namespace
+
+bool is_transfer_worker() noexcept {
+  return transfer_worker;
+}
+
+Pager& Pager::get() {
+  static auto* pager = new Pager();
+  return *pager;
+}
+
+Pager::Pager()
+    : out_(TransferDirection::kOut, size_t{1} << 30, [] { transfer_worker = true; prepare_worker(); }),
+      in_(TransferDirection::kIn, size_t{1} << 30, [] { transfer_worker = true; prepare_worker(); }) {
+  watch_forks();
+}
+
+// --- requests -----------------------------------------------------------------
+
+EntityPtr Pager::find(c10::StorageImpl& storage) {
+  if (HostMark* mark = host_mark(storage)) {
+    return mark->entity;
+  }
+  return table_.find(&storage);
+}
+
+EntityPtr Pager::find_or_track(c10::StorageImpl& storage, bool fresh) {
+  if (HostMark* mark = host_mark(storage)) {
+    return mark->entity;
+  }
+  if (EntityPtr entity = table_.find(&storage)) {
+    return entity;
+  }
+  Device* device = find_device(storage.device());
+  if (why_not_movable(storage, device) != nullptr) {
+    return nullptr;
+  }
+  const bool stays = device->capturing();
+  EntityPtr entity = table_.find_or_make(
+      &storage, [&] { return make_entity(storage, *device, fresh); });
+  if (stays) {
+    entity->pin(); // Its address is part of the graph: it never moves.
+  }
+  entity->set_last_use(next_use());
+  MemoryPressure::get().note_resident(entity);
+  return entity;
+}
+
+bool Pager::pageout(const c10::Storage& storage) {
+  c10::StorageImpl& impl = *storage.unsafeGetStorageImpl();
+  if (impl.nbytes() == 0) {
+    return false;
+  }
+  if (HostMark* mark = host_mark(impl)) {
+    const EntityPtr entity = mark->entity;
+    if (entity->cancel_pagein()) {
+      in_.erase(entity.get());
+    }
+    if (entity->state() != EntityState::kPagingIn) {
+      return false;
+    }
+    use(entity);
+  }
+  Device* device = find_device(impl.device());
+  const EntityPtr known = table_.find(&impl);
+  if (known == nullptr || known->state() == EntityState::kResident) {
+    if (const char* why = why_not_movable(impl, device)) {
+      refuse(storage, why);
+    }
+  }
+  if (device->capturing()) {
+    refuse(storage, "a CUDA graph is being captured, and nothing moves meanwhile");
+  }
+  observe_ops();
+  const EntityPtr entity = find_or_track(impl, false);
+  device->note_current_stream();
+  if (entity->request_pageout()) {
+    enqueue_pageout(entity);
+    return true;
+  }
+  if (entity->state() == EntityState::kResident && entity->pinned()) {
+    refuse(storage, "it is in use by a running op, or has been pinned (torch_lms.pin, numpy, "
+                    "DLPack, a captured graph, a collective)");
+  }
+  return false;
+}
+
+void Pager::enqueue_pageout(const EntityPtr& entity) {
+  try {
+    out_.enqueue(entity);
+  } catch (const Error&) {
+    AccessResult ignored = AccessResult::kResident;
+    entity->touch(&ignored); // calls the request off
+    throw;
+  }
+}
+
+bool Pager::evict(const EntityPtr& entity) {
+  if (!entity->request_pageout()) {
+    return false;
+  }
+  try {
+    enqueue_pageout(entity);
+  } catch (const Error&) {
+    return false; // Somebody is waiting for the queue: not now.
+  }
+  return true;
+}
+
+bool Pager::prefetch(const c10::Storage& storage) {
+  HostMark* mark = host_mark(*storage.unsafeGetStorageImpl());
+  if (mark != nullptr) {
+    return prefetch(mark->entity);
+  }
+  // On its way out: the cheapest page-in is not to leave.
+  const EntityPtr entity = table_.find(storage.unsafeGetStorageImpl());
+  return entity != nullptr && entity->state() != EntityState::kResident && use(entity);
+}
+
+bool Pager::prefetch(const EntityPtr& entity) {
+  if (!entity->request_pagein()) {
+    return false;
+  }
+  stats_.prefetches.fetch_add(1, std::memory_order_relaxed);
+  try {
+    in_.enqueue(entity);
+  } catch (const Error&) {
+    entity->cancel_pagein(); // Somebody is waiting for the queue: not now.
+    return false;
+  }
+  return true;
+}
+
+size_t Pager::cancel_prefetches() {
+  size_t nbytes = 0;
+  while (EntityPtr entity = in_.dequeue()) {
+    if (entity->cancel_pagein()) {
+      nbytes += entity->nbytes();
+      MemoryPressure::get().note_paged_out(entity);
+    }
+  }
+  return nbytes;
+}
+
+// --- use ------------------------------------------------------------------------
+
+void Pager::left_host(const EntityStorageImpl& entity) noexcept {
+  paged_out_bytes_.fetch_sub(static_cast<int64_t>(entity.nbytes()), std::memory_order_relaxed);
+  paged_out_storages_.fetch_sub(1, std::memory_order_relaxed);
+}
+
+void Pager::count(const EntityPtr& entity, AccessResult result) {
+  const auto nbytes = static_cast<int64_t>(entity->nbytes());
+  switch (result) {
+    case AccessResult::kResident:
+      return;
+    case AccessResult::kCancelledPageout:
+      stats_.cancelled_pageouts.fetch_add(1, std::memory_order_relaxed);
+      break;
+    case AccessResult::kPagedIn:
+      stats_.passive_pageins.fetch_add(1, std::memory_order_relaxed);
+      stats_.pageins.fetch_add(1, std::memory_order_relaxed);
+      stats_.pagein_bytes.fetch_add(nbytes, std::memory_order_relaxed);
+      left_host(*entity);
+      break;
+    case AccessResult::kPrefetched:
+      stats_.prefetch_hits.fetch_add(1, std::memory_order_relaxed);
+      stats_.pageins.fetch_add(1, std::memory_order_relaxed);
+      stats_.pagein_bytes.fetch_add(nbytes, std::memory_order_relaxed);
+      left_host(*entity);
+      break;
+  }
+  MemoryPressure::get().note_resident(entity);
+}
+
+bool Pager::use(const EntityPtr& entity) {
+  const EntityState before = entity->state();
+  if (before == EntityState::kPagedOut || before == EntityState::kInQueued) {
+    RECORD_USER_SCOPE("torch_lms::passive_pagein");
+    try {
+      count(entity, entity->access());
+      MemoryPressure::get().note_fault(entity);
+    } catch (const std::exception& error) {
+      stats_.host_served.fetch_add(1, std::memory_order_relaxed);
+      stats_.pagein_failures.fetch_add(1, std::memory_order_relaxed);
+      TORCH_WARN_ONCE(
+          "torch_lms: no room on the device for a storage of ",
+          entity->nbytes(),
+          " bytes that an op uses; the op works on the host copy, which is right but slow. Raise "
+          "the limit, or use smaller batches. (",
+          error.what(),
+          ") Further cases are counted in torch_lms.stats().host_served.");
+      return false;
+    }
+    return true;
+  }
+  count(entity, entity->access());
+  return true;
+}
+
+void Pager::raw_access(c10::StorageImpl* storage) {
+  if (in_forked_child()) {
+    return;
+  }
+  const EntityPtr entity = find(*storage);
+  if (entity == nullptr) {
+    return;
+  }
+  find_device_of(*entity).note_current_stream();
+  use(entity);
+  entity->set_last_use(next_use());
+}
+
+void Pager::storage_released(const EntityPtr& entity) noexcept {
+  left_host(*entity);
+  entity->host_copy_released();
+}
+
+void Pager::keep_resident(const c10::Storage& storage) {
+  const EntityPtr entity = find_or_track(*storage.unsafeGetStorageImpl(), false);
+  if (entity == nullptr) {
+    return; // Not PyTorch's own memory: it never moves anyway.
+  }
+  entity->pin();
+  use(entity);
+}
+
+void Pager::release_resident(const c10::Storage& storage) {
+  const EntityPtr entity = find(*storage.unsafeGetStorageImpl());
+  if (entity == nullptr || !entity->pinned()) {
+    throw Error(
+        "expected a storage that has been pinned with torch_lms.pin, found one that has not; call "
+        "pin first, and unpin once for each pin");
+  }
+  entity->unpin();
+}
+
+// --- commits ----------------------------------------------------------------------
+
+void Pager::commit_pageouts(std::vector<KeepAlive>& dropped) {
+  std::vector<FinishedTransfer> in_use;
+  for (FinishedTransfer& finished : out_.take_finished()) {
+    const size_t nbytes = finished.entity->nbytes();
+    if (finished.out != nullptr && finished.out->host != nullptr) {
+      std::unique_ptr<DeviceBlock> garbage;
+      const CommitResult result = finished.entity->commit_pageout(finished.out, &garbage);
+      if (result == CommitResult::kInUse) {
+        in_use.push_back(std::move(finished));
+        continue;
+      }
+      if (result == CommitResult::kCommitted) {
+        stats_.pageouts.fetch_add(1, std::memory_order_relaxed);
+        stats_.pageout_bytes.fetch_add(static_cast<int64_t>(nbytes), std::memory_order_relaxed);
+        paged_out_bytes_.fetch_add(static_cast<int64_t>(nbytes), std::memory_order_relaxed);
+        paged_out_storages_.fetch_add(1, std::memory_order_relaxed);
+        MemoryPressure::get().note_paged_out(finished.entity);
+      }
+    }
+    if (finished.out != nullptr) {
+      dropped.push_back(std::move(finished.out->keep));
+    }
+    out_.retire(nbytes);
+  }
+  if (!in_use.empty()) {
+    out_.return_finished(std::move(in_use));
+  }
+}
+
+void Pager::commit_pageins() {
+  for (FinishedTransfer& finished : in_.take_finished()) {
+    if (finished.in != nullptr && finished.entity->commit_pagein(finished.in)) {
+      stats_.pageins.fetch_add(1, std::memory_order_relaxed);
+      stats_.prefetch_hits.fetch_add(1, std::memory_order_relaxed);
+      stats_.pagein_bytes.fetch_add(
+          static_cast<int64_t>(finished.entity->nbytes()), std::memory_order_relaxed);
+      left_host(*finished.entity);
+      MemoryPressure::get().note_resident(finished.entity);
+    }
+    in_.retire(finished.entity->nbytes());
+  }
+}
+
+void Pager::commit_finished(bool in_allocator) {
+  std::vector<KeepAlive> dropped;
+  if (out_.has_finished()) {
+    commit_pageouts(dropped);
+  }
+  if (!in_allocator && in_.has_finished()) {
+    commit_pageins();
+  }
+  if (in_allocator) {
+    std::lock_guard<std::mutex> lock(dropped_mutex_);
+    for (KeepAlive& keep : dropped) {
+      dropped_.push_back(std::move(keep));
+    }
+  } else {
+    std::lock_guard<std::mutex> lock(dropped_mutex_);
+    dropped.insert(
+        dropped.end(),
+        std::make_move_iterator(dropped_.begin()),
+        std::make_move_iterator(dropped_.end()));
+    dropped_.clear();
+  }
+}
+
+void Pager::wait_pageouts() {
+  std::exception_ptr error;
+  try {
+    out_.wait_actions();
+  } catch (...) {
+    error = std::current_exception();
+  }
+  const auto deadline = std::chrono::steady_clock::now() + kCommitPatience;
+  commit_finished();
+  while (out_.has_finished()) {
+    if (std::chrono::steady_clock::now() > deadline) {
+      throw TransferFailed(
+          "expected running ops to let go of storages that are to be paged out, found one still "
+          "running after 60 s on another thread; wait for that thread first");
+    }
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+    commit_finished();
+  }
+  stop_observing_if_idle();
+  if (error != nullptr) {
+    std::rethrow_exception(error);
+  }
+}
+
+void Pager::wait_pageins() {
+  try {
+    in_.wait_actions();
+  } catch (const c10::OutOfMemoryError&) {
+    stats_.pagein_failures.fetch_add(1, std::memory_order_relaxed);
+  }
+  commit_finished();
+  stop_observing_if_idle();
+}
+
+void Pager::pagein_all() {
+  std::exception_ptr failed;
+  table_.for_each([&](const EntityPtr& entity) {
+    const KeepAlive keep = entity->hold();
+    if (keep == nullptr || entity->state() == EntityState::kResident) {
+      return;
+    }
+    try {
+      count(entity, entity->access());
+    } catch (...) {
+      failed = std::current_exception();
+    }
+  });
+  commit_finished();
+  stop_observing_if_idle();
+  if (failed != nullptr) {
+    std::rethrow_exception(failed);
+  }
+}
+
+} // namespace torch_lms

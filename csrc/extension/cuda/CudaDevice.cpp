@@ -1,0 +1,97 @@
+#include <extension/cuda/CudaDevice.h>
+
+#include <algorithm>
+#include <utility>
+
+#include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include <extension/OpObserver.h>
+#include <extension/cuda/LimitedCudaAllocator.h>
+
+namespace torch_lms {
+
+namespace allocator = c10::cuda::CUDACachingAllocator;
+
+void prepare_worker() {
+  // A capture in another thread must not forbid this one's calls; they touch only
+  // streams that are never captured.
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+  cudaThreadExchangeStreamCaptureMode(&mode);
+}
+
+CudaDevice::CudaDevice(c10::DeviceIndex index, std::shared_ptr<HostPool> pool)
+    : index_(index), pool_(std::move(pool)) {
+  auto cuda = std::make_shared<CudaTransferBackend>(
+      index_, pool_, [index] { return c10::cuda::getCurrentCUDAStream(index).stream(); });
+  cuda_ = cuda.get();
+  backend_ = std::move(cuda);
+}
+
+bool CudaDevice::owns(const c10::DataPtr& data) const {
+  return data.get() != nullptr && data.get() == data.get_context() &&
+      data.get_deleter() == allocator::get()->raw_deleter();
+}
+
+int64_t CudaDevice::current_stream() const {
+  return c10::cuda::getCurrentCUDAStream(index_).id();
+}
+
+void CudaDevice::note_current_stream() {
+  cuda_->note_stream(c10::cuda::getCurrentCUDAStream(index_).stream());
+}
+
+c10::DataPtr CudaDevice::allocate(size_t nbytes, int64_t stream) {
+  const auto home = c10::cuda::CUDAStream::unpack3(stream, index_, c10::DeviceType::CUDA);
+  const c10::cuda::CUDAStreamGuard guard(home);
+  c10::DataPtr data = allocator::get()->allocate(nbytes);
+  // What record_stream told of the old block is lost: assume every stream in use.
+  for (cudaStream_t used : cuda_->noted_streams()) {
+    if (used != home.stream()) {
+      allocator::recordStream(data, c10::cuda::getStreamFromExternal(used, index_));
+    }
+  }
+  return data;
+}
+
+void CudaDevice::keep_block_for_copy(const c10::DataPtr& data) {
+  allocator::recordStream(
+      data, c10::cuda::getStreamFromExternal(cuda_->pageout_stream(), index_));
+}
+
+size_t CudaDevice::allocated_bytes() const {
+  return static_cast<size_t>(allocator::get()->getDeviceStats(index_).allocated_bytes[0].current);
+}
+
+size_t CudaDevice::peak_allocated_bytes() const {
+  return static_cast<size_t>(allocator::get()->getDeviceStats(index_).allocated_bytes[0].peak);
+}
+
+void CudaDevice::reset_peak() {
+  allocator::get()->resetPeakStats(index_);
+}
+
+size_t CudaDevice::total_bytes() const {
+  return allocator::get()->getMemoryInfo(index_).second;
+}
+
+void CudaDevice::control(size_t limit_bytes) {
+  LimitedCudaAllocator::get().install();
+  const double total = static_cast<double>(total_bytes());
+  const double fraction = std::min(1.0, static_cast<double>(limit_bytes) / total);
+  LimitedCudaAllocator::get().setMemoryFraction(fraction, index_);
+}
+
+void CudaDevice::uncontrol() {
+  LimitedCudaAllocator::get().setMemoryFraction(1.0, index_);
+  LimitedCudaAllocator::get().uninstall();
+}
+
+bool CudaDevice::capturing() const {
+  return LimitedCudaAllocator::get().capturing() ||
+      c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
+}
+
+} // namespace torch_lms

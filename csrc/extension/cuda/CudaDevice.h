@@ -1,0 +1,45 @@
+#pragma once
+
+#include <atomic>
+
+#include <entity/cuda/CudaTransferBackend.h>
+#include <entity/cuda/PinnedSlabSource.h>
+#include <extension/Device.h>
+
+namespace torch_lms {
+
+/// One CUDA device, with pinned host memory as the tier below. Never destroyed.
+class CudaDevice final : public Device {
+ public:
+  CudaDevice(c10::DeviceIndex index, std::shared_ptr<HostPool> pool);
+
+  c10::Device device() const override {
+    return c10::Device(c10::kCUDA, index_);
+  }
+  const std::shared_ptr<TransferBackend>& backend() const override {
+    return backend_;
+  }
+  const std::shared_ptr<HostPool>& pool() const override {
+    return pool_;
+  }
+  bool owns(const c10::DataPtr& data) const override;
+  int64_t current_stream() const override;
+  void note_current_stream() override;
+  c10::DataPtr allocate(size_t nbytes, int64_t stream) override;
+  void keep_block_for_copy(const c10::DataPtr& data) override;
+  size_t allocated_bytes() const override;
+  size_t peak_allocated_bytes() const override;
+  void reset_peak() override;
+  size_t total_bytes() const override;
+  void control(size_t limit_bytes) override;
+  void uncontrol() override;
+  bool capturing() const override;
+
+ private:
+  const c10::DeviceIndex index_;
+  const std::shared_ptr<HostPool> pool_;
+  CudaTransferBackend* cuda_ = nullptr; // owned by backend_
+  std::shared_ptr<TransferBackend> backend_;
+};
+
+} // namespace torch_lms

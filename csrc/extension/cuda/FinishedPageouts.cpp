@@ -1,0 +1,28 @@
+#include <c10/cuda/CUDACachingAllocator.h>
+
+#include <extension/MemoryPressure.h>
+#include <extension/Pager.h>
+
+namespace torch_lms {
+namespace {
+
+/// Before the allocator's pool grows: blocks whose page-out is over go back to it,
+/// so that it need not. (`LimitedCudaAllocator` does the waiting and the choosing:
+/// here the allocator's lock is held and the size is not known.)
+class FinishedPageouts final : public c10::FreeMemoryCallback {
+ public:
+  bool Execute() override {
+    if (!MemoryPressure::get().enabled() || !Pager::get().out_queue().has_finished()) {
+      return false;
+    }
+    Pager::get().commit_finished(/*in_allocator=*/true);
+    return true;
+  }
+};
+
+} // namespace
+} // namespace torch_lms
+
+namespace c10 {
+REGISTER_FREE_MEMORY_CALLBACK("torch_lms_finished_pageouts", torch_lms::FinishedPageouts)
+} // namespace c10

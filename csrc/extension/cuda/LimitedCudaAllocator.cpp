@@ -1,0 +1,295 @@
+#include <extension/cuda/LimitedCudaAllocator.h>
+
+#include <utility>
+
+#include <c10/cuda/CUDAFunctions.h>
+#include <c10/util/Exception.h>
+
+#include <extension/Device.h>
+#include <extension/MemoryPressure.h>
+#include <extension/Pager.h>
+
+namespace torch_lms {
+
+LimitedCudaAllocator& LimitedCudaAllocator::get() {
+  static auto* allocator = new LimitedCudaAllocator();
+  return *allocator;
+}
+
+void LimitedCudaAllocator::install() {
+  auto* current = cuda_allocator::allocator.load();
+  if (current != this) {
+    inner_ = current;
+    cuda_allocator::allocator.store(this);
+  }
+}
+
+void LimitedCudaAllocator::uninstall() {
+  if (inner_ != nullptr && cuda_allocator::allocator.load() == this) {
+    cuda_allocator::allocator.store(inner_);
+  }
+}
+
+// --- memory --------------------------------------------------------------------
+
+template <typename Allocate>
+auto LimitedCudaAllocator::with_room(size_t nbytes, Allocate&& allocate) {
+  MemoryPressure& pressure = MemoryPressure::get();
+  if (nbytes == 0 || !pressure.enabled()) {
+    return allocate();
+  }
+  Device& device = *find_device(c10::Device(c10::kCUDA, c10::cuda::current_device()));
+  pressure.make_room(device, nbytes);
+  for (size_t more = nbytes;; more *= 2) {
+    try {
+      return allocate();
+    } catch (const c10::OutOfMemoryError& error) {
+      if (!pressure.after_out_of_memory(device, more)) {
+        const std::string cause = pressure.last_error();
+        if (cause.empty()) {
+          throw;
+        }
+        TORCH_CHECK_WITH(
+            OutOfMemoryError, false, error.what_without_backtrace(), "\ntorch_lms: ", cause);
+      }
+    }
+  }
+}
+
+c10::DataPtr LimitedCudaAllocator::allocate(size_t nbytes) {
+  return with_room(nbytes, [&] { return inner_->allocate(nbytes); });
+}
+
+void* LimitedCudaAllocator::raw_alloc(size_t nbytes) {
+  return with_room(nbytes, [&] { return inner_->raw_alloc(nbytes); });
+}
+
+void* LimitedCudaAllocator::raw_alloc_with_stream(size_t nbytes, cudaStream_t stream) {
+  return with_room(nbytes, [&] { return inner_->raw_alloc_with_stream(nbytes, stream); });
+}
+
+void LimitedCudaAllocator::beginAllocateToPool(
+    c10::DeviceIndex device,
+    c10::MempoolId_t pool,
+    std::function<bool(cudaStream_t)> filter) {
+  if (captures_.fetch_add(1) == 0) {
+    // Nothing is in flight while a graph is captured.
+    Pager::get().cancel_prefetches();
+    Pager::get().wait_pageouts();
+    Pager::get().wait_pageins();
+  }
+  inner_->beginAllocateToPool(device, pool, std::move(filter));
+}
+
+void LimitedCudaAllocator::endAllocateToPool(c10::DeviceIndex device, c10::MempoolId_t pool) {
+  inner_->endAllocateToPool(device, pool);
+  captures_.fetch_sub(1);
+}
+
+// --- forwarded -------------------------------------------------------------------
+
+c10::DeleterFnPtr LimitedCudaAllocator::raw_deleter() const {
+  return inner_->raw_deleter();
+}
+
+bool LimitedCudaAllocator::is_simple_data_ptr(const c10::DataPtr& data) const {
+  return inner_->is_simple_data_ptr(data);
+}
+
+void LimitedCudaAllocator::copy_data(void* to, const void* from, size_t nbytes) const {
+  inner_->copy_data(to, from, nbytes);
+}
+
+bool LimitedCudaAllocator::initialized()  {
+  return inner_->initialized();
+}
+
+void LimitedCudaAllocator::emptyCache(c10::MempoolId_t pool)  {
+  inner_->emptyCache(pool);
+}
+
+c10::CachingDeviceAllocator::DeviceStats LimitedCudaAllocator::getDeviceStats(c10::DeviceIndex device)  {
+  return inner_->getDeviceStats(device);
+}
+
+void LimitedCudaAllocator::resetAccumulatedStats(c10::DeviceIndex device)  {
+  inner_->resetAccumulatedStats(device);
+}
+
+void LimitedCudaAllocator::resetPeakStats(c10::DeviceIndex device)  {
+  inner_->resetPeakStats(device);
+}
+
+std::pair<size_t, size_t> LimitedCudaAllocator::getMemoryInfo(c10::DeviceIndex device)  {
+  return inner_->getMemoryInfo(device);
+}
+
+void LimitedCudaAllocator::raw_delete(void* data)  {
+  inner_->raw_delete(data);
+}
+
+void LimitedCudaAllocator::init(int device_count)  {
+  inner_->init(device_count);
+}
+
+double LimitedCudaAllocator::getMemoryFraction(c10::DeviceIndex device)  {
+  return inner_->getMemoryFraction(device);
+}
+
+void LimitedCudaAllocator::setMemoryFraction(double fraction, c10::DeviceIndex device)  {
+  inner_->setMemoryFraction(fraction, device);
+}
+
+std::vector<cuda_allocator::StreamSegmentSize> LimitedCudaAllocator::getExpandableSegmentSizes(c10::DeviceIndex device)  {
+  return inner_->getExpandableSegmentSizes(device);
+}
+
+void LimitedCudaAllocator::enable(bool value)  {
+  inner_->enable(value);
+}
+
+bool LimitedCudaAllocator::isEnabled() const {
+  return inner_->isEnabled();
+}
+
+void LimitedCudaAllocator::cacheInfo(c10::DeviceIndex device, size_t* largest_block)  {
+  inner_->cacheInfo(device, largest_block);
+}
+
+void* LimitedCudaAllocator::getBaseAllocation(void* data, size_t* size)  {
+  return inner_->getBaseAllocation(data, size);
+}
+
+void LimitedCudaAllocator::recordStream(const c10::DataPtr& data, c10::cuda::CUDAStream stream)  {
+  inner_->recordStream(data, stream);
+}
+
+cuda_allocator::SnapshotInfo LimitedCudaAllocator::snapshot(c10::MempoolId_t pool, bool include_traces)  {
+  return inner_->snapshot(pool, include_traces);
+}
+
+void LimitedCudaAllocator::releasePool(c10::DeviceIndex device, c10::MempoolId_t pool)  {
+  inner_->releasePool(device, pool);
+}
+
+int LimitedCudaAllocator::getPoolUseCount(c10::DeviceIndex device, c10::MempoolId_t pool)  {
+  return inner_->getPoolUseCount(device, pool);
+}
+
+void LimitedCudaAllocator::createOrIncrefPool(c10::DeviceIndex device, c10::MempoolId_t pool, std::shared_ptr<CUDAAllocator> allocator)  {
+  inner_->createOrIncrefPool(device, pool, std::move(allocator));
+}
+
+void LimitedCudaAllocator::setUseOnOOM(c10::DeviceIndex device, c10::MempoolId_t pool, bool use_on_oom)  {
+  inner_->setUseOnOOM(device, pool, use_on_oom);
+}
+
+void LimitedCudaAllocator::setNoSplit(c10::DeviceIndex device, c10::MempoolId_t pool)  {
+  inner_->setNoSplit(device, pool);
+}
+
+bool LimitedCudaAllocator::checkPoolLiveAllocations(c10::DeviceIndex device, c10::MempoolId_t pool, const std::unordered_set<void*>& expected)  {
+  return inner_->checkPoolLiveAllocations(device, pool, expected);
+}
+
+cuda_allocator::ShareableHandle LimitedCudaAllocator::shareIpcHandle(void* data)  {
+  return inner_->shareIpcHandle(data);
+}
+
+std::shared_ptr<void> LimitedCudaAllocator::getIpcDevPtr(std::string handle)  {
+  return inner_->getIpcDevPtr(std::move(handle));
+}
+
+bool LimitedCudaAllocator::isHistoryEnabled()  {
+  return inner_->isHistoryEnabled();
+}
+
+void LimitedCudaAllocator::recordHistory(bool enabled, cuda_allocator::CreateContextFn recorder, size_t max_entries, cuda_allocator::RecordContext when, bool clear, const std::vector<std::string>& skip)  {
+  inner_->recordHistory(enabled, recorder, max_entries, when, clear, skip);
+}
+
+void LimitedCudaAllocator::recordAnnotation(const std::vector<std::pair<std::string, std::string>>& entries)  {
+  inner_->recordAnnotation(entries);
+}
+
+void LimitedCudaAllocator::pushCompileContext(std::string& context)  {
+  inner_->pushCompileContext(context);
+}
+
+void LimitedCudaAllocator::popCompileContext()  {
+  inner_->popCompileContext();
+}
+
+void LimitedCudaAllocator::setUserMetadata(const std::string& metadata)  {
+  inner_->setUserMetadata(metadata);
+}
+
+std::string LimitedCudaAllocator::getUserMetadata()  {
+  return inner_->getUserMetadata();
+}
+
+void LimitedCudaAllocator::attachOutOfMemoryObserver(cuda_allocator::OutOfMemoryObserver observer)  {
+  inner_->attachOutOfMemoryObserver(std::move(observer));
+}
+
+void LimitedCudaAllocator::attachAllocatorTraceTracker(cuda_allocator::AllocatorTraceTracker tracker)  {
+  inner_->attachAllocatorTraceTracker(std::move(tracker));
+}
+
+void LimitedCudaAllocator::enablePeerAccess(c10::DeviceIndex device, c10::DeviceIndex peer)  {
+  inner_->enablePeerAccess(device, peer);
+}
+
+cudaError_t LimitedCudaAllocator::memcpyAsync(void* to, int to_device, const void* from, int from_device, size_t count, cudaStream_t stream, bool p2p_enabled)  {
+  return inner_->memcpyAsync(to, to_device, from, from_device, count, stream, p2p_enabled);
+}
+
+std::shared_ptr<cuda_allocator::AllocatorState> LimitedCudaAllocator::getCheckpointState(c10::DeviceIndex device, c10::MempoolId_t pool)  {
+  return inner_->getCheckpointState(device, pool);
+}
+
+cuda_allocator::CheckpointDelta LimitedCudaAllocator::setCheckpointPoolState(c10::DeviceIndex device, std::shared_ptr<cuda_allocator::AllocatorState> state)  {
+  return inner_->setCheckpointPoolState(device, std::move(state));
+}
+
+std::string LimitedCudaAllocator::name()  {
+  return inner_->name();
+}
+
+#if TORCH_LMS_TORCH_AT_LEAST(2, 13)
+
+void LimitedCudaAllocator::markCaptureBegin(c10::DeviceIndex device)  {
+  inner_->markCaptureBegin(device);
+}
+
+void LimitedCudaAllocator::markCaptureEnd(c10::DeviceIndex device)  {
+  inner_->markCaptureEnd(device);
+}
+
+std::shared_ptr<c10::GatheredContext> LimitedCudaAllocator::getContextForPointer(const void* data)  {
+  return inner_->getContextForPointer(data);
+}
+
+void LimitedCudaAllocator::attachOomRejectionObserver(cuda_allocator::OomRejectionObserver observer)  {
+  inner_->attachOomRejectionObserver(std::move(observer));
+}
+
+c10::DataPtr LimitedCudaAllocator::allocateWithAddress(size_t nbytes, void* address)  {
+  return inner_->allocateWithAddress(nbytes, address);
+}
+
+#endif
+
+#if TORCH_LMS_TORCH_AT_LEAST(2, 15)
+
+bool LimitedCudaAllocator::supportsUserMetadata()  {
+  return inner_->supportsUserMetadata();
+}
+
+void LimitedCudaAllocator::annotateMemory(const void* data, const std::string& metadata)  {
+  inner_->annotateMemory(data, metadata);
+}
+
+#endif
+
+} // namespace torch_lms

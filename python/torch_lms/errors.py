@@ -1,0 +1,29 @@
+"""The errors of torch_lms. Every message says what was expected, what was found and what to do."""
+
+from __future__ import annotations
+
+__all__ = ["EnvError", "HostPoolFullError", "LimitError", "LmsError", "PageoutError", "SpillError"]
+
+
+class LmsError(RuntimeError):
+    """Base of all errors that torch_lms raises itself."""
+
+
+class LimitError(LmsError, ValueError):
+    """A limit, a size or a device that was given cannot be understood or kept."""
+
+
+class EnvError(LmsError):
+    """A swap environment was used before it was opened, after it was closed, or twice."""
+
+
+class PageoutError(LmsError):
+    """The storage cannot be paged out; nothing has changed."""
+
+
+class HostPoolFullError(LmsError):
+    """The limit of the host memory for paged-out bytes is reached; nothing has been lost."""
+
+
+class SpillError(LmsError):
+    """The directory for spill files is missing, full or not writable; nothing has been lost."""

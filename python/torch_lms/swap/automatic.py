@@ -1,0 +1,117 @@
+"""Automatic mode: any eager program within a limit, with no change to its code."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from torch_lms._core import core
+from torch_lms.errors import EnvError, LimitError
+from torch_lms.swap import intercepts
+from torch_lms.swap.limits import Limit, parse_bytes, parse_limits
+
+__all__ = ["count_cpu_allocations", "disable", "enable", "is_enabled"]
+
+_enabled = False
+
+
+def enable(
+    limit: Limit | Mapping[str | torch.device, int | str] = None,
+    *,
+    min_bytes: int | str = 1 << 20,
+    host_limit: int | str | None = None,
+    spill_dir: str | os.PathLike[str] | None = None,
+    expandable_segments: bool = True,
+) -> None:
+    """Keeps the memory of tensors within a limit from now on, in this whole process.
+
+    Storages are known from the ops that make and use them. Under pressure the least recently
+    used go out, ahead of need where possible, and come back before they are used. Results are
+    those of the unlimited program, bit for bit.
+
+    Args:
+        limit: of each device: bytes, ``"24GiB"``, or ``"50%"`` of the device's memory; or a mapping
+            from device to limit. A bare limit is that of every CUDA device, or of the CPU where
+            there is none. No limit means all of the device's memory.
+        min_bytes: smaller storages stay where they are.
+        host_limit: of the host memory (for the CPU: the disk space) for paged-out bytes; by default
+            80 % of what the machine and its control group allow (90 % of the free disk).
+        spill_dir: the directory for the CPU's spill files; by default that for temporary files.
+        expandable_segments: let PyTorch's CUDA allocator grow its segments, so that memory freed in
+            small pieces serves large requests. Left as it is if PYTORCH_CUDA_ALLOC_CONF says.
+
+    Raises:
+        LimitError: for a size, a device or a directory that cannot be understood or is not there.
+        EnvError: if automatic mode is on with other devices, or a CUDA graph has been captured.
+        LmsError: in a forked child.
+    """
+    global _enabled
+    limits = parse_limits(limit)
+    smallest = parse_bytes(min_bytes)
+    _configure_host(host_limit, spill_dir)
+    if any(device.startswith("cuda") for device in limits):
+        torch.cuda.init()
+        _refuse_graphs()
+        if expandable_segments:
+            _expand_segments()
+    intercepts.install()
+    for device, limit_bytes in limits.items():
+        core.enable(device, limit_bytes, smallest)
+    _enabled = True
+
+
+def disable() -> None:
+    """Ends automatic mode: pages everything in and removes every hook.
+
+    No effect when automatic mode is off.
+
+    Raises:
+        torch.OutOfMemoryError: if what is paged out does not fit the device. Storages without room
+            stay on the host, where they are right but slow, and come in when they are used.
+    """
+    global _enabled
+    if _enabled:
+        _enabled = False
+        core.disable()
+
+
+def is_enabled() -> bool:
+    """Whether automatic mode is on."""
+    return _enabled
+
+
+def count_cpu_allocations() -> None:
+    """Counts the bytes that CPU tensors hold from now on, without a limit.
+
+    For measuring: see ``allocated_bytes`` and ``peak_allocated_bytes`` of `torch_lms.stats`.
+    """
+    core.count_cpu_allocations()
+
+
+def _configure_host(host_limit: int | str | None, spill_dir: str | os.PathLike[str] | None) -> None:
+    host_bytes = 0 if host_limit is None else parse_bytes(host_limit, total_bytes=core.total_bytes("cpu"))
+    directory = ""
+    if spill_dir is not None:
+        directory = str(Path(spill_dir))
+        if not Path(directory).is_dir():
+            raise LimitError(f"expected a directory in spill_dir=, found none at {directory!r}; create it first")
+    core.configure_host(host_bytes, directory)
+
+
+def _refuse_graphs() -> None:
+    """A graph that was captured before paging was on may use any address."""
+    for segment in torch.cuda.memory_snapshot():
+        if tuple(segment.get("segment_pool_id", (0, 0))) != (0, 0):
+            raise EnvError(
+                "expected no CUDA graph or private memory pool before torch_lms.enable, found one; "
+                "its addresses are unknown, so call enable() before capturing"
+            )
+
+
+def _expand_segments() -> None:
+    configured = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
+    if "expandable_segments" not in configured:
+        torch.cuda.memory._set_allocator_settings("expandable_segments:True")  # type: ignore[no-untyped-call]

@@ -1,0 +1,107 @@
+"""Python's own ways to a storage's raw memory, watched while paging is on.
+
+Note [Ways around the dispatcher]
+    numpy and DLPack hand an address out for good: the storage is pinned for the rest of its life.
+    ``data_ptr`` hands it out for a call (Triton's launcher does this for every argument), and
+    ``resize_`` frees the memory without an op: the storage is paged in and any page-out of it is
+    called off. A compiled graph runs kernels on its inputs' addresses: its inputs are used first.
+    From torch 2.13 on the core notices raw mutable access to paged-out storages by itself; these
+    wrappers also cover 2.11 and 2.12, and addresses of resident storages.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from torch_lms._core import core
+
+__all__ = ["install"]
+
+_lock = threading.Lock()
+_installed = False
+
+
+def install() -> None:
+    """Watches from now on. No effect when called again; safe in any thread."""
+    global _installed
+    if _installed:
+        return
+    with _lock:
+        if _installed:
+            return
+        _wrap(torch.Tensor, "numpy", _pin)
+        _wrap(torch.Tensor, "__dlpack__", _pin)
+        _wrap(torch.Tensor, "share_memory_", _use)
+        _wrap(torch.Tensor, "data_ptr", _use)
+        _wrap(torch.UntypedStorage, "data_ptr", _use)
+        _wrap(torch.UntypedStorage, "resize_", _use)
+        _wrap(torch.UntypedStorage, "share_memory_", _use)
+        _wrap_to_dlpack()
+        _wrap_compiled_graph()
+        _installed = True
+
+
+def _pin(owner: Any) -> None:
+    if _movable(owner):
+        core.pin(owner)
+
+
+def _use(owner: Any) -> None:
+    if _movable(owner):
+        core.use([owner])
+
+
+def _movable(owner: Any) -> bool:
+    """Whether there is a storage at all that could move."""
+    if isinstance(owner, torch.UntypedStorage):
+        return owner.device.type in ("cpu", "cuda")
+    return (
+        isinstance(owner, torch.Tensor)
+        and owner.layout is torch.strided
+        and owner.device.type in ("cpu", "cuda")
+        and bool(torch._C._has_storage(owner))
+    )
+
+
+def _wrap(owner: type, name: str, before: Callable[[Any], None]) -> None:
+    """Calls ``before(self)`` in front of a method."""
+    method = getattr(owner, name)
+
+    @functools.wraps(method)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        before(self)
+        return method(self, *args, **kwargs)
+
+    setattr(owner, name, wrapper)
+
+
+def _wrap_to_dlpack() -> None:
+    import torch.utils.dlpack
+
+    to_dlpack = torch.utils.dlpack.to_dlpack
+
+    @functools.wraps(to_dlpack)
+    def wrapper(tensor: Any) -> Any:
+        _pin(tensor)
+        return to_dlpack(tensor)
+
+    torch.utils.dlpack.to_dlpack = wrapper
+    torch.to_dlpack = wrapper
+
+
+def _wrap_compiled_graph() -> None:
+    from torch._inductor.output_code import CompiledFxGraph
+
+    call = CompiledFxGraph.__call__
+
+    @functools.wraps(call)
+    def wrapper(self: Any, inputs: Any) -> Any:
+        core.use([tensor for tensor in inputs if _movable(tensor)])
+        return call(self, inputs)
+
+    CompiledFxGraph.__call__ = wrapper  # type: ignore[method-assign]

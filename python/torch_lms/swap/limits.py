@@ -1,0 +1,110 @@
+"""Sizes and limits as people write them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import torch
+
+from torch_lms._core import core
+from torch_lms.errors import LimitError
+
+__all__ = ["Limit", "parse_bytes", "parse_limits"]
+
+Limit = int | str | None
+
+_UNITS_BYTES = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*|%)\s*", re.IGNORECASE)
+
+
+def parse_bytes(size: int | str, *, total_bytes: int | None = None) -> int:
+    """Turns a size into bytes.
+
+    Args:
+        size: bytes, or a number with a unit (``"24GiB"``, ``"1.5 GB"``), or a percentage (``"50%"``).
+        total_bytes: what a percentage is a percentage of; without it percentages are refused.
+
+    Returns:
+        A positive number of bytes.
+
+    Raises:
+        LimitError: if ``size`` is not a positive size.
+    """
+    nbytes = 0
+    if isinstance(size, bool) or not isinstance(size, int | str):
+        raise LimitError(f"expected a size in bytes or a text such as '24GiB', found {size!r}; pass an int or a str")
+    if isinstance(size, int):
+        nbytes = size
+    else:
+        match = _SIZE.fullmatch(size)
+        unit = match[2].lower() if match else ""
+        if match is None or (unit != "%" and unit not in _UNITS_BYTES):
+            raise LimitError(
+                f"expected a size such as '24GiB', '512MiB', '1.5GB' or '50%', found {size!r}; "
+                "use one of the units B, KB, MB, GB, TB, KiB, MiB, GiB, TiB or %"
+            )
+        if unit == "%":
+            if total_bytes is None:
+                raise LimitError(f"expected a size in bytes here, found the percentage {size!r}; name a size")
+            nbytes = int(float(match[1]) * total_bytes / 100)
+        else:
+            nbytes = int(float(match[1]) * _UNITS_BYTES[unit])
+    if nbytes <= 0:
+        raise LimitError(f"expected a size of at least one byte, found {size!r}; pass a positive size")
+    return nbytes
+
+
+def parse_limits(limit: Limit | Mapping[str | torch.device, int | str]) -> dict[str, int]:
+    """Turns ``limit=`` of `torch_lms.enable` into bytes for each device.
+
+    A bare limit is that of every CUDA device, or of the CPU where there is none. No limit
+    means all of the device's memory.
+
+    Raises:
+        LimitError: if a size or a device cannot be understood, or a device is not there.
+    """
+    if not isinstance(limit, Mapping):
+        value = "100%" if limit is None else limit
+        count = torch.cuda.device_count() if core.has_cuda else 0
+        devices = [f"cuda:{index}" for index in range(count)] or ["cpu"]
+        return {name: parse_bytes(value, total_bytes=core.total_bytes(name)) for name in devices}
+    if not limit:
+        raise LimitError("expected at least one device in limit=, found an empty mapping; pass {'cuda:0': '24GiB'}")
+    limits: dict[str, int] = {}
+    for device, size in limit.items():
+        name = _device_name(device)
+        limits[name] = parse_bytes(size, total_bytes=core.total_bytes(name))
+    return limits
+
+
+def _device_name(device: str | torch.device) -> str:
+    """A device's full name, ``cuda:0`` for ``cuda``, or an error for what is not there."""
+    try:
+        parsed = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise LimitError(f"expected a device such as 'cuda:0' or 'cpu', found {device!r}; correct its name") from error
+    if parsed.type == "cpu":
+        return "cpu"
+    if parsed.type != "cuda":
+        raise LimitError(f"expected a cpu or cuda device, found {device!r}; other devices cannot be paged")
+    if not core.has_cuda:
+        raise LimitError(
+            f"expected a build of torch_lms with CUDA for {device!r}, found one for the CPU only; "
+            "install it where PyTorch has CUDA and the CUDA toolkit is found (CUDA_HOME)"
+        )
+    index = parsed.index if parsed.index is not None else torch.cuda.current_device()
+    if index >= torch.cuda.device_count():
+        raise LimitError(f"expected one of {torch.cuda.device_count()} CUDA devices, found {device!r}")
+    return f"cuda:{index}"

@@ -1,0 +1,111 @@
+"""Paging by hand: what the program asks for, when it asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeAlias
+
+import torch
+
+from torch_lms._core import core
+from torch_lms.swap import intercepts
+
+__all__ = ["is_resident", "pageout", "pin", "prefetch", "state", "unpin", "wait"]
+
+Pageable: TypeAlias = torch.Tensor | torch.UntypedStorage
+Pageables: TypeAlias = Pageable | Iterable[Pageable]
+
+
+def _flatten(items: tuple[Pageables, ...]) -> list[Pageable]:
+    flat: list[Pageable] = []
+    for item in items:
+        if isinstance(item, torch.Tensor | torch.UntypedStorage):
+            flat.append(item)
+        else:
+            flat.extend(item)
+    return flat
+
+
+def pageout(*tensors: Pageables) -> int:
+    """Enqueues page-outs of the storages behind tensors; returns before they are over.
+
+    A storage's device memory is given back at the first op (or `wait`) after its copy has
+    finished. Using the storage before that calls the page-out off. A storage that is paged out
+    already, or has no bytes, is left alone.
+
+    Args:
+        tensors: tensors or storages on a CPU or CUDA device, or iterables of them. Views page out
+            the whole storage that they share.
+
+    Returns:
+        How many page-outs were enqueued.
+
+    Raises:
+        PageoutError: for a storage that cannot be paged out (meta and sparse tensors, memory that
+            is numpy's, shared, pinned or mapped, pinned storages). Those before it are enqueued.
+        LmsError: in a forked child.
+    """
+    intercepts.install()
+    count: int = core.pageout(_flatten(tensors))
+    return count
+
+
+def prefetch(*tensors: Pageables) -> int:
+    """Enqueues page-ins of the storages behind tensors; returns before they are over.
+
+    Prefetching is a hint: without room on the device a storage stays where it is, and is paged
+    in when it is used. Storages that are resident are left alone.
+
+    Returns:
+        How many page-ins were enqueued.
+    """
+    count: int = core.prefetch(_flatten(tensors))
+    return count
+
+
+def wait() -> None:
+    """Waits until every page-out and page-in has been committed.
+
+    Raises:
+        HostPoolFullError: if a page-out found the host limit reached; the storage is resident.
+        SpillError: if a page-out found no room on disk; the storage is resident.
+        LmsError: if a transfer failed.
+    """
+    try:
+        core.wait_pageouts()
+    finally:
+        core.wait_pageins()
+
+
+def pin(tensor: Pageable) -> None:
+    """Keeps a storage where it is: pages it in, and refuses page-outs until `unpin`.
+
+    For storages whose address has been given away (to another library, a captured graph, a
+    kernel that runs on its own). Storages handed to numpy or DLPack while paging is on are
+    pinned by themselves.
+    """
+    core.pin(tensor)
+
+
+def unpin(tensor: Pageable) -> None:
+    """Undoes one `pin`.
+
+    Raises:
+        LmsError: if the storage is not pinned.
+    """
+    core.unpin(tensor)
+
+
+def state(tensor: Pageable) -> str:
+    """Where a storage is.
+
+    Returns:
+        ``resident``, ``out_queued``, ``paging_out``, ``paged_out``, ``in_queued`` or ``paging_in``.
+    """
+    name: str = core.state(tensor)
+    return name
+
+
+def is_resident(tensor: Pageable) -> bool:
+    """Whether a storage's bytes are on its device (also while a page-out is under way)."""
+    return state(tensor) in ("resident", "out_queued", "paging_out")
