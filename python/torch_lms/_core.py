@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch  # noqa: F401  # loads the libraries that the core is linked against
+
 try:
     from torch_lms import _C
 except ImportError as error:

@@ -1,0 +1,1 @@
+"""Benchmarks: each writes its figures, its command and its environment to benchmarks/results/."""
