@@ -14,6 +14,9 @@ class CpuTransferBackend final : public TransferBackend {
  public:
   explicit CpuTransferBackend(std::shared_ptr<HostPool> pool);
 
+  bool copies_asynchronously() const noexcept override {
+    return false;
+  }
   void* allocate_host(size_t nbytes) override;
   void free_host(void* host, FencePtr after) noexcept override;
   FencePtr submitted_work() override;

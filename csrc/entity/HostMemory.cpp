@@ -14,7 +14,7 @@ namespace {
 size_t read_bytes(const std::string& path) {
   std::ifstream file(path);
   size_t nbytes = 0;
-  return file >> nbytes ? nbytes : SIZE_MAX;
+  return file >> nbytes && nbytes != 0 ? nbytes : SIZE_MAX; // some systems write 0 for none
 }
 
 /// The process's group in the hierarchy of `controller` ("" is version 2).

@@ -34,6 +34,10 @@ class TransferBackend {
  public:
   virtual ~TransferBackend() = default;
 
+  /// Whether copies return before they are over. If so, a thread that runs ops may
+  /// submit them itself, which keeps their order with the ops; else a worker must.
+  virtual bool copies_asynchronously() const noexcept = 0;
+
   /// Memory for a paged-out copy. Throws HostPoolFull or SpillFailed.
   virtual void* allocate_host(size_t nbytes) = 0;
 

@@ -200,7 +200,7 @@ bool MemoryPressure::wait_for_pageouts(uint64_t* progress) {
 bool MemoryPressure::make_room(Device& device, size_t nbytes) {
   Watch& watch = watch_of(device);
   const size_t limit = watch.limit_bytes.load(std::memory_order_relaxed);
-  if (limit == 0 || is_transfer_worker() || device.capturing()) {
+  if (limit == 0 || allocates_for_prefetch() || device.capturing()) {
     return true;
   }
   if (nbytes >= kLargeBytes) {
@@ -230,10 +230,11 @@ bool MemoryPressure::make_room(Device& device, size_t nbytes) {
 
 bool MemoryPressure::after_out_of_memory(Device& device, size_t nbytes) {
   Watch& watch = watch_of(device);
-  if (watch.limit_bytes.load() == 0 || is_transfer_worker() || device.capturing()) {
+  if (watch.limit_bytes.load() == 0 || allocates_for_prefetch() || device.capturing()) {
     return false;
   }
   Pager& pager = Pager::get();
+  pager.stats().allocation_retries.fetch_add(1, std::memory_order_relaxed);
   pager.cancel_prefetches();
   uint64_t progress = pager.out_queue().progress();
   const bool requested =
@@ -297,7 +298,7 @@ void MemoryPressure::prefetch_ahead(Watch& watch) {
   int neighbours = kForwardNeighbours;
   while (occupied < limit && pager.in_queue().pending_bytes() < kMaxPrefetchPendingBytes) {
     const EntityPtr entity = next_prefetch(watch, backward, limit - occupied);
-    if (entity == nullptr || !pager.prefetch(entity)) {
+    if (entity == nullptr || !pager.prefetch_ahead(entity)) {
       break;
     }
     occupied += entity->nbytes();
@@ -364,7 +365,7 @@ void MemoryPressure::chaos(int64_t period) {
   }
   const EntityPtr chosen = candidates[(dice >> 8) % candidates.size()];
   if ((dice & 3) == 0) {
-    pager.prefetch(chosen);
+    pager.prefetch_ahead(chosen);
   } else if (pager.evict(chosen) && (dice & 12) != 0) {
     uint64_t progress = pager.out_queue().progress();
     wait_for_pageouts(&progress);

@@ -19,7 +19,7 @@
 namespace torch_lms {
 namespace {
 
-thread_local bool transfer_worker = false;
+thread_local bool for_prefetch = false;
 
 constexpr auto kCommitPatience = std::chrono::seconds(60);
 
@@ -35,6 +35,11 @@ EntityPtr make_entity(c10::StorageImpl& storage, Device& device, bool fresh) {
       std::move(binding), device.backend(), nbytes, first_seen);
 }
 
+void begin_worker() {
+  for_prefetch = true;
+  prepare_worker();
+}
+
 [[noreturn]] void refuse(const c10::Storage& storage, const std::string& why) {
   throw PageoutRefused(
       "expected a storage that can be paged out, found one of " +
@@ -44,8 +49,8 @@ EntityPtr make_entity(c10::StorageImpl& storage, Device& device, bool fresh) {
 
 } // namespace
 
-bool is_transfer_worker() noexcept {
-  return transfer_worker;
+bool allocates_for_prefetch() noexcept {
+  return for_prefetch;
 }
 
 Pager& Pager::get() {
@@ -54,8 +59,8 @@ Pager& Pager::get() {
 }
 
 Pager::Pager()
-    : out_(TransferDirection::kOut, size_t{1} << 30, [] { transfer_worker = true; prepare_worker(); }),
-      in_(TransferDirection::kIn, size_t{1} << 30, [] { transfer_worker = true; prepare_worker(); }) {
+    : out_(TransferDirection::kOut, size_t{1} << 30, &begin_worker),
+      in_(TransferDirection::kIn, size_t{1} << 30, &begin_worker) {
   watch_forks();
 }
 
@@ -154,14 +159,34 @@ bool Pager::evict(const EntityPtr& entity) {
 bool Pager::prefetch(const c10::Storage& storage) {
   HostMark* mark = host_mark(*storage.unsafeGetStorageImpl());
   if (mark != nullptr) {
-    return prefetch(mark->entity);
+    return enqueue_prefetch(mark->entity);
   }
   // On its way out: the cheapest page-in is not to leave.
   const EntityPtr entity = table_.find(storage.unsafeGetStorageImpl());
   return entity != nullptr && entity->state() != EntityState::kResident && use(entity);
 }
 
-bool Pager::prefetch(const EntityPtr& entity) {
+bool Pager::prefetch_ahead(const EntityPtr& entity) {
+  if (!entity->backend()->copies_asynchronously()) {
+    return enqueue_prefetch(entity);
+  }
+  if (!entity->request_pagein()) {
+    return false;
+  }
+  for_prefetch = true;
+  bool begun = false;
+  try {
+    begun = entity->begin_pagein() != nullptr; // its first use commits it
+    stats_.prefetches.fetch_add(1, std::memory_order_relaxed);
+  } catch (const c10::OutOfMemoryError&) {
+    stats_.pagein_failures.fetch_add(1, std::memory_order_relaxed);
+    MemoryPressure::get().note_paged_out(entity);
+  }
+  for_prefetch = false;
+  return begun;
+}
+
+bool Pager::enqueue_prefetch(const EntityPtr& entity) {
   if (!entity->request_pagein()) {
     return false;
   }

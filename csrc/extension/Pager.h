@@ -36,8 +36,10 @@ class Pager {
   /// entity is in use or not resident.
   bool evict(const EntityPtr& entity);
 
-  /// Enqueues a prefetch that `MemoryPressure` has chosen.
-  bool prefetch(const EntityPtr& entity);
+  /// Starts a prefetch that `MemoryPressure` has chosen: on the calling thread where
+  /// copies are asynchronous (its place among the ops decides what it waits for), in
+  /// the queue otherwise. Returns false if it could not be started.
+  bool prefetch_ahead(const EntityPtr& entity);
 
   /// Calls off prefetches that have not begun; returns their bytes.
   size_t cancel_prefetches();
@@ -113,6 +115,7 @@ class Pager {
  private:
   Pager();
 
+  bool enqueue_prefetch(const EntityPtr& entity);
   void commit_pageouts(std::vector<KeepAlive>& dropped);
   void commit_pageins();
   void enqueue_pageout(const EntityPtr& entity);
@@ -131,7 +134,8 @@ class Pager {
   std::vector<KeepAlive> dropped_; // to be destroyed outside of an allocator
 };
 
-/// Whether the calling thread is a worker of a transfer queue.
-bool is_transfer_worker() noexcept;
+/// Whether allocations of the calling thread are for prefetches (or it is a
+/// worker): they take what is free and push nothing out.
+bool allocates_for_prefetch() noexcept;
 
 } // namespace torch_lms

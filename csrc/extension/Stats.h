@@ -17,6 +17,7 @@ struct Stats {
   std::atomic<int64_t> cancelled_pageouts{0};
   std::atomic<int64_t> host_served{0};
   std::atomic<int64_t> pagein_failures{0};
+  std::atomic<int64_t> allocation_retries{0};
   std::atomic<int64_t> wait_us{0};
 
   /// Sets every counter to zero.
@@ -32,6 +33,7 @@ struct Stats {
           &cancelled_pageouts,
           &host_served,
           &pagein_failures,
+          &allocation_retries,
           &wait_us}) {
       counter->store(0);
     }

@@ -146,6 +146,7 @@ py::dict stats(bool reset) {
   values["cancelled_pageouts"] = counters.cancelled_pageouts.load();
   values["host_served"] = counters.host_served.load();
   values["pagein_failures"] = counters.pagein_failures.load();
+  values["allocation_retries"] = counters.allocation_retries.load();
   values["wait_us"] = counters.wait_us.load();
   values["paged_out_bytes"] = pager.paged_out_bytes();
   values["paged_out_storages"] = pager.paged_out_storages();

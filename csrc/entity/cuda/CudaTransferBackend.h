@@ -38,6 +38,9 @@ class CudaTransferBackend final : public TransferBackend {
   /// The streams that have been noted. Thread-safe.
   std::vector<cudaStream_t> noted_streams() const;
 
+  bool copies_asynchronously() const noexcept override {
+    return true;
+  }
   void* allocate_host(size_t nbytes) override;
   void free_host(void* host, FencePtr after) noexcept override;
   FencePtr submitted_work() override;

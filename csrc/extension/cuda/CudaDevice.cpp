@@ -79,8 +79,10 @@ size_t CudaDevice::total_bytes() const {
 
 void CudaDevice::control(size_t limit_bytes) {
   LimitedCudaAllocator::get().install();
+  // The allocator grows in granules, and checks its limit before it rounds to them.
+  const size_t granule = std::min(limit_bytes / 8, size_t{24} << 20);
   const double total = static_cast<double>(total_bytes());
-  const double fraction = std::min(1.0, static_cast<double>(limit_bytes) / total);
+  const double fraction = std::min(1.0, static_cast<double>(limit_bytes - granule) / total);
   LimitedCudaAllocator::get().setMemoryFraction(fraction, index_);
 }
 

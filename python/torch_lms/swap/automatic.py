@@ -114,4 +114,4 @@ def _refuse_graphs() -> None:
 def _expand_segments() -> None:
     configured = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
     if "expandable_segments" not in configured:
-        torch.cuda.memory._set_allocator_settings("expandable_segments:True")  # type: ignore[no-untyped-call]
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")

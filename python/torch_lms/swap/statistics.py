@@ -24,6 +24,7 @@ class SwapStats:
         cancelled_pageouts: page-outs called off because the storage was used again.
         host_served: accesses that worked on the host copy for want of room.
         pagein_failures: page-ins that found no room.
+        allocation_retries: allocations that failed within the limit (fragmentation) and were repeated.
         wait_us: time that ops waited for page-outs to make room, in microseconds.
         paged_out_bytes: gauge: bytes that are on the host now.
         paged_out_storages: gauge: storages that are on the host now.
@@ -46,6 +47,7 @@ class SwapStats:
     cancelled_pageouts: int
     host_served: int
     pagein_failures: int
+    allocation_retries: int
     wait_us: int
     paged_out_bytes: int
     paged_out_storages: int
