@@ -48,6 +48,7 @@ class Harness:
             self.ids = torch.randint(shape.vocabulary, (shape.batch, shape.tokens))
         self.steps = steps
         self.forward_out_bytes = 0
+        self.forward_s = 0.0
         self.reference: tuple[float, str] | None = None
 
     def step(self, scope: Callable[[], AbstractContextManager[Any]]) -> float:
@@ -55,6 +56,7 @@ class Harness:
         self.model.zero_grad(set_to_none=True)
         with scope():
             loss = self.model(self.ids)
+        self.forward_s += time.perf_counter()
         self.forward_out_bytes += torch_lms.stats().pageout_bytes
         loss.backward()
         return float(loss.item())
@@ -69,10 +71,12 @@ class Harness:
         torch.cuda.reset_peak_memory_stats()
         torch_lms.stats(reset=True)
         times_ms = []
+        self.forward_s = 0.0
         self.forward_out_bytes = 0
         for _ in range(self.steps):
             self.forward_out_bytes -= torch_lms.stats().pageout_bytes
             start = time.perf_counter()
+            self.forward_s -= start
             loss = self.step(scope)
             torch.cuda.synchronize()
             times_ms.append(1e3 * (time.perf_counter() - start))
@@ -86,6 +90,7 @@ class Harness:
             "out_gib": counted.pageout_bytes / self.steps / GIB,
             "in_gib": counted.pagein_bytes / self.steps / GIB,
             "out_forward_gib": self.forward_out_bytes / self.steps / GIB,
+            "forward_ms": 1e3 * self.forward_s / self.steps,
             "faults": counted.passive_pageins / self.steps,
             "prefetched": counted.prefetch_hits / self.steps,
             "host_served": counted.host_served,

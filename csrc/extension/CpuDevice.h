@@ -28,6 +28,9 @@ class CpuDevice final : public Device {
   size_t allocated_bytes() const override;
   size_t peak_allocated_bytes() const override;
   void reset_peak() override;
+  size_t contiguous_bytes() const override {
+    return SIZE_MAX; // blocks are mapped one by one
+  }
   size_t total_bytes() const override;
   void control(size_t limit_bytes) override;
   void uncontrol() override;

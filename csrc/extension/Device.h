@@ -43,6 +43,10 @@ class Device {
   virtual size_t peak_allocated_bytes() const = 0;
   virtual void reset_peak() = 0;
 
+  /// The largest block that the allocator could hand out now without giving memory
+  /// back to the system first, which is slow and waits for the device.
+  virtual size_t contiguous_bytes() const = 0;
+
   /// Total memory of the device.
   virtual size_t total_bytes() const = 0;
 

@@ -17,6 +17,7 @@ namespace {
 constexpr size_t kLargeBytes = size_t{1} << 20;
 constexpr size_t kMaxMarginBytes = size_t{512} << 20;
 constexpr size_t kMaxPrefetchPendingBytes = size_t{2} << 30;
+constexpr size_t kContiguousStepBytes = size_t{256} << 20;
 constexpr int kForwardNeighbours = 8;
 constexpr auto kPatience = std::chrono::seconds(30);
 
@@ -228,6 +229,30 @@ bool MemoryPressure::make_room(Device& device, size_t nbytes) {
   }
 }
 
+void MemoryPressure::make_contiguous(Device& device, size_t nbytes) {
+  Watch& watch = watch_of(device);
+  if (nbytes < kLargeBytes || watch.limit_bytes.load(std::memory_order_relaxed) == 0 ||
+      allocates_for_prefetch() || device.capturing()) {
+    return;
+  }
+  Pager& pager = Pager::get();
+  uint64_t progress = pager.out_queue().progress();
+  size_t requested = 0;
+  while (device.contiguous_bytes() < nbytes) {
+    if (pager.out_queue().pending_bytes() == 0) {
+      const size_t more =
+          requested < 2 * nbytes ? request_pageouts(watch, std::min(nbytes, kContiguousStepBytes)) : 0;
+      if (more == 0) {
+        return;
+      }
+      requested += more;
+    }
+    if (!wait_for_pageouts(&progress)) {
+      return;
+    }
+  }
+}
+
 bool MemoryPressure::after_out_of_memory(Device& device, size_t nbytes) {
   Watch& watch = watch_of(device);
   if (watch.limit_bytes.load() == 0 || allocates_for_prefetch() || device.capturing()) {
@@ -297,7 +322,8 @@ void MemoryPressure::prefetch_ahead(Watch& watch) {
   occupied += watch.device->allocated_bytes() + pager.in_queue().pending_bytes();
   int neighbours = kForwardNeighbours;
   while (occupied < limit && pager.in_queue().pending_bytes() < kMaxPrefetchPendingBytes) {
-    const EntityPtr entity = next_prefetch(watch, backward, limit - occupied);
+    const EntityPtr entity = next_prefetch(
+        watch, backward, std::min(limit - occupied, watch.device->contiguous_bytes()));
     if (entity == nullptr || !pager.prefetch_ahead(entity)) {
       break;
     }

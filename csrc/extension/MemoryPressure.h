@@ -50,6 +50,10 @@ class MemoryPressure {
   /// false if it does not fit whatever is paged out.
   bool make_room(Device& device, size_t nbytes);
 
+  /// After `make_room`: pages out more, up to twice `nbytes`, until there is one free
+  /// block that is large enough. Page-outs in order of use free neighbours.
+  void make_contiguous(Device& device, size_t nbytes);
+
   /// An allocation of `nbytes` failed though the limit leaves room (fragmentation):
   /// pages out at least as much more. Returns false if nothing was left to page out.
   bool after_out_of_memory(Device& device, size_t nbytes);

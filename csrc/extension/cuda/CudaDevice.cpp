@@ -73,6 +73,15 @@ void CudaDevice::reset_peak() {
   allocator::get()->resetPeakStats(index_);
 }
 
+size_t CudaDevice::contiguous_bytes() const {
+  const auto stats = allocator::get()->getDeviceStats(index_);
+  const auto reserved = static_cast<size_t>(stats.reserved_bytes[0].current);
+  const size_t limit = reserved_limit_bytes_.load(std::memory_order_relaxed);
+  size_t largest = 1; // anything but 0, which would ask the driver
+  allocator::get()->cacheInfo(index_, &largest);
+  return std::max(largest, limit > reserved ? limit - reserved : 0);
+}
+
 size_t CudaDevice::total_bytes() const {
   return allocator::get()->getMemoryInfo(index_).second;
 }
@@ -81,12 +90,14 @@ void CudaDevice::control(size_t limit_bytes) {
   LimitedCudaAllocator::get().install();
   // The allocator grows in granules, and checks its limit before it rounds to them.
   const size_t granule = std::min(limit_bytes / 8, size_t{24} << 20);
+  reserved_limit_bytes_.store(limit_bytes - granule);
   const double total = static_cast<double>(total_bytes());
   const double fraction = std::min(1.0, static_cast<double>(limit_bytes - granule) / total);
   LimitedCudaAllocator::get().setMemoryFraction(fraction, index_);
 }
 
 void CudaDevice::uncontrol() {
+  reserved_limit_bytes_.store(SIZE_MAX);
   LimitedCudaAllocator::get().setMemoryFraction(1.0, index_);
   LimitedCudaAllocator::get().uninstall();
 }

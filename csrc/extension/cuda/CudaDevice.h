@@ -30,6 +30,7 @@ class CudaDevice final : public Device {
   size_t allocated_bytes() const override;
   size_t peak_allocated_bytes() const override;
   void reset_peak() override;
+  size_t contiguous_bytes() const override;
   size_t total_bytes() const override;
   void control(size_t limit_bytes) override;
   void uncontrol() override;
@@ -37,6 +38,7 @@ class CudaDevice final : public Device {
 
  private:
   const c10::DeviceIndex index_;
+  std::atomic<size_t> reserved_limit_bytes_{SIZE_MAX};
   const std::shared_ptr<HostPool> pool_;
   CudaTransferBackend* cuda_ = nullptr; // owned by backend_
   std::shared_ptr<TransferBackend> backend_;

@@ -40,6 +40,7 @@ auto LimitedCudaAllocator::with_room(size_t nbytes, Allocate&& allocate) {
   }
   Device& device = *find_device(c10::Device(c10::kCUDA, c10::cuda::current_device()));
   pressure.make_room(device, nbytes);
+  pressure.make_contiguous(device, nbytes);
   for (size_t more = nbytes;; more *= 2) {
     try {
       return allocate();
