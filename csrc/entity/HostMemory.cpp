@@ -10,75 +10,125 @@
 namespace torch_lms {
 namespace {
 
-/// The number in a file; SIZE_MAX if there is none ("max", no file).
-size_t read_bytes(const std::string& path) {
+constexpr size_t kNoLimitFromBytes = size_t{1} << 62; // version 1 writes a huge number for none
+
+/// The memory files of one version of control groups, and the group's place there.
+struct Hierarchy {
+  std::string mount;
+  std::string group; // "/a/b"; "" or "/" is the root
+  const char* limit_file;
+  const char* current_file;
+};
+
+struct GroupMemory {
+  size_t limit_bytes = SIZE_MAX;
+  size_t current_bytes = 0; // of the group with that limit
+};
+
+/// The number in a file; `otherwise` if there is none ("max", no file).
+size_t read_bytes(const std::string& path, size_t otherwise) {
   std::ifstream file(path);
   size_t nbytes = 0;
-  return file >> nbytes && nbytes != 0 ? nbytes : SIZE_MAX; // some systems write 0 for none
+  return file >> nbytes ? nbytes : otherwise;
+}
+
+/// SIZE_MAX for none, which some systems write as 0.
+size_t read_limit_bytes(const std::string& path) {
+  const size_t nbytes = read_bytes(path, SIZE_MAX);
+  return nbytes == 0 || nbytes >= kNoLimitFromBytes ? SIZE_MAX : nbytes;
 }
 
 /// The process's group in the hierarchy of `controller` ("" is version 2).
 std::string group_of(const std::string& root, const std::string& controller) {
   std::ifstream file(root + "/proc/self/cgroup");
   std::string line;
-  while (std::getline(file, line)) {
+  while (std::getline(file, line)) { // number:controllers:group
     const size_t first = line.find(':');
     const size_t second = line.find(':', first + 1);
-    if (second == std::string::npos) {
+    if (first == std::string::npos || second == std::string::npos) {
       continue;
     }
     const std::string names = "," + line.substr(first + 1, second - first - 1) + ",";
-    if (names == "," + controller + "," ||
-        (!controller.empty() && names.find("," + controller + ",") != std::string::npos)) {
+    const bool found = controller.empty() ? names == ",,"
+                                          : names.find("," + controller + ",") != std::string::npos;
+    if (found) {
       return line.substr(second + 1);
     }
   }
   return std::string();
 }
 
-/// The least limit from a group up to the root of its hierarchy.
-size_t least_limit(const std::string& mount, std::string group, const std::string& file) {
-  size_t least = SIZE_MAX;
-  for (;;) {
-    least = std::min(least, read_bytes(mount + group + "/" + file));
-    const size_t slash = group.find_last_of('/');
-    if (slash == std::string::npos) {
+/// From the process's group up to the root of the hierarchy. A group that cannot be
+/// seen from inside of a container is passed over: its mount is the container's own.
+GroupMemory read_groups(const Hierarchy& hierarchy) {
+  GroupMemory least;
+  bool found = false;
+  for (std::string group = hierarchy.group;; group.resize(group.find_last_of('/'))) {
+    const std::string directory = hierarchy.mount + group + "/";
+    const size_t limit = read_limit_bytes(directory + hierarchy.limit_file);
+    const size_t current = read_bytes(directory + hierarchy.current_file, SIZE_MAX);
+    if (limit < least.limit_bytes || (!found && current != SIZE_MAX)) {
+      found = true;
+      least.limit_bytes = limit;
+      least.current_bytes = current == SIZE_MAX ? 0 : current;
+    }
+    if (group.find('/') == std::string::npos) {
       return least;
     }
-    group.resize(slash);
   }
+}
+
+GroupMemory least_of_groups(const std::string& root) {
+  const std::string mount = root + "/sys/fs/cgroup";
+  const GroupMemory second =
+      read_groups({mount, group_of(root, ""), "memory.max", "memory.current"});
+  const GroupMemory first = read_groups(
+      {mount + "/memory",
+       group_of(root, "memory"),
+       "memory.limit_in_bytes",
+       "memory.usage_in_bytes"});
+  const bool use_first = first.limit_bytes < second.limit_bytes ||
+                         (first.limit_bytes == second.limit_bytes && second.current_bytes == 0);
+  return use_first ? first : second;
+}
+
+/// A value of /proc/meminfo in bytes; `otherwise` if it is not there.
+size_t read_meminfo(const std::string& root, const std::string& wanted, size_t otherwise) {
+  std::ifstream file(root + "/proc/meminfo");
+  std::string line;
+  while (std::getline(file, line)) { // name: kibibytes kB
+    std::istringstream words(line);
+    std::string name;
+    size_t kib = 0;
+    if (words >> name >> kib && name == wanted) {
+      return kib * 1024;
+    }
+  }
+  return otherwise;
 }
 
 } // namespace
 
-size_t physical_bytes() {
-  return static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) *
-      static_cast<size_t>(sysconf(_SC_PAGE_SIZE));
+size_t physical_bytes(const std::string& root) {
+  const size_t pages = static_cast<size_t>(std::max(0L, sysconf(_SC_PHYS_PAGES)));
+  const size_t page_bytes = static_cast<size_t>(sysconf(_SC_PAGE_SIZE));
+  return read_meminfo(root, "MemTotal:", pages * page_bytes);
 }
 
 size_t available_bytes(const std::string& root) {
-  std::ifstream file(root + "/proc/meminfo");
-  std::string line;
-  while (std::getline(file, line)) {
-    std::istringstream words(line);
-    std::string name;
-    size_t kib = 0;
-    if (words >> name >> kib && name == "MemAvailable:") {
-      return kib * 1024;
-    }
-  }
-  return physical_bytes();
+  return read_meminfo(root, "MemAvailable:", physical_bytes(root));
 }
 
 size_t cgroup_limit_bytes(const std::string& root) {
-  const size_t second = least_limit(root + "/sys/fs/cgroup", group_of(root, ""), "memory.max");
-  const size_t first = least_limit(
-      root + "/sys/fs/cgroup/memory", group_of(root, "memory"), "memory.limit_in_bytes");
-  return std::min(first, second);
+  return least_of_groups(root).limit_bytes;
+}
+
+size_t cgroup_current_bytes(const std::string& root) {
+  return least_of_groups(root).current_bytes;
 }
 
 size_t default_host_limit_bytes(const std::string& root) {
-  return std::min(physical_bytes(), cgroup_limit_bytes(root)) / 10 * 8;
+  return std::min(physical_bytes(root), cgroup_limit_bytes(root)) / 10 * 8;
 }
 
 } // namespace torch_lms

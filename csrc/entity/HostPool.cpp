@@ -1,6 +1,13 @@
 #include <entity/HostPool.h>
 
+#include <fcntl.h>
+#include <unistd.h>
+
 #include <algorithm>
+#include <cassert>
+#include <cerrno>
+#include <iterator>
+#include <new>
 #include <string>
 
 #include <entity/Error.h>
@@ -8,16 +15,34 @@
 namespace torch_lms {
 namespace {
 
-constexpr size_t kSlabAlignment = size_t{2} << 20;
+constexpr size_t kSlabStepBytes = size_t{2} << 20;
+constexpr size_t kMaxAlignment = 4096; // all that a slab's address is sure to have
 
-size_t round_to(size_t nbytes, size_t alignment) noexcept {
-  return (nbytes + alignment - 1) / alignment * alignment;
+/// The multiple of `step` from `nbytes` up; SIZE_MAX if there is none.
+size_t round_to(size_t nbytes, size_t step) noexcept {
+  return nbytes > SIZE_MAX - step ? SIZE_MAX : (nbytes + step - 1) / step * step;
+}
+
+void close_end(int& fd) noexcept {
+  if (fd >= 0) {
+    close(fd);
+    fd = -1;
+  }
 }
 
 } // namespace
 
 HostPool::HostPool(std::unique_ptr<SlabSource> source, HostPoolOptions options)
-    : source_(std::move(source)), alignment_(options.alignment), limit_bytes_(options.limit_bytes) {}
+    : source_(std::move(source)), alignment_(options.alignment), limit_bytes_(options.limit_bytes) {
+  if (source_ == nullptr) {
+    throw Error("expected a source of slabs, found none; give the pool one");
+  }
+  if (alignment_ == 0 || alignment_ > kMaxAlignment || (alignment_ & (alignment_ - 1)) != 0) {
+    throw Error(
+        "expected an alignment that is a power of two from 1 to " + std::to_string(kMaxAlignment) +
+        " bytes, found " + std::to_string(alignment_) + "; choose one, or leave it out");
+  }
+}
 
 HostPool::~HostPool() {
   for (auto& entry : slabs_) {
@@ -31,161 +56,143 @@ size_t HostPool::round_up(size_t nbytes) const noexcept {
 
 void* HostPool::allocate(size_t nbytes) {
   const size_t rounded = round_up(nbytes);
-  for (;;) {
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      if (void* data = take_locked(rounded)) {
-        return data;
-      }
-    }
-    const size_t slab_bytes = reserve_slab(rounded);
-    Slab slab;
-    try {
-      slab = source_->acquire(slab_bytes);
-    } catch (...) {
-      std::lock_guard<std::mutex> lock(mutex_);
-      slab_bytes_ -= slab_bytes;
-      throw;
-    }
+  {
     std::lock_guard<std::mutex> lock(mutex_);
-    auto* begin = static_cast<Address>(slab.data);
-    slabs_.emplace(begin, slab);
-    add_free_locked(begin, slab.nbytes);
     if (void* data = take_locked(rounded)) {
       return data;
     }
   }
+  return grow(rounded);
 }
 
-/// Counts a slab against the limit before it exists; free slabs make way.
-size_t HostPool::reserve_slab(size_t nbytes) {
-  const size_t least = round_to(nbytes, kSlabAlignment);
-  const size_t preferred = std::max(least, source_->slab_bytes());
-  std::vector<Slab> released;
-  size_t reserved = 0;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (slab_bytes_ + preferred > limit_bytes_) {
-      released = take_free_slabs_locked();
+// --- slabs ------------------------------------------------------------------------
+
+/// Reserves a slab, then acquires it, then takes the block from it.
+void* HostPool::grow(size_t nbytes) {
+  const size_t wanted = std::max(round_to(nbytes, kSlabStepBytes), source_->slab_bytes());
+  std::lock_guard<std::mutex> resizing(resize_mutex_);
+  Lock lock(mutex_);
+  if (void* data = make_room(lock, nbytes, wanted)) {
+    return data;
+  }
+  bring_slab(lock, nbytes, reserve_locked(nbytes, wanted));
+  return take_locked(nbytes);
+}
+
+/// Gives free slabs back until the wanted one fits the limit, or none is left.
+/// Returns a block if one fits by now: another thread was faster, or freed one.
+void* HostPool::make_room(Lock& lock, size_t nbytes, size_t wanted_bytes) {
+  for (;;) {
+    if (void* data = take_locked(nbytes)) {
+      return data;
     }
-    const size_t room = limit_bytes_ > slab_bytes_ ? limit_bytes_ - slab_bytes_ : 0;
-    if (room >= nbytes) {
-      reserved = std::min(preferred, std::max(room / kSlabAlignment * kSlabAlignment, nbytes));
-      slab_bytes_ += reserved;
+    if (fits_locked(wanted_bytes) || !release_free_slab(lock)) {
+      return nullptr;
     }
   }
-  for (Slab& slab : released) {
-    source_->release(slab);
+}
+
+bool HostPool::fits_locked(size_t slab_bytes) const noexcept {
+  return slab_bytes_ <= limit_bytes_ && slab_bytes <= limit_bytes_ - slab_bytes_;
+}
+
+/// Counts a slab against the limit before it exists; the smallest is the block.
+size_t HostPool::reserve_locked(size_t nbytes, size_t wanted_bytes) {
+  if (!fits_locked(nbytes)) {
+    throw_full_locked(nbytes);
   }
-  if (reserved == 0) {
-    const HostPoolStats now = stats();
-    throw HostPoolFull(
-        std::string("expected room for ") + std::to_string(nbytes) + " more bytes of " +
-        source_->name() + " for paged-out storages, found the limit of " +
-        std::to_string(now.limit_bytes) + " bytes reached (" + std::to_string(now.used_bytes) +
-        " bytes used, in slabs of " + std::to_string(now.slab_bytes) +
-        " bytes); raise host_limit= in torch_lms.enable or SwapEnv, or page less out");
-  }
+  const size_t room = (limit_bytes_ - slab_bytes_) / kSlabStepBytes * kSlabStepBytes;
+  const size_t reserved = std::min(wanted_bytes, std::max(room, nbytes));
+  slab_bytes_ += reserved;
   return reserved;
 }
 
-void* HostPool::take_locked(size_t nbytes) {
-  const auto best = free_by_size_.lower_bound({nbytes, nullptr});
-  if (best == free_by_size_.end()) {
-    return nullptr;
+/// Adds the slab that was reserved, or takes the reservation back.
+void HostPool::bring_slab(Lock& lock, size_t nbytes, size_t reserved_bytes) {
+  Slab slab;
+  lock.unlock();
+  try {
+    slab = acquire_up_to(reserved_bytes, nbytes);
+    lock.lock();
+    add_slab_locked(slab);
+  } catch (...) {
+    if (slab.data != nullptr) {
+      lock.unlock();
+      source_->release(slab);
+    }
+    lock.lock();
+    slab_bytes_ -= reserved_bytes;
+    throw;
   }
-  const Address at = best->second;
-  const size_t found = best->first;
-  remove_free_locked(free_.find(at));
-  if (found > nbytes) {
-    free_.emplace(at + nbytes, found - nbytes);
-    free_by_size_.emplace(found - nbytes, at + nbytes);
-  }
-  used_.emplace(at, nbytes);
-  used_bytes_ += nbytes;
-  peak_used_bytes_ = std::max(peak_used_bytes_, used_bytes_);
-  return at;
+  slab_bytes_ = slab_bytes_ - reserved_bytes + slab.nbytes;
 }
 
-void HostPool::free(void* data) noexcept {
-  if (data == nullptr) {
-    return;
-  }
-  std::lock_guard<std::mutex> lock(mutex_);
-  const auto at = used_.find(data);
-  if (at == used_.end()) {
-    return;
-  }
-  const size_t nbytes = at->second;
-  used_bytes_ -= nbytes;
-  used_.erase(at);
-  add_free_locked(static_cast<Address>(data), nbytes);
-}
-
-bool HostPool::same_slab_locked(Address left, Address right) const {
-  auto slab = slabs_.upper_bound(right);
-  --slab;
-  return slab->first <= left;
-}
-
-void HostPool::remove_free_locked(std::map<Address, size_t>::iterator at) {
-  free_by_size_.erase({at->second, at->first});
-  free_.erase(at);
-}
-
-void HostPool::add_free_locked(Address at, size_t nbytes) {
-  auto right = free_.lower_bound(at);
-  if (right != free_.end() && right->first == at + nbytes && same_slab_locked(at, right->first)) {
-    nbytes += right->second;
-    const auto next = std::next(right);
-    remove_free_locked(right);
-    right = next;
-  }
-  if (right != free_.begin()) {
-    const auto left = std::prev(right);
-    if (left->first + left->second == at && same_slab_locked(left->first, at)) {
-      at = left->first;
-      nbytes += left->second;
-      remove_free_locked(left);
+/// Where the system has no such slab, one that is just large enough may do.
+Slab HostPool::acquire_up_to(size_t most_bytes, size_t nbytes) {
+  const size_t least_bytes = std::min(most_bytes, round_to(nbytes, kSlabStepBytes));
+  if (least_bytes < most_bytes) {
+    try {
+      return source_->acquire(most_bytes);
+    } catch (const Error&) { // the next one says what is missing
     }
   }
-  free_.emplace(at, nbytes);
-  free_by_size_.emplace(nbytes, at);
+  return source_->acquire(least_bytes);
 }
 
-std::vector<Slab> HostPool::take_free_slabs_locked() {
-  std::vector<Slab> taken;
-  for (auto slab = slabs_.begin(); slab != slabs_.end();) {
-    const auto block = free_.find(slab->first);
-    if (block != free_.end() && block->second == slab->second.nbytes) {
-      remove_free_locked(block);
-      slab_bytes_ -= slab->second.nbytes;
-      taken.push_back(slab->second);
-      slab = slabs_.erase(slab);
-    } else {
-      ++slab;
+void HostPool::add_slab_locked(const Slab& slab) {
+  auto* begin = static_cast<Address>(slab.data);
+  const auto block = blocks_.emplace(begin, Block{slab.nbytes, false, true}).first;
+  try {
+    slabs_.emplace(begin, slab);
+  } catch (...) {
+    blocks_.erase(block);
+    throw;
+  }
+  index_locked(block);
+}
+
+/// Counted until it is gone, so that slabs are never over the limit together.
+bool HostPool::release_free_slab(Lock& lock) noexcept {
+  for (auto entry = slabs_.begin(); entry != slabs_.end(); ++entry) {
+    const auto block = blocks_.find(entry->first);
+    if (block->second.used || block->second.nbytes != entry->second.nbytes) {
+      continue;
     }
-  }
-  return taken;
-}
-
-void HostPool::trim() {
-  std::vector<Slab> released;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    released = take_free_slabs_locked();
-  }
-  for (Slab& slab : released) {
+    Slab slab = entry->second;
+    const size_t nbytes = slab.nbytes;
+    unindex_locked(block);
+    blocks_.erase(block);
+    slabs_.erase(entry);
+    lock.unlock();
     source_->release(slab);
+    lock.lock();
+    slab_bytes_ -= nbytes;
+    return true;
+  }
+  return false;
+}
+
+void HostPool::trim() noexcept {
+  std::lock_guard<std::mutex> resizing(resize_mutex_);
+  Lock lock(mutex_);
+  while (release_free_slab(lock)) {
   }
 }
 
-void HostPool::set_limit(size_t limit_bytes) {
-  std::lock_guard<std::mutex> lock(mutex_);
+void HostPool::set_limit(size_t limit_bytes) noexcept {
+  Lock lock(mutex_);
   limit_bytes_ = limit_bytes;
+  if (fits_locked(0)) {
+    return;
+  }
+  lock.unlock(); // the order of the locks
+  std::lock_guard<std::mutex> resizing(resize_mutex_);
+  lock.lock();
+  while (!fits_locked(0) && release_free_slab(lock)) {
+  }
 }
 
-HostPoolStats HostPool::stats() const {
+HostPoolStats HostPool::stats() const noexcept {
   std::lock_guard<std::mutex> lock(mutex_);
   HostPoolStats stats;
   stats.slab_bytes = slab_bytes_;
@@ -196,10 +203,153 @@ HostPoolStats HostPool::stats() const {
   return stats;
 }
 
+void HostPool::throw_full_locked(size_t nbytes) const {
+  const size_t largest = free_by_size_.empty() ? 0 : free_by_size_.rbegin()->first;
+  throw HostPoolFull(
+      "expected room for " + std::to_string(nbytes) + " more bytes of " + source_->name() +
+      " for paged-out storages, found the limit of " + std::to_string(limit_bytes_) +
+      " bytes reached (" + std::to_string(used_bytes_) + " bytes used, in slabs of " +
+      std::to_string(slab_bytes_) + " bytes; largest free block " + std::to_string(largest) +
+      " bytes); raise host_limit= in torch_lms.enable or SwapEnv, or page less out");
+}
+
+// --- blocks -----------------------------------------------------------------------
+
+/// The free block that fits best, cut to size; null if none fits.
+void* HostPool::take_locked(size_t nbytes) {
+  const auto block = find_fit_locked(nbytes);
+  if (block == blocks_.end()) {
+    return nullptr;
+  }
+  const size_t rest = block->second.nbytes - nbytes;
+  if (rest != 0) {
+    index_locked(blocks_.emplace(block->first + nbytes, Block{rest, false, false}).first);
+  }
+  // Nothing below can fail.
+  unindex_locked(block);
+  block->second.nbytes = nbytes;
+  block->second.used = true;
+  used_bytes_ += nbytes;
+  peak_used_bytes_ = std::max(peak_used_bytes_, used_bytes_);
+  return block->first;
+}
+
+HostPool::Blocks::iterator HostPool::find_fit_locked(size_t nbytes) noexcept {
+  const auto entry = free_by_size_.lower_bound({nbytes, nullptr});
+  if (entry != free_by_size_.end()) {
+    return blocks_.find(entry->second);
+  }
+  if (index_complete_) {
+    return blocks_.end();
+  }
+  index_complete_ = true;
+  auto fit = blocks_.end();
+  for (auto block = blocks_.begin(); block != blocks_.end(); ++block) {
+    if (block->second.used) {
+      continue;
+    }
+    index_locked(block);
+    if (block->second.nbytes >= nbytes &&
+        (fit == blocks_.end() || block->second.nbytes < fit->second.nbytes)) {
+      fit = block;
+    }
+  }
+  return fit;
+}
+
+void HostPool::free(void* data) noexcept {
+  if (data == nullptr) {
+    return;
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  auto block = blocks_.find(static_cast<Address>(data));
+  assert(block != blocks_.end() && block->second.used && "expected a block of this pool in use");
+  if (block == blocks_.end() || !block->second.used) {
+    return;
+  }
+  block->second.used = false;
+  used_bytes_ -= block->second.nbytes;
+  const auto right = std::next(block);
+  if (right != blocks_.end() && can_join_locked(block, right)) {
+    join_locked(block, right);
+  }
+  if (block != blocks_.begin() && can_join_locked(std::prev(block), block)) {
+    const auto left = std::prev(block);
+    join_locked(left, block);
+    block = left;
+  }
+  index_locked(block);
+}
+
+/// Neighbours in the map are neighbours in memory, unless a slab begins between.
+bool HostPool::can_join_locked(Blocks::iterator left, Blocks::iterator right) noexcept {
+  return !left->second.used && !right->second.used && !right->second.begins_slab;
+}
+
+/// `left` is out of the index afterwards.
+void HostPool::join_locked(Blocks::iterator left, Blocks::iterator right) noexcept {
+  unindex_locked(left);
+  unindex_locked(right);
+  left->second.nbytes += right->second.nbytes;
+  blocks_.erase(right);
+}
+
+/// Freeing must not fail for want of memory: a block that is not in the index is
+/// found by its neighbours, or by a search when nothing else fits.
+void HostPool::index_locked(Blocks::iterator block) noexcept {
+  try {
+    free_by_size_.emplace(block->second.nbytes, block->first);
+  } catch (const std::bad_alloc&) {
+    index_complete_ = false;
+  }
+}
+
+void HostPool::unindex_locked(Blocks::iterator block) noexcept {
+  free_by_size_.erase({block->second.nbytes, block->first});
+}
+
+// --- forks ------------------------------------------------------------------------
+
+void HostPool::prepare_fork() noexcept {
+  resize_mutex_.lock();
+  mutex_.lock();
+  forking_ = true;
+  const bool shares =
+      std::any_of(slabs_.begin(), slabs_.end(), [](const std::pair<const Address, Slab>& entry) {
+        return entry.second.fd >= 0;
+      });
+  if (!shares || pipe2(fork_pipe_.data(), O_CLOEXEC) != 0) {
+    fork_pipe_ = {{-1, -1}};
+  }
+}
+
+void HostPool::after_fork_in_parent() noexcept {
+  close_end(fork_pipe_[1]);
+  char byte = 0;
+  while (fork_pipe_[0] >= 0 && read(fork_pipe_[0], &byte, 1) < 0 && errno == EINTR) {
+  }
+  close_end(fork_pipe_[0]);
+  forking_ = false;
+  mutex_.unlock();
+  resize_mutex_.unlock();
+}
+
 void HostPool::reclone_after_fork() noexcept {
   for (auto& entry : slabs_) {
     source_->reclone_after_fork(entry.second);
   }
+  if (!forking_) {
+    return;
+  }
+  if (fork_pipe_[1] >= 0) {
+    const ssize_t written = write(fork_pipe_[1], "", 1); // the parent may go on
+    static_cast<void>(written);
+  }
+  close_end(fork_pipe_[0]);
+  close_end(fork_pipe_[1]);
+  forking_ = false;
+  mutex_.unlock();
+  resize_mutex_.unlock();
 }
 
 } // namespace torch_lms

@@ -2,12 +2,18 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/statvfs.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
+#include <climits>
+#include <cstdlib>
 #include <cstring>
+#include <exception>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -17,24 +23,19 @@
 namespace torch_lms {
 namespace {
 
-constexpr size_t kPageBytes = 4096;
+constexpr size_t kPageBytes = 4096; // or a part of one, which does as well here
+constexpr size_t kHugePageBytes = size_t{2} << 20;
 
-void* map(size_t nbytes, int flags, int fd) noexcept {
-  void* data = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, flags, fd, 0);
+constexpr int kPrivate = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+
+/// Null on failure, with the reason in errno.
+void* map(void* at, size_t nbytes, int protection, int flags, int fd) noexcept {
+  void* data = mmap(at, nbytes, protection, flags, fd, 0);
   return data == MAP_FAILED ? nullptr : data;
 }
 
-/// Copies a file from its start to memory. Returns false on an error.
-bool read_all(int fd, char* to, size_t nbytes) noexcept {
-  size_t at = 0;
-  while (at < nbytes) {
-    const ssize_t got = pread(fd, to + at, nbytes - at, static_cast<off_t>(at));
-    if (got <= 0) {
-      return false;
-    }
-    at += static_cast<size_t>(got);
-  }
-  return true;
+std::string text_of(int error) {
+  return std::generic_category().message(error);
 }
 
 } // namespace
@@ -43,11 +44,11 @@ bool read_all(int fd, char* to, size_t nbytes) noexcept {
 
 Slab AnonymousSlabSource::acquire(size_t nbytes) {
   Slab slab;
-  slab.data = map(nbytes, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1);
+  slab.data = map(nullptr, nbytes, PROT_READ | PROT_WRITE, kPrivate, -1);
   if (slab.data == nullptr) {
     throw HostPoolFull(
-        "expected the system to map " + std::to_string(nbytes) + " bytes of host memory, found: " +
-        std::strerror(errno) + "; lower host_limit= or free memory");
+        "expected the system to map " + std::to_string(nbytes) +
+        " bytes of host memory, found: " + text_of(errno) + "; lower host_limit= or free memory");
   }
   slab.nbytes = nbytes;
   return slab;
@@ -60,28 +61,121 @@ void AnonymousSlabSource::release(Slab& slab) noexcept {
 
 // --- files ------------------------------------------------------------------------
 
+namespace {
+
+/// Reserves a file's blocks. Returns 0 or the error.
+int reserve(int fd, size_t nbytes) noexcept {
+  struct rlimit most{};
+  if (getrlimit(RLIMIT_FSIZE, &most) == 0 && nbytes > most.rlim_cur) {
+    return EFBIG; // trying would raise a signal
+  }
+  int error = EINTR;
+  while (error == EINTR) {
+    error = posix_fallocate(fd, 0, static_cast<off_t>(nbytes));
+  }
+  return error;
+}
+
+[[noreturn]] void throw_spill_failed(const std::string& directory, size_t nbytes, int error) {
+  struct statvfs info{};
+  const bool known = statvfs(directory.c_str(), &info) == 0;
+  const bool full = error == ENOSPC || error == EDQUOT || error == EFBIG;
+  throw SpillFailed(
+      "expected room for a spill file of " + std::to_string(nbytes) + " bytes in '" + directory +
+      "', found: " + text_of(error) +
+      (known ? " (" + std::to_string(info.f_bavail * info.f_frsize) + " bytes free)" : "") +
+      (full ? "; free disk space, or name another directory with spill_dir="
+            : "; name a directory that exists and can be written to with spill_dir="));
+}
+
+/// Writes memory to a file from its start. Returns false on an error.
+bool write_all(int fd, const char* from, size_t nbytes) noexcept {
+  size_t at = 0;
+  while (at < nbytes) {
+    const ssize_t put = pwrite(fd, from + at, nbytes - at, static_cast<off_t>(at));
+    if (put < 0 && errno == EINTR) {
+      continue;
+    }
+    if (put <= 0) {
+      return false;
+    }
+    at += static_cast<size_t>(put);
+  }
+  return true;
+}
+
+/// Copies the slab to `fd`, which takes its place. (Not copy_file_range: what it
+/// copies may share its blocks, and the first write would then need room.)
+bool move_to_file(Slab& slab, int fd) noexcept {
+  const int protection = PROT_READ | PROT_WRITE;
+  if (reserve(fd, slab.nbytes) != 0 ||
+      !write_all(fd, static_cast<const char*>(slab.data), slab.nbytes) ||
+      map(slab.data, slab.nbytes, protection, MAP_SHARED | MAP_FIXED, fd) == nullptr) {
+    return false;
+  }
+  close(slab.fd);
+  slab.fd = fd;
+  return true;
+}
+
+/// Copies the slab to private memory, which takes its place when it is filled.
+bool move_to_memory(Slab& slab) noexcept {
+  void* memory = map(nullptr, slab.nbytes, PROT_READ | PROT_WRITE, kPrivate, -1);
+  if (memory == nullptr) {
+    return false;
+  }
+  std::memcpy(memory, slab.data, slab.nbytes);
+  const int flags = MREMAP_MAYMOVE | MREMAP_FIXED;
+  if (mremap(memory, slab.nbytes, slab.nbytes, flags, slab.data) == MAP_FAILED) {
+    munmap(memory, slab.nbytes);
+    return false;
+  }
+  close(slab.fd);
+  slab.fd = -1;
+  return true;
+}
+
+void forbid_access(Slab& slab) noexcept {
+  map(slab.data, slab.nbytes, PROT_NONE, kPrivate | MAP_FIXED, -1);
+  constexpr char kMessage[] =
+      "torch_lms: expected room for a forked child's copy of the paged-out storages, found "
+      "neither disk space nor memory; the child must not use them. Free disk space, name another "
+      "directory with spill_dir=, or page in before forking\n";
+  const ssize_t written = write(STDERR_FILENO, kMessage, sizeof(kMessage) - 1);
+  static_cast<void>(written);
+  close(slab.fd);
+  slab.fd = -1;
+}
+
+} // namespace
+
 FileSlabSource::FileSlabSource(std::string directory, size_t slab_bytes)
     : directory_(std::move(directory)), slab_bytes_(slab_bytes) {}
 
-int FileSlabSource::open_file() const {
+/// A new file without a name; -1 on failure, with the reason in errno. Allocates
+/// nothing: a forked child calls it.
+int FileSlabSource::open_unlinked() const noexcept {
   int fd = open(directory_.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
-  if (fd >= 0) {
+  constexpr char kName[] = "/torch_lms_spill_XXXXXX";
+  std::array<char, PATH_MAX> path;
+  if (fd >= 0 || directory_.size() + sizeof(kName) > path.size()) {
     return fd;
   }
-  std::string path = directory_ + "/torch_lms_spill_XXXXXX"; // no O_TMPFILE here
-  fd = mkostemp(&path[0], O_CLOEXEC);
+  std::memcpy(path.data(), directory_.data(), directory_.size()); // no O_TMPFILE here
+  std::memcpy(path.data() + directory_.size(), kName, sizeof(kName));
+  fd = mkostemp(path.data(), O_CLOEXEC);
   if (fd >= 0) {
-    unlink(path.c_str());
+    unlink(path.data());
   }
   return fd;
 }
 
 Slab FileSlabSource::acquire(size_t nbytes) {
   Slab slab;
-  slab.fd = open_file();
-  int error = slab.fd < 0 ? errno : posix_fallocate(slab.fd, 0, static_cast<off_t>(nbytes));
+  slab.fd = open_unlinked();
+  int error = slab.fd < 0 ? errno : reserve(slab.fd, nbytes);
   if (error == 0) {
-    slab.data = map(nbytes, MAP_SHARED, slab.fd);
+    slab.data = map(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, slab.fd);
     error = slab.data == nullptr ? errno : 0;
   }
   if (error == 0) {
@@ -91,79 +185,66 @@ Slab FileSlabSource::acquire(size_t nbytes) {
   if (slab.fd >= 0) {
     close(slab.fd);
   }
-  struct statvfs info {};
-  const bool known = statvfs(directory_.c_str(), &info) == 0;
-  throw SpillFailed(
-      "expected room for a spill file of " + std::to_string(nbytes) + " bytes in '" + directory_ +
-      "', found: " + std::strerror(error) +
-      (known ? " (" + std::to_string(info.f_bavail * info.f_frsize) + " bytes free)" : "") +
-      "; free disk space, or name another directory with spill_dir=");
+  throw_spill_failed(directory_, nbytes, error);
 }
 
 void FileSlabSource::release(Slab& slab) noexcept {
   munmap(slab.data, slab.nbytes);
-  close(slab.fd);
+  if (slab.fd >= 0) {
+    close(slab.fd);
+  }
   slab = Slab();
 }
 
 void FileSlabSource::reclone_after_fork(Slab& slab) noexcept {
-  const int fixed = MAP_FIXED;
-  const int copy = open(directory_.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
-  if (copy >= 0 && ftruncate(copy, static_cast<off_t>(slab.nbytes)) == 0) {
-    loff_t from = 0;
-    loff_t to = 0;
-    size_t left = slab.nbytes;
-    while (left > 0) {
-      const ssize_t done = copy_file_range(slab.fd, &from, copy, &to, left, 0);
-      if (done <= 0) {
-        break;
-      }
-      left -= static_cast<size_t>(done);
-    }
-    if (left == 0 &&
-        mmap(slab.data, slab.nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | fixed, copy, 0) !=
-            MAP_FAILED) {
-      close(slab.fd);
-      slab.fd = copy;
-      return;
-    }
+  if (slab.fd < 0) {
+    return;
   }
-  if (copy >= 0) {
-    close(copy);
+  const int fd = open_unlinked();
+  if (fd >= 0 && move_to_file(slab, fd)) {
+    return;
   }
-  // No file: anonymous memory. It must be filled before it takes the slab's place.
-  void* memory = map(slab.nbytes, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1);
-  const bool filled =
-      memory != nullptr && read_all(slab.fd, static_cast<char*>(memory), slab.nbytes);
-  if (!filled ||
-      mremap(memory, slab.nbytes, slab.nbytes, MREMAP_MAYMOVE | MREMAP_FIXED, slab.data) ==
-          MAP_FAILED) {
-    constexpr char kMessage[] =
-        "torch_lms: expected room for a forked child's copy of the paged-out storages, found "
-        "neither disk space nor memory; free disk space or page in before forking\n";
-    const ssize_t written = write(STDERR_FILENO, kMessage, sizeof(kMessage) - 1);
-    static_cast<void>(written);
-    _exit(1);
+  if (fd >= 0) {
+    close(fd);
+  }
+  if (!move_to_memory(slab)) {
+    forbid_access(slab);
   }
 }
 
 // --- pre-faulting -----------------------------------------------------------------
 
-void touch_pages_parallel(void* data, size_t nbytes, int threads) {
-  auto* begin = static_cast<volatile char*>(data);
-  const size_t count = static_cast<size_t>(std::max(1, threads));
-  const size_t share = (nbytes / count + kPageBytes) / kPageBytes * kPageBytes;
-  std::vector<std::thread> workers;
-  for (size_t first = 0; first < nbytes; first += share) {
-    const size_t last = std::min(nbytes, first + share);
-    workers.emplace_back([begin, first, last] {
-      for (size_t at = first; at < last; at += kPageBytes) {
-        begin[at] = 0;
-      }
-    });
+namespace {
+
+void touch_pages(char* data, size_t nbytes) noexcept {
+#ifdef MADV_POPULATE_WRITE
+  if (madvise(data, nbytes, MADV_POPULATE_WRITE) == 0) {
+    return;
   }
-  for (std::thread& worker : workers) {
-    worker.join();
+#endif
+  for (size_t at = 0; at < nbytes; at += kPageBytes) {
+    __atomic_fetch_or(data + at, 0, __ATOMIC_RELAXED); // a write that changes nothing
+  }
+}
+
+} // namespace
+
+void touch_pages_parallel(void* data, size_t nbytes, int threads) noexcept {
+  auto* begin = static_cast<char*>(data);
+  const size_t count = static_cast<size_t>(std::max(1, threads));
+  const size_t share = (nbytes / count / kHugePageBytes + 1) * kHugePageBytes;
+  size_t first = 0;
+  std::vector<std::thread> helpers;
+  try {
+    helpers.reserve(count);
+    for (; nbytes - first > share; first += share) {
+      helpers.emplace_back(&touch_pages, begin + first, share);
+    }
+  } catch (const std::exception&) { // no more threads: the rest is for this one
+  }
+  touch_pages(begin + first, nbytes - first);
+  for (std::thread& helper : helpers) {
+    helper.join();
   }
 }
 
