@@ -44,6 +44,7 @@ bool EntityStorageImpl::request_pageout() {
       return false;
     }
     accesses = accesses_;
+    order_after_arrival_locked(); // a prefetch that nobody has used yet
   }
   auto transfer = std::make_shared<PageoutTransfer>();
   void* device = nullptr;
@@ -331,6 +332,23 @@ void EntityStorageImpl::host_copy_released() noexcept {
       // The device is in error. Leaking the block is the only safe thing left.
     }
   }
+}
+
+void EntityStorageImpl::record_use(uint64_t use, const CycleShape& cycle) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  history_.record(use, cycle);
+  last_use_.store(use, std::memory_order_relaxed);
+}
+
+uint64_t EntityStorageImpl::next_use(uint64_t now, const CycleShape& cycle) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return history_.next(now, cycle);
+}
+
+const void* EntityStorageImpl::device_address() const {
+  const KeepAlive keep = binding_->hold(); // dropped after unlocking
+  std::lock_guard<std::mutex> lock(mutex_);
+  return keep != nullptr && state() == EntityState::kResident ? binding_->address() : nullptr;
 }
 
 void* EntityStorageImpl::host_data() const {

@@ -10,6 +10,7 @@
 #include <entity/OpClock.h>
 #include <entity/StorageBinding.h>
 #include <entity/TransferBackend.h>
+#include <entity/UseHistory.h>
 
 namespace torch_lms {
 
@@ -150,13 +151,18 @@ class EntityStorageImpl : public std::enable_shared_from_this<EntityStorageImpl>
     return pins_.load(std::memory_order_acquire) != 0;
   }
 
-  /// Logical time of the last use, for least-recently-used order.
+  /// See `UseHistory`.
+  void record_use(uint64_t use, const CycleShape& cycle);
+  uint64_t next_use(uint64_t now, const CycleShape& cycle) const;
+
+  /// The use that was recorded last.
   uint64_t last_use() const noexcept {
     return last_use_.load(std::memory_order_relaxed);
   }
-  void set_last_use(uint64_t use) noexcept {
-    last_use_.store(use, std::memory_order_relaxed);
-  }
+
+  /// Where the device block is; null unless resident. Only for looking at addresses:
+  /// the storage may let go of the block at any time.
+  const void* device_address() const;
 
   /// The storage let go of the host copy (it died, or was given other memory).
   /// Called by the mark on the storage's pointer.
@@ -213,6 +219,7 @@ class EntityStorageImpl : public std::enable_shared_from_this<EntityStorageImpl>
   mutable std::mutex mutex_;
   std::condition_variable submitted_;
   uint64_t accesses_ = 0;
+  UseHistory history_;
   std::shared_ptr<PageoutTransfer> out_;
   std::shared_ptr<PageinTransfer> in_;
   void* host_ = nullptr; // the storage's memory while paged out

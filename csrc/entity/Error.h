@@ -30,6 +30,13 @@ class TransferFailed : public Error {
   using Error::Error;
 };
 
+/// A prefetch found no room on the device. Not an error for anybody: the storage
+/// stays on the host.
+class NoRoom : public Error {
+ public:
+  using Error::Error;
+};
+
 /// The storage cannot be paged out.
 class PageoutRefused : public Error {
  public:

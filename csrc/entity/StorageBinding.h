@@ -41,6 +41,9 @@ class StorageBinding {
   /// Whether the storage is gone for good. Called with or without a lock.
   virtual bool expired() = 0;
 
+  /// The address that the storage holds now.
+  virtual const void* address() = 0;
+
   /// Whether anybody but one `KeepAlive` still holds the storage.
   virtual bool referenced() = 0;
 

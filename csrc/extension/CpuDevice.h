@@ -31,6 +31,9 @@ class CpuDevice final : public Device {
   size_t contiguous_bytes() const override {
     return SIZE_MAX; // blocks are mapped one by one
   }
+  std::vector<std::vector<AllocatorBlock>> blocks() const override {
+    return {};
+  }
   size_t total_bytes() const override;
   void control(size_t limit_bytes) override;
   void uncontrol() override;

@@ -3,6 +3,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <string>
+#include <vector>
 
 #include <c10/core/Allocator.h>
 #include <c10/core/StorageImpl.h>
@@ -10,6 +12,13 @@
 #include <entity/TransferBackend.h>
 
 namespace torch_lms {
+
+/// One block of a device allocator.
+struct AllocatorBlock {
+  const void* address;
+  size_t nbytes;
+  bool free;
+};
 
 /// What the extension needs of one device: its backend, its allocator and how
 /// much of it is in use. One object a device, made on first use, never destroyed.
@@ -46,6 +55,10 @@ class Device {
   /// The largest block that the allocator could hand out now without giving memory
   /// back to the system first, which is slow and waits for the device.
   virtual size_t contiguous_bytes() const = 0;
+
+  /// The allocator's blocks, segment by segment, in the order of their addresses.
+  /// Empty where fragmentation does not exist. Slow.
+  virtual std::vector<std::vector<AllocatorBlock>> blocks() const = 0;
 
   /// Total memory of the device.
   virtual size_t total_bytes() const = 0;

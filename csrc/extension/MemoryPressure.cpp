@@ -15,10 +15,11 @@ namespace torch_lms {
 namespace {
 
 constexpr size_t kLargeBytes = size_t{1} << 20;
-constexpr size_t kMaxMarginBytes = size_t{512} << 20;
+constexpr size_t kMaxMarginBytes = size_t{1} << 30;
 constexpr size_t kMaxPrefetchPendingBytes = size_t{2} << 30;
-constexpr size_t kContiguousStepBytes = size_t{256} << 20;
-constexpr int kForwardNeighbours = 8;
+constexpr int kContiguousTries = 3;
+constexpr uint32_t kOpsBetweenPlans = 8;
+constexpr uint64_t kUsesToCool = 24;
 constexpr auto kPatience = std::chrono::seconds(30);
 
 size_t index_of(c10::Device device) {
@@ -75,32 +76,29 @@ size_t MemoryPressure::limit_bytes(Device& device) {
 
 // --- where entities are ---------------------------------------------------------
 
+void MemoryPressure::record_use(const EntityPtr& entity) {
+  if (enabled()) {
+    entity->record_use(cycles_.next_use(), cycles_.shape());
+  }
+}
+
 void MemoryPressure::note_resident(const EntityPtr& entity) {
   if (!enabled()) {
     return;
   }
   Watch& watch = watch_of(*entity);
   std::lock_guard<std::mutex> lock(watch.mutex);
-  watch.resident.push(Candidate{entity->last_use(), entity});
+  watch.resident[entity.get()] = entity;
 }
 
 void MemoryPressure::note_paged_out(const EntityPtr& entity) {
   if (!enabled()) {
     return;
   }
+  const uint64_t next_use = entity->next_use(cycles_.now(), cycles_.shape());
   Watch& watch = watch_of(*entity);
   std::lock_guard<std::mutex> lock(watch.mutex);
-  watch.paged_out[entity->last_use()] = entity;
-}
-
-void MemoryPressure::note_fault(const EntityPtr& entity) {
-  if (!enabled()) {
-    return;
-  }
-  Watch& watch = watch_of(*entity);
-  std::lock_guard<std::mutex> lock(watch.mutex);
-  watch.fault = entity->last_use();
-  watch.paged_out.erase(watch.fault);
+  watch.paged_out.emplace(next_use, entity);
 }
 
 // --- what goes out ----------------------------------------------------------------
@@ -109,48 +107,54 @@ size_t MemoryPressure::margin_bytes(const Watch& watch) {
   return std::min(watch.limit_bytes.load() / 32, kMaxMarginBytes);
 }
 
-size_t MemoryPressure::reserve_bytes(const Watch& watch) {
-  const size_t largest = *std::max_element(watch.recent_bytes.begin(), watch.recent_bytes.end());
-  return std::min(margin_bytes(watch) + 2 * largest, watch.limit_bytes.load() / 3);
+size_t MemoryPressure::largest_recent_bytes(const Watch& watch) {
+  return *std::max_element(watch.recent_bytes.begin(), watch.recent_bytes.end());
 }
 
-EntityPtr MemoryPressure::next_victim(Watch& watch, std::vector<Candidate>& set_aside) {
-  std::lock_guard<std::mutex> lock(watch.mutex);
-  while (!watch.resident.empty()) {
-    Candidate candidate = watch.resident.top();
-    watch.resident.pop();
-    EntityPtr entity = candidate.entity.lock();
-    if (entity == nullptr || entity->gone() || entity->state() != EntityState::kResident) {
-      continue; // It comes back through note_resident.
-    }
-    if (entity->last_use() != candidate.use) {
-      watch.resident.push(Candidate{entity->last_use(), entity});
-    } else if (entity->pinned()) {
-      set_aside.push_back(std::move(candidate));
-    } else {
-      return entity;
+/// What may go out, that which is needed last first.
+std::vector<MemoryPressure::Victim> MemoryPressure::resident_by_next_use(Watch& watch) {
+  const CycleShape shape = cycles_.shape();
+  const uint64_t now = cycles_.now();
+  std::vector<Victim> victims;
+  std::vector<EntityPtr> dropped; // destroyed after unlocking
+  {
+    std::lock_guard<std::mutex> lock(watch.mutex);
+    for (auto at = watch.resident.begin(); at != watch.resident.end();) {
+      EntityPtr entity = at->second.lock();
+      if (entity == nullptr || entity->state() != EntityState::kResident || entity->gone()) {
+        at = watch.resident.erase(at); // It comes back through note_resident.
+        dropped.push_back(std::move(entity));
+        continue;
+      }
+      ++at;
+      if (!entity->pinned()) {
+        const uint64_t next_use = entity->next_use(now, shape);
+        victims.push_back(Victim{next_use, std::move(entity)});
+      }
     }
   }
-  return nullptr;
+  std::sort(victims.begin(), victims.end(), [](const Victim& a, const Victim& b) {
+    return a.next_use > b.next_use;
+  });
+  return victims;
+}
+
+size_t MemoryPressure::page_out(Watch& watch, const EntityPtr& entity) {
+  if (!Pager::get().evict(entity)) {
+    return 0;
+  }
+  std::lock_guard<std::mutex> lock(watch.mutex);
+  watch.requested_bytes += entity->nbytes();
+  return entity->nbytes();
 }
 
 size_t MemoryPressure::request_pageouts(Watch& watch, size_t nbytes) {
-  std::vector<Candidate> set_aside;
   size_t requested = 0;
-  while (requested < nbytes) {
-    const EntityPtr victim = next_victim(watch, set_aside);
-    if (victim == nullptr) {
+  for (const Victim& victim : resident_by_next_use(watch)) {
+    if (requested >= nbytes) {
       break;
     }
-    if (Pager::get().evict(victim)) {
-      requested += victim->nbytes();
-    } else if (!victim->gone()) {
-      set_aside.push_back(Candidate{victim->last_use(), victim});
-    }
-  }
-  std::lock_guard<std::mutex> lock(watch.mutex);
-  for (Candidate& candidate : set_aside) {
-    watch.resident.push(std::move(candidate));
+    requested += page_out(watch, victim.entity);
   }
   return requested;
 }
@@ -208,20 +212,25 @@ bool MemoryPressure::make_room(Device& device, size_t nbytes) {
     std::lock_guard<std::mutex> lock(watch.mutex);
     watch.recent_bytes[watch.recent_at++ % watch.recent_bytes.size()] = nbytes;
   }
+  if (device.allocated_bytes() + nbytes <= limit) {
+    return true;
+  }
+  RECORD_USER_SCOPE("torch_lms::make_room");
+  // See Note [Room in batches].
+  const size_t margin = std::min(margin_bytes(watch), limit - std::min(limit, nbytes));
   Pager& pager = Pager::get();
+  pager.cancel_prefetches();
   uint64_t progress = pager.out_queue().progress();
   for (;;) {
     pager.commit_finished();
-    const size_t used = device.allocated_bytes();
-    if (used + nbytes <= limit) {
+    const size_t wanted = device.allocated_bytes() + nbytes + margin;
+    if (wanted <= limit) {
       return true;
     }
-    RECORD_USER_SCOPE("torch_lms::make_room");
-    const size_t over = used + nbytes - limit;
-    pager.cancel_prefetches();
     const size_t outgoing = pager.out_queue().pending_bytes();
-    if (outgoing < over) {
-      request_pageouts(watch, over - outgoing);
+    if (outgoing < wanted - limit && request_pageouts(watch, wanted - limit - outgoing) == 0 &&
+        pager.settle_prefetches()) {
+      continue;
     }
     if (!wait_for_pageouts(&progress)) {
       return device.allocated_bytes() + nbytes <= limit;
@@ -237,20 +246,61 @@ void MemoryPressure::make_contiguous(Device& device, size_t nbytes) {
   }
   Pager& pager = Pager::get();
   uint64_t progress = pager.out_queue().progress();
-  size_t requested = 0;
-  while (device.contiguous_bytes() < nbytes) {
-    if (pager.out_queue().pending_bytes() == 0) {
-      const size_t more =
-          requested < 2 * nbytes ? request_pageouts(watch, std::min(nbytes, kContiguousStepBytes)) : 0;
-      if (more == 0) {
-        return;
-      }
-      requested += more;
+  for (int tries = 0; tries < kContiguousTries && device.contiguous_bytes() < nbytes; ++tries) {
+    // What is on its way out anyway may be enough.
+    while (device.contiguous_bytes() < nbytes && wait_for_pageouts(&progress)) {
     }
-    if (!wait_for_pageouts(&progress)) {
+    if (device.contiguous_bytes() < nbytes && !free_window(watch, nbytes)) {
       return;
     }
   }
+}
+
+/// Pages out the fewest bytes that give one free block of `nbytes`, among the half of
+/// the entities that are needed last. False if there is no such window.
+bool MemoryPressure::free_window(Watch& watch, size_t nbytes) {
+  std::vector<Victim> victims = resident_by_next_use(watch);
+  victims.resize((victims.size() + 1) / 2);
+  std::unordered_map<const void*, EntityPtr> movable;
+  for (Victim& victim : victims) {
+    if (const void* address = victim.entity->device_address()) {
+      movable.emplace(address, std::move(victim.entity));
+    }
+  }
+  size_t best_cost = SIZE_MAX;
+  std::vector<const void*> best;
+  for (const auto& blocks : watch.device->blocks()) {
+    size_t first = 0;
+    size_t span = 0;
+    size_t cost = 0;
+    for (size_t last = 0; last < blocks.size(); ++last) {
+      if (!blocks[last].free && movable.count(blocks[last].address) == 0) {
+        first = last + 1;
+        span = cost = 0;
+        continue;
+      }
+      span += blocks[last].nbytes;
+      cost += blocks[last].free ? 0 : blocks[last].nbytes;
+      while (span - blocks[first].nbytes >= nbytes) {
+        span -= blocks[first].nbytes;
+        cost -= blocks[first].free ? 0 : blocks[first].nbytes;
+        ++first;
+      }
+      if (span >= nbytes && cost < best_cost) {
+        best_cost = cost;
+        best.clear();
+        for (size_t i = first; i <= last; ++i) {
+          best.push_back(blocks[i].address);
+        }
+      }
+    }
+  }
+  size_t requested = 0;
+  for (const void* address : best) {
+    const auto at = movable.find(address);
+    requested += at == movable.end() ? 0 : page_out(watch, at->second);
+  }
+  return requested != 0;
 }
 
 bool MemoryPressure::after_out_of_memory(Device& device, size_t nbytes) {
@@ -262,6 +312,7 @@ bool MemoryPressure::after_out_of_memory(Device& device, size_t nbytes) {
   pager.stats().allocation_retries.fetch_add(1, std::memory_order_relaxed);
   pager.cancel_prefetches();
   uint64_t progress = pager.out_queue().progress();
+  pager.settle_prefetches();
   const bool requested =
       request_pageouts(watch, nbytes) != 0 || pager.out_queue().pending_bytes() != 0;
   while (wait_for_pageouts(&progress)) {
@@ -269,86 +320,124 @@ bool MemoryPressure::after_out_of_memory(Device& device, size_t nbytes) {
   return requested;
 }
 
-void MemoryPressure::page_out_ahead(Watch& watch) {
+void MemoryPressure::page_out_ahead(Watch& watch, bool backward) {
   const size_t limit = watch.limit_bytes.load();
   const size_t used = watch.device->allocated_bytes();
-  const size_t outgoing = std::min(used, Pager::get().out_queue().pending_bytes());
-  const size_t target = limit - margin_bytes(watch);
-  if (used - outgoing > target) {
-    request_pageouts(watch, used - outgoing - target);
+  const size_t stays = used - std::min(used, Pager::get().out_queue().pending_bytes());
+  const size_t margin = margin_bytes(watch);
+  {
+    std::lock_guard<std::mutex> lock(watch.mutex);
+    watch.peak_bytes = std::max(watch.peak_bytes, stays);
   }
+  if (stays > limit - margin) {
+    request_pageouts(watch, stays - (limit - margin) + margin / 4);
+  } else if (!backward) {
+    follow_plan(watch);
+  }
+}
+
+void MemoryPressure::follow_plan(Watch& watch) {
+  size_t missing = 0;
+  {
+    std::lock_guard<std::mutex> lock(watch.mutex);
+    const size_t seldom = std::max<size_t>(kOpsBetweenPlans, watch.resident.size() / 64);
+    if (watch.requested_bytes >= watch.planned_bytes || ++watch.ops_since_plan < seldom) {
+      return;
+    }
+    watch.ops_since_plan = 0;
+    missing = watch.planned_bytes - watch.requested_bytes;
+  }
+  const CycleShape shape = cycles_.shape();
+  const uint64_t now = cycles_.now();
+  for (const Victim& victim : resident_by_next_use(watch)) {
+    if (missing == 0 || victim.next_use < shape.began + shape.forward) {
+      break; // needed in this forward
+    }
+    if (now - victim.entity->last_use() >= kUsesToCool) {
+      missing -= std::min(missing, page_out(watch, victim.entity));
+    }
+  }
+}
+
+/// A cycle has ended: what would have been enough?
+void MemoryPressure::make_plan(Watch& watch) {
+  const size_t target = watch.limit_bytes.load() - margin_bytes(watch);
+  std::lock_guard<std::mutex> lock(watch.mutex);
+  const size_t unneeded = target - std::min(target, watch.peak_bytes);
+  watch.planned_bytes = watch.requested_bytes - std::min(watch.requested_bytes, unneeded);
+  watch.requested_bytes = 0;
+  watch.peak_bytes = 0;
 }
 
 // --- what comes back ----------------------------------------------------------------
 
 EntityPtr MemoryPressure::next_prefetch(Watch& watch, bool backward, size_t room_bytes) {
+  const CycleShape shape = cycles_.shape();
+  const uint64_t now = cycles_.now();
+  uint64_t horizon = backward ? UINT64_MAX : UseHistory::kUnknown / 2;
+  if (shape.length != 0) {
+    horizon = shape.began + (backward ? shape.length : shape.forward);
+  }
+  std::vector<EntityPtr> dropped; // destroyed after unlocking
   std::lock_guard<std::mutex> lock(watch.mutex);
-  auto& paged_out = watch.paged_out;
-  while (!paged_out.empty()) {
-    auto at = backward ? std::prev(paged_out.end()) : paged_out.upper_bound(watch.fault);
-    if (at == paged_out.end() || (backward && at->first <= watch.backward_ended)) {
+  while (!watch.paged_out.empty() && watch.paged_out.begin()->first < horizon) {
+    const auto first = watch.paged_out.begin();
+    EntityPtr entity = first->second.lock();
+    const bool there = entity != nullptr && entity->state() == EntityState::kPagedOut;
+    if (there && entity->nbytes() > room_bytes) {
       return nullptr;
     }
-    EntityPtr entity = at->second.lock();
-    if (entity != nullptr && entity->state() == EntityState::kPagedOut &&
-        entity->last_use() == at->first) {
-      if (entity->nbytes() > room_bytes) {
-        return nullptr;
-      }
-      if (!backward) {
-        watch.fault = at->first;
-      }
-      paged_out.erase(at);
-      return entity;
+    const uint64_t expected = first->first;
+    watch.paged_out.erase(first);
+    if (!there) {
+      dropped.push_back(std::move(entity));
+      continue;
     }
-    paged_out.erase(at); // stale
+    const uint64_t next_use = entity->next_use(now, shape);
+    if (next_use >= horizon && next_use > expected) {
+      watch.paged_out.emplace(next_use, entity); // it was not needed after all
+      continue;
+    }
+    return entity;
   }
   return nullptr;
 }
 
-void MemoryPressure::prefetch_ahead(Watch& watch) {
-  const bool backward = torch::autograd::get_current_graph_task_id() != -1;
+void MemoryPressure::prefetch_ahead(Watch& watch, bool backward) {
   size_t occupied = 0;
+  size_t contiguous = 0;
   {
     std::lock_guard<std::mutex> lock(watch.mutex);
-    note_backward(watch, backward);
-    if (watch.paged_out.empty() || (!backward && watch.fault == 0)) {
+    if (watch.paged_out.empty()) {
       return;
     }
-    occupied = reserve_bytes(watch);
+    const size_t limit = watch.limit_bytes.load();
+    contiguous = std::min((backward ? 2 : 1) * largest_recent_bytes(watch), limit / 4);
+    occupied = contiguous + margin_bytes(watch) / 2;
   }
   Pager& pager = Pager::get();
   const size_t limit = watch.limit_bytes.load();
   occupied += watch.device->allocated_bytes() + pager.in_queue().pending_bytes();
-  int neighbours = kForwardNeighbours;
   while (occupied < limit && pager.in_queue().pending_bytes() < kMaxPrefetchPendingBytes) {
-    const EntityPtr entity = next_prefetch(
-        watch, backward, std::min(limit - occupied, watch.device->contiguous_bytes()));
-    if (entity == nullptr || !pager.prefetch_ahead(entity)) {
+    const EntityPtr entity = next_prefetch(watch, backward, limit - occupied);
+    if (entity == nullptr || !pager.prefetch_ahead(entity, contiguous)) {
       break;
     }
     occupied += entity->nbytes();
-    if (!backward && --neighbours == 0) {
-      break;
-    }
-  }
-  if (!backward) {
-    std::lock_guard<std::mutex> lock(watch.mutex);
-    watch.fault = 0;
-  }
-}
-
-void MemoryPressure::note_backward(Watch& watch, bool backward) {
-  if (backward && watch.backward_began <= watch.backward_ended) {
-    watch.backward_began = Pager::get().next_use();
-  } else if (!backward && watch.backward_began > watch.backward_ended) {
-    watch.backward_ended = Pager::get().next_use();
   }
 }
 
 void MemoryPressure::after_op(const std::vector<EntityPtr>& entities) {
   if (!enabled()) {
     return;
+  }
+  const bool backward = torch::autograd::get_current_graph_task_id() != -1;
+  if (cycles_.note_phase(backward)) {
+    for (Watch& watch : watches_) {
+      if (watch.limit_bytes.load() != 0) {
+        make_plan(watch);
+      }
+    }
   }
   const Watch* done = nullptr;
   for (const EntityPtr& entity : entities) {
@@ -357,8 +446,8 @@ void MemoryPressure::after_op(const std::vector<EntityPtr>& entities) {
       continue;
     }
     done = &watch;
-    page_out_ahead(watch);
-    prefetch_ahead(watch);
+    page_out_ahead(watch, backward);
+    prefetch_ahead(watch, backward);
   }
 }
 
@@ -391,7 +480,7 @@ void MemoryPressure::chaos(int64_t period) {
   }
   const EntityPtr chosen = candidates[(dice >> 8) % candidates.size()];
   if ((dice & 3) == 0) {
-    pager.prefetch_ahead(chosen);
+    pager.prefetch_ahead(chosen, 0);
   } else if (pager.evict(chosen) && (dice & 12) != 0) {
     uint64_t progress = pager.out_queue().progress();
     wait_for_pageouts(&progress);

@@ -5,9 +5,12 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <queue>
 #include <random>
+#include <string>
+#include <unordered_map>
 #include <vector>
+
+#include <entity/CycleTracker.h>
 
 #include <extension/Device.h>
 #include <extension/EntityTable.h>
@@ -18,18 +21,22 @@ namespace torch_lms {
 Device& find_device_of(const EntityStorageImpl& entity);
 
 /// Note [What goes out, and what comes back]
-/// Under pressure the least recently used entities go out. In a forward pass these
-/// are the activations of the first layers, which backward needs last; in backward,
-/// whose order is the reverse, the least recently used are still those that are
-/// needed last, because a page-in does not count as a use. So one order serves
-/// both, and it is the order of Belady's algorithm for a forward and its backward.
+/// Under pressure the entities that are needed last go out (Belady's rule, by the
+/// expectations of Note [The next use]). In a forward these are the activations of the
+/// first layers. What comes back first is what is needed first, as memory becomes free,
+/// but for a reserve for what the next ops allocate; a prefetch that has not begun is
+/// called off before anything goes out for want of room.
 ///
-/// What comes back first in backward is what was used last: as memory becomes
-/// free, paged-out entities are prefetched in falling order of use. Outside of
-/// backward (inference, an optimizer) programs repeat themselves: after a fault,
-/// the entities used after it the last time are prefetched, in rising order.
-/// Room is kept free for what the next ops allocate (`reserve`); a prefetch that
-/// has not begun is called off before anything goes out for want of room.
+/// From the second cycle on it is known how much must go out in a forward: entities go as
+/// soon as they have cooled, not when memory is full, so that the link is busy from the
+/// start. The plan is what went out the last time less what turned out not to be needed.
+
+/// Note [Room in batches]
+/// A program runs ahead of the device until memory is full, and then waits for one
+/// page-out after another. If it took each block as soon as it came free, blocks of
+/// different sizes would soon be interleaved, and large requests find no free block. So
+/// who has to wait, waits until a margin is free as well: neighbours in order of use are
+/// mostly neighbours in memory, and join. The margin is paged out once, not each time.
 
 /// Keeps the memory of tensors on a device within a limit. (Automatic mode.)
 ///
@@ -61,10 +68,12 @@ class MemoryPressure {
   /// An outermost op of the calling thread that used `entities` has ended.
   void after_op(const std::vector<EntityPtr>& entities);
 
+  /// An op uses the entity.
+  void record_use(const EntityPtr& entity);
+
   /// Entities tell where they are.
   void note_resident(const EntityPtr& entity);
   void note_paged_out(const EntityPtr& entity);
-  void note_fault(const EntityPtr& entity);
 
   /// What the device is kept within; 0 without a limit.
   size_t limit_bytes(Device& device);
@@ -76,42 +85,43 @@ class MemoryPressure {
   void chaos(int64_t period);
 
  private:
-  using Use = uint64_t;
-  struct Candidate {
-    Use use;
-    std::weak_ptr<EntityStorageImpl> entity;
-    bool operator>(const Candidate& other) const noexcept {
-      return use > other.use;
-    }
-  };
   struct Watch {
     std::mutex mutex;
     Device* device = nullptr;
     std::atomic<size_t> limit_bytes{0};
-    // Entries may be stale: they are checked, and put right, when they come up.
-    std::priority_queue<Candidate, std::vector<Candidate>, std::greater<Candidate>> resident;
-    std::map<Use, std::weak_ptr<EntityStorageImpl>> paged_out;
+    // Both may hold entities that are elsewhere by now: checked when they come up.
+    std::unordered_map<const EntityStorageImpl*, std::weak_ptr<EntityStorageImpl>> resident;
+    std::multimap<uint64_t, std::weak_ptr<EntityStorageImpl>> paged_out; // by next use
     std::array<size_t, 32> recent_bytes{}; // of the latest large allocations
     size_t recent_at = 0;
-    Use fault = 0; // of the last fault outside of backward, until it is served
-    Use backward_began = 0;
-    Use backward_ended = 0;
+    size_t requested_bytes = 0; // page-outs asked for in this cycle
+    size_t planned_bytes = 0; // page-outs that this cycle's forward will need
+    size_t peak_bytes = 0; // of what stays when every page-out under way is over
+    uint32_t ops_since_plan = 0;
+  };
+  struct Victim {
+    uint64_t next_use;
+    EntityPtr entity;
   };
 
   Watch& watch_of(const Device& device);
   Watch& watch_of(const EntityStorageImpl& entity);
+  std::vector<Victim> resident_by_next_use(Watch& watch);
   size_t request_pageouts(Watch& watch, size_t nbytes);
-  EntityPtr next_victim(Watch& watch, std::vector<Candidate>& set_aside);
+  size_t page_out(Watch& watch, const EntityPtr& entity);
+  bool free_window(Watch& watch, size_t nbytes);
   bool wait_for_pageouts(uint64_t* progress);
-  void page_out_ahead(Watch& watch);
-  void prefetch_ahead(Watch& watch);
+  void page_out_ahead(Watch& watch, bool backward);
+  void follow_plan(Watch& watch);
+  void make_plan(Watch& watch);
+  void prefetch_ahead(Watch& watch, bool backward);
   EntityPtr next_prefetch(Watch& watch, bool backward, size_t room_bytes);
-  void note_backward(Watch& watch, bool backward);
   void keep_error();
   static size_t margin_bytes(const Watch& watch);
-  static size_t reserve_bytes(const Watch& watch);
+  static size_t largest_recent_bytes(const Watch& watch);
 
   std::atomic<bool> enabled_{false};
+  CycleTracker cycles_;
   std::array<Watch, 65> watches_; // the CPU, then CUDA devices
   std::mutex error_mutex_;
   std::string last_error_;

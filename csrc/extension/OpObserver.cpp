@@ -141,7 +141,7 @@ void use_inputs(const at::RecordFunction& op, Frame& now) {
     }
     find_device_of(*entity).note_current_stream();
     Pager::get().use(entity);
-    entity->set_last_use(Pager::get().next_use());
+    MemoryPressure::get().record_use(entity);
   }
 }
 
@@ -165,7 +165,7 @@ void track_outputs(const at::RecordFunction& op, Frame& now) {
     visit_value(value, [&now](c10::StorageImpl& storage) {
       if (EntityPtr entity = entity_for_op(storage, true)) {
         entity->pin(); // until the outermost op ends: its kernel may hold the address
-        entity->set_last_use(Pager::get().next_use());
+        MemoryPressure::get().record_use(entity);
         now.pinned.push_back(std::move(entity));
       }
     });

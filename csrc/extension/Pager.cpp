@@ -1,5 +1,6 @@
 #include <extension/Pager.h>
 
+#include <algorithm>
 #include <chrono>
 #include <string>
 #include <thread>
@@ -20,7 +21,9 @@ namespace torch_lms {
 namespace {
 
 thread_local bool for_prefetch = false;
+thread_local size_t contiguous_reserve = 0;
 
+constexpr size_t kMaxAhead = 256;
 constexpr auto kCommitPatience = std::chrono::seconds(60);
 
 EntityPtr make_entity(c10::StorageImpl& storage, Device& device, bool fresh) {
@@ -51,6 +54,10 @@ void begin_worker() {
 
 bool allocates_for_prefetch() noexcept {
   return for_prefetch;
+}
+
+size_t contiguous_reserve_bytes() noexcept {
+  return contiguous_reserve;
 }
 
 Pager& Pager::get() {
@@ -90,7 +97,7 @@ EntityPtr Pager::find_or_track(c10::StorageImpl& storage, bool fresh) {
   if (stays) {
     entity->pin(); // Its address is part of the graph: it never moves.
   }
-  entity->set_last_use(next_use());
+  MemoryPressure::get().record_use(entity);
   MemoryPressure::get().note_resident(entity);
   return entity;
 }
@@ -166,7 +173,7 @@ bool Pager::prefetch(const c10::Storage& storage) {
   return entity != nullptr && entity->state() != EntityState::kResident && use(entity);
 }
 
-bool Pager::prefetch_ahead(const EntityPtr& entity) {
+bool Pager::prefetch_ahead(const EntityPtr& entity, size_t contiguous_reserve_bytes) {
   if (!entity->backend()->copies_asynchronously()) {
     return enqueue_prefetch(entity);
   }
@@ -174,16 +181,54 @@ bool Pager::prefetch_ahead(const EntityPtr& entity) {
     return false;
   }
   for_prefetch = true;
-  bool begun = false;
+  contiguous_reserve = contiguous_reserve_bytes;
+  FinishedTransfer transfer;
+  transfer.entity = entity;
   try {
-    begun = entity->begin_pagein() != nullptr; // its first use commits it
+    transfer.in = entity->begin_pagein(); // its first use commits it
     stats_.prefetches.fetch_add(1, std::memory_order_relaxed);
+  } catch (const NoRoom&) {
+    MemoryPressure::get().note_paged_out(entity);
   } catch (const c10::OutOfMemoryError&) {
     stats_.pagein_failures.fetch_add(1, std::memory_order_relaxed);
     MemoryPressure::get().note_paged_out(entity);
   }
   for_prefetch = false;
-  return begun;
+  if (transfer.in == nullptr) {
+    return false;
+  }
+  std::lock_guard<std::mutex> lock(ahead_mutex_);
+  if (ahead_.size() >= kMaxAhead) {
+    ahead_.erase(
+        std::remove_if(
+            ahead_.begin(),
+            ahead_.end(),
+            [](const FinishedTransfer& t) { return t.entity->state() != EntityState::kPagingIn; }),
+        ahead_.end());
+  }
+  ahead_.push_back(std::move(transfer));
+  return true;
+}
+
+bool Pager::settle_prefetches() {
+  std::vector<FinishedTransfer> ahead;
+  {
+    std::lock_guard<std::mutex> lock(ahead_mutex_);
+    ahead.swap(ahead_);
+  }
+  bool any = false;
+  for (FinishedTransfer& transfer : ahead) {
+    any = commit_pagein(transfer) || any;
+  }
+  return any;
+}
+
+bool Pager::commit_pagein(const FinishedTransfer& finished) {
+  if (finished.in == nullptr || !finished.entity->commit_pagein(finished.in)) {
+    return false;
+  }
+  count(finished.entity, AccessResult::kPrefetched);
+  return true;
 }
 
 bool Pager::enqueue_prefetch(const EntityPtr& entity) {
@@ -248,7 +293,6 @@ bool Pager::use(const EntityPtr& entity) {
     RECORD_USER_SCOPE("torch_lms::passive_pagein");
     try {
       count(entity, entity->access());
-      MemoryPressure::get().note_fault(entity);
     } catch (const std::exception& error) {
       stats_.host_served.fetch_add(1, std::memory_order_relaxed);
       stats_.pagein_failures.fetch_add(1, std::memory_order_relaxed);
@@ -277,7 +321,7 @@ void Pager::raw_access(c10::StorageImpl* storage) {
   }
   find_device_of(*entity).note_current_stream();
   use(entity);
-  entity->set_last_use(next_use());
+  MemoryPressure::get().record_use(entity);
 }
 
 void Pager::storage_released(const EntityPtr& entity) noexcept {
@@ -337,14 +381,7 @@ void Pager::commit_pageouts(std::vector<KeepAlive>& dropped) {
 
 void Pager::commit_pageins() {
   for (FinishedTransfer& finished : in_.take_finished()) {
-    if (finished.in != nullptr && finished.entity->commit_pagein(finished.in)) {
-      stats_.pageins.fetch_add(1, std::memory_order_relaxed);
-      stats_.prefetch_hits.fetch_add(1, std::memory_order_relaxed);
-      stats_.pagein_bytes.fetch_add(
-          static_cast<int64_t>(finished.entity->nbytes()), std::memory_order_relaxed);
-      left_host(*finished.entity);
-      MemoryPressure::get().note_resident(finished.entity);
-    }
+    commit_pagein(finished);
     in_.retire(finished.entity->nbytes());
   }
 }
@@ -397,8 +434,11 @@ void Pager::wait_pageouts() {
 }
 
 void Pager::wait_pageins() {
+  settle_prefetches();
   try {
     in_.wait_actions();
+  } catch (const NoRoom&) {
+    stats_.pagein_failures.fetch_add(1, std::memory_order_relaxed);
   } catch (const c10::OutOfMemoryError&) {
     stats_.pagein_failures.fetch_add(1, std::memory_order_relaxed);
   }

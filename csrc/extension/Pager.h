@@ -39,7 +39,11 @@ class Pager {
   /// Starts a prefetch that `MemoryPressure` has chosen: on the calling thread where
   /// copies are asynchronous (its place among the ops decides what it waits for), in
   /// the queue otherwise. Returns false if it could not be started.
-  bool prefetch_ahead(const EntityPtr& entity);
+  bool prefetch_ahead(const EntityPtr& entity, size_t contiguous_reserve_bytes);
+
+  /// Commits prefetches that are under way and not used yet, so that they can go out
+  /// again. Returns whether there were any.
+  bool settle_prefetches();
 
   /// Calls off prefetches that have not begun; returns their bytes.
   size_t cancel_prefetches();
@@ -107,17 +111,13 @@ class Pager {
     return paged_out_storages_.load(std::memory_order_relaxed);
   }
 
-  /// A new logical time of use; later than every one before.
-  uint64_t next_use() noexcept {
-    return uses_.fetch_add(1, std::memory_order_relaxed) + 1;
-  }
-
  private:
   Pager();
 
   bool enqueue_prefetch(const EntityPtr& entity);
   void commit_pageouts(std::vector<KeepAlive>& dropped);
   void commit_pageins();
+  bool commit_pagein(const FinishedTransfer& finished);
   void enqueue_pageout(const EntityPtr& entity);
   void count(const EntityPtr& entity, AccessResult result);
   void left_host(const EntityStorageImpl& entity) noexcept;
@@ -128,14 +128,18 @@ class Pager {
   Stats stats_;
   std::atomic<int64_t> paged_out_bytes_{0};
   std::atomic<int64_t> paged_out_storages_{0};
-  std::atomic<uint64_t> uses_{0};
+
+  std::mutex ahead_mutex_;
+  std::vector<FinishedTransfer> ahead_; // prefetches that wait for their first use
 
   std::mutex dropped_mutex_;
   std::vector<KeepAlive> dropped_; // to be destroyed outside of an allocator
 };
 
 /// Whether allocations of the calling thread are for prefetches (or it is a
-/// worker): they take what is free and push nothing out.
+/// worker): they take what is free, push nothing out, and leave one free block of
+/// `contiguous_reserve_bytes` for what ops allocate.
 bool allocates_for_prefetch() noexcept;
+size_t contiguous_reserve_bytes() noexcept;
 
 } // namespace torch_lms

@@ -41,6 +41,9 @@ class TorchStorageBinding final : public StorageBinding {
 
   KeepAlive hold() override;
   KeepAlive acquire(size_t nbytes, void** device) override;
+  const void* address() override {
+    return raw()->_mutable_data_ptr_no_checks().get();
+  }
   bool expired() override {
     return storage_.expired();
   }

@@ -8,7 +8,9 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
+#include <entity/Error.h>
 #include <extension/OpObserver.h>
+#include <extension/Pager.h>
 #include <extension/cuda/LimitedCudaAllocator.h>
 
 namespace torch_lms {
@@ -46,7 +48,16 @@ void CudaDevice::note_current_stream() {
 c10::DataPtr CudaDevice::allocate(size_t nbytes, int64_t stream) {
   const auto home = c10::cuda::CUDAStream::unpack3(stream, index_, c10::DeviceType::CUDA);
   const c10::cuda::CUDAStreamGuard guard(home);
+  // Asking for what is not there would make the allocator give memory back to the
+  // system, and wait for the device.
+  const bool prefetch = allocates_for_prefetch();
+  if (prefetch && contiguous_bytes() < nbytes) {
+    throw NoRoom("expected a free block for a prefetch, found none; it stays on the host");
+  }
   c10::DataPtr data = allocator::get()->allocate(nbytes);
+  if (prefetch && contiguous_bytes() < contiguous_reserve_bytes()) {
+    throw NoRoom("expected a prefetch to leave room for ops, found too little; it stays on the host");
+  }
   // What record_stream told of the old block is lost: assume every stream in use.
   for (cudaStream_t used : cuda_->noted_streams()) {
     if (used != home.stream()) {
@@ -80,6 +91,24 @@ size_t CudaDevice::contiguous_bytes() const {
   size_t largest = 1; // anything but 0, which would ask the driver
   allocator::get()->cacheInfo(index_, &largest);
   return std::max(largest, limit > reserved ? limit - reserved : 0);
+}
+
+std::vector<std::vector<AllocatorBlock>> CudaDevice::blocks() const {
+  std::vector<std::vector<AllocatorBlock>> segments;
+  const auto snapshot = allocator::get()->snapshot({0, 0}, /*include_traces=*/false);
+  for (const auto& segment : snapshot.segments) {
+    if (segment.device != index_ || !segment.is_large) {
+      continue;
+    }
+    std::vector<AllocatorBlock> blocks;
+    auto address = static_cast<uintptr_t>(segment.address);
+    for (const auto& block : segment.blocks) {
+      blocks.push_back({reinterpret_cast<const void*>(address), block.size, !block.active});
+      address += block.size;
+    }
+    segments.push_back(std::move(blocks));
+  }
+  return segments;
 }
 
 size_t CudaDevice::total_bytes() const {

@@ -1,0 +1,44 @@
+#include <entity/UseHistory.h>
+
+namespace torch_lms {
+
+void UseHistory::record(uint64_t use, const CycleShape& cycle) noexcept {
+  if (cycle.number != cycle_) {
+    before_ = cycle.number == cycle_ + 1 ? present_ : Places();
+    present_ = Places();
+    cycle_ = cycle.number;
+  }
+  last_but_one_ = last_;
+  last_ = use;
+  if (present_.count < present_.at.size()) {
+    present_.at[present_.count++] = use - cycle.began;
+  }
+}
+
+uint64_t UseHistory::next(uint64_t now, const CycleShape& cycle) const noexcept {
+  if (cycle.length == 0) {
+    const bool repeats = last_but_one_ != 0 && last_ + (last_ - last_but_one_) > now;
+    return repeats ? last_ + (last_ - last_but_one_) : kUnknown - last_;
+  }
+  const Places& places = cycle_ == cycle.number ? before_ : present_;
+  const bool known = places.count != 0 && cycle_ + 1 >= cycle.number;
+  if (known) {
+    for (size_t i = 0; i < places.count; ++i) {
+      if (cycle.began + places.at[i] > now) {
+        return cycle.began + places.at[i];
+      }
+    }
+    return cycle.began + cycle.length + places.at[0];
+  }
+  if (cycle_ != cycle.number) {
+    return kUnknown - last_; // not used in the cycle before either
+  }
+  const uint64_t place = last_ - cycle.began;
+  if (place >= cycle.forward || cycle.forward == 0) {
+    return cycle.began + cycle.length + place;
+  }
+  const uint64_t backward = cycle.length - cycle.forward;
+  return cycle.began + cycle.forward + (cycle.forward - place) * backward / cycle.forward;
+}
+
+} // namespace torch_lms
