@@ -345,6 +345,11 @@ uint64_t EntityStorageImpl::next_use(uint64_t now, const CycleShape& cycle) cons
   return history_.next(now, cycle);
 }
 
+bool EntityStorageImpl::recurs(const CycleShape& cycle) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return history_.recurs(cycle);
+}
+
 const void* EntityStorageImpl::device_address() const {
   const KeepAlive keep = binding_->hold(); // dropped after unlocking
   std::lock_guard<std::mutex> lock(mutex_);

@@ -154,6 +154,7 @@ class EntityStorageImpl : public std::enable_shared_from_this<EntityStorageImpl>
   /// See `UseHistory`.
   void record_use(uint64_t use, const CycleShape& cycle);
   uint64_t next_use(uint64_t now, const CycleShape& cycle) const;
+  bool recurs(const CycleShape& cycle) const;
 
   /// The use that was recorded last.
   uint64_t last_use() const noexcept {

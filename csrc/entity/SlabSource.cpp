@@ -29,8 +29,8 @@ constexpr size_t kHugePageBytes = size_t{2} << 20;
 constexpr int kPrivate = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
 
 /// Null on failure, with the reason in errno.
-void* map(void* at, size_t nbytes, int protection, int flags, int fd) noexcept {
-  void* data = mmap(at, nbytes, protection, flags, fd, 0);
+void* map(void* at, size_t nbytes, int flags, int fd) noexcept {
+  void* data = mmap(at, nbytes, PROT_READ | PROT_WRITE, flags, fd, 0);
   return data == MAP_FAILED ? nullptr : data;
 }
 
@@ -44,11 +44,12 @@ std::string text_of(int error) {
 
 Slab AnonymousSlabSource::acquire(size_t nbytes) {
   Slab slab;
-  slab.data = map(nullptr, nbytes, PROT_READ | PROT_WRITE, kPrivate, -1);
+  slab.data = map(nullptr, nbytes, kPrivate, -1);
   if (slab.data == nullptr) {
+    const int error = errno;
     throw HostPoolFull(
         "expected the system to map " + std::to_string(nbytes) +
-        " bytes of host memory, found: " + text_of(errno) + "; lower host_limit= or free memory");
+        " bytes of host memory, found: " + text_of(error) + "; lower host_limit= or free memory");
   }
   slab.nbytes = nbytes;
   return slab;
@@ -107,10 +108,9 @@ bool write_all(int fd, const char* from, size_t nbytes) noexcept {
 /// Copies the slab to `fd`, which takes its place. (Not copy_file_range: what it
 /// copies may share its blocks, and the first write would then need room.)
 bool move_to_file(Slab& slab, int fd) noexcept {
-  const int protection = PROT_READ | PROT_WRITE;
   if (reserve(fd, slab.nbytes) != 0 ||
       !write_all(fd, static_cast<const char*>(slab.data), slab.nbytes) ||
-      map(slab.data, slab.nbytes, protection, MAP_SHARED | MAP_FIXED, fd) == nullptr) {
+      map(slab.data, slab.nbytes, MAP_SHARED | MAP_FIXED, fd) == nullptr) {
     return false;
   }
   close(slab.fd);
@@ -120,7 +120,7 @@ bool move_to_file(Slab& slab, int fd) noexcept {
 
 /// Copies the slab to private memory, which takes its place when it is filled.
 bool move_to_memory(Slab& slab) noexcept {
-  void* memory = map(nullptr, slab.nbytes, PROT_READ | PROT_WRITE, kPrivate, -1);
+  void* memory = map(nullptr, slab.nbytes, kPrivate, -1);
   if (memory == nullptr) {
     return false;
   }
@@ -136,7 +136,7 @@ bool move_to_memory(Slab& slab) noexcept {
 }
 
 void forbid_access(Slab& slab) noexcept {
-  map(slab.data, slab.nbytes, PROT_NONE, kPrivate | MAP_FIXED, -1);
+  mprotect(slab.data, slab.nbytes, PROT_NONE); // needs no room, unlike another mapping
   constexpr char kMessage[] =
       "torch_lms: expected room for a forked child's copy of the paged-out storages, found "
       "neither disk space nor memory; the child must not use them. Free disk space, name another "
@@ -175,7 +175,7 @@ Slab FileSlabSource::acquire(size_t nbytes) {
   slab.fd = open_unlinked();
   int error = slab.fd < 0 ? errno : reserve(slab.fd, nbytes);
   if (error == 0) {
-    slab.data = map(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, slab.fd);
+    slab.data = map(nullptr, nbytes, MAP_SHARED, slab.fd);
     error = slab.data == nullptr ? errno : 0;
   }
   if (error == 0) {

@@ -15,14 +15,18 @@ void UseHistory::record(uint64_t use, const CycleShape& cycle) noexcept {
   }
 }
 
+bool UseHistory::recurs(const CycleShape& cycle) const noexcept {
+  return cycle_ == cycle.number ? before_.count != 0
+                                : cycle_ + 1 == cycle.number && present_.count != 0;
+}
+
 uint64_t UseHistory::next(uint64_t now, const CycleShape& cycle) const noexcept {
   if (cycle.length == 0) {
     const bool repeats = last_but_one_ != 0 && last_ + (last_ - last_but_one_) > now;
     return repeats ? last_ + (last_ - last_but_one_) : kUnknown - last_;
   }
-  const Places& places = cycle_ == cycle.number ? before_ : present_;
-  const bool known = places.count != 0 && cycle_ + 1 >= cycle.number;
-  if (known) {
+  if (recurs(cycle)) {
+    const Places& places = cycle_ == cycle.number ? before_ : present_;
     for (size_t i = 0; i < places.count; ++i) {
       if (cycle.began + places.at[i] > now) {
         return cycle.began + places.at[i];

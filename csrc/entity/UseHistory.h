@@ -37,6 +37,9 @@ class UseHistory {
   /// than `kUnknown` / 2 if nothing is known of it.
   uint64_t next(uint64_t now, const CycleShape& cycle) const noexcept;
 
+  /// Whether it was used in the cycle before the present one (a parameter).
+  bool recurs(const CycleShape& cycle) const noexcept;
+
  private:
   struct Places {
     std::array<uint64_t, 6> at{}; // relative to the start of the cycle

@@ -82,6 +82,14 @@ void MemoryPressure::record_use(const EntityPtr& entity) {
   }
 }
 
+void MemoryPressure::note_cancelled(const EntityPtr& entity) {
+  if (enabled()) {
+    Watch& watch = watch_of(*entity);
+    std::lock_guard<std::mutex> lock(watch.mutex);
+    watch.requested_bytes -= std::min(watch.requested_bytes, entity->nbytes());
+  }
+}
+
 void MemoryPressure::note_resident(const EntityPtr& entity) {
   if (!enabled()) {
     return;
@@ -128,7 +136,10 @@ std::vector<MemoryPressure::Victim> MemoryPressure::resident_by_next_use(Watch& 
       }
       ++at;
       if (!entity->pinned()) {
-        const uint64_t next_use = entity->next_use(now, shape);
+        uint64_t next_use = entity->next_use(now, shape);
+        if (next_use < shape.began + shape.length && entity->recurs(shape)) {
+          next_use = 0; // See Note [What goes out, and what comes back].
+        }
         victims.push_back(Victim{next_use, std::move(entity)});
       }
     }
@@ -412,8 +423,8 @@ void MemoryPressure::prefetch_ahead(Watch& watch, bool backward) {
       return;
     }
     const size_t limit = watch.limit_bytes.load();
-    contiguous = std::min((backward ? 2 : 1) * largest_recent_bytes(watch), limit / 4);
-    occupied = contiguous + margin_bytes(watch) / 2;
+    contiguous = std::min(largest_recent_bytes(watch), limit / 4);
+    occupied = (backward ? 2 : 1) * contiguous + margin_bytes(watch) / 2;
   }
   Pager& pager = Pager::get();
   const size_t limit = watch.limit_bytes.load();

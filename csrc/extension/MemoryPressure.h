@@ -27,6 +27,9 @@ Device& find_device_of(const EntityStorageImpl& entity);
 /// but for a reserve for what the next ops allocate; a prefetch that has not begun is
 /// called off before anything goes out for want of room.
 ///
+/// What recurs (parameters) and is still needed in this cycle goes last: it is small beside
+/// the activations, and would come back scattered over memory, which fragments it.
+///
 /// From the second cycle on it is known how much must go out in a forward: entities go as
 /// soon as they have cooled, not when memory is full, so that the link is busy from the
 /// start. The plan is what went out the last time less what turned out not to be needed.
@@ -74,6 +77,7 @@ class MemoryPressure {
   /// Entities tell where they are.
   void note_resident(const EntityPtr& entity);
   void note_paged_out(const EntityPtr& entity);
+  void note_cancelled(const EntityPtr& entity);
 
   /// What the device is kept within; 0 without a limit.
   size_t limit_bytes(Device& device);

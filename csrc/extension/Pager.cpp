@@ -270,6 +270,7 @@ void Pager::count(const EntityPtr& entity, AccessResult result) {
       return;
     case AccessResult::kCancelledPageout:
       stats_.cancelled_pageouts.fetch_add(1, std::memory_order_relaxed);
+      MemoryPressure::get().note_cancelled(entity);
       break;
     case AccessResult::kPagedIn:
       stats_.passive_pageins.fetch_add(1, std::memory_order_relaxed);
