@@ -17,6 +17,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <cerrno>
 #include <chrono>
 #include <cstdio>
 #include <cstring>
@@ -144,27 +145,38 @@ bool check_throws(
       std::string(expression) + ": expected an exception with '" + part + "', found " + found);
 }
 
-/// Runs `body` in a forked child. Returns whether its checks passed and it lived; the
-/// child ends without running destructors.
-inline bool passes_in_child(const std::function<void()>& body) {
+/// Runs `body` in a forked child, which ends without running destructors.
+inline pid_t start_child(const std::function<void()>& body) {
   std::fflush(nullptr);
   const pid_t child = fork();
-  if (child == 0) {
-    failures() = 0;
-    alarm(kMaxTestSeconds);
-    try {
-      body();
-    } catch (const std::exception& error) {
-      report(false, "in the child", 0, error.what());
-    } catch (const Ended&) {
-    }
-    std::fflush(nullptr);
-    _exit(failures() == 0 ? 0 : 1);
+  if (child != 0) {
+    return child;
   }
+  failures() = 0;
+  alarm(kMaxTestSeconds);
+  try {
+    body();
+  } catch (const std::exception& error) {
+    report(false, "in the child", 0, error.what());
+  } catch (const Ended&) {
+  }
+  std::fflush(nullptr);
+  _exit(failures() == 0 ? 0 : 1);
+}
+
+/// Waits for a child. Returns whether its checks passed and nothing killed it.
+inline bool child_passed(pid_t child) {
   int status = 0;
   while (waitpid(child, &status, 0) < 0) {
+    if (errno != EINTR) {
+      return false;
+    }
   }
   return WIFEXITED(status) && WEXITSTATUS(status) == 0;
+}
+
+inline bool passes_in_child(const std::function<void()>& body) {
+  return child_passed(start_child(body));
 }
 
 /// Returns whether the test passed; prints the rest of its line.
