@@ -129,8 +129,10 @@ TEST(sizes_beyond_all_memory_are_bad_alloc) {
 
 TEST(without_memory_for_its_books_the_cache_lets_go) {
   for (long nth = 0; nth < 2; ++nth) {
-    CpuBlocks blocks;
+    CpuBlocks blocks(2 * kPage);
     void* data = blocks.allocate(kPage);
+    void* other = blocks.allocate(kPage);
+    void* third = blocks.allocate(2 * kPage);
     {
       const FailingNew failing(nth);
       blocks.free(data, kPage);
@@ -138,8 +140,11 @@ TEST(without_memory_for_its_books_the_cache_lets_go) {
     }
     CHECK(!mapped(data));
     CHECK_EQ(blocks.cached_bytes(), 0);
-    blocks.free(blocks.allocate(kPage), kPage);
+    blocks.free(other, kPage);
     CHECK_EQ(blocks.cached_bytes(), kPage);
+    blocks.free(third, 2 * kPage); // in place of the other: nothing is left of the first
+    CHECK_EQ(blocks.cached_bytes(), 2 * kPage);
+    CHECK(!mapped(other) && mapped(third));
   }
 }
 
@@ -219,7 +224,7 @@ struct Filled {
   uint64_t mark;
 };
 
-void churn(CpuBlocks& blocks, unsigned seed) {
+void churn(CpuBlocks& blocks, unsigned seed, size_t max_cached_bytes) {
   std::mt19937 random(seed);
   std::vector<Filled> used;
   for (int step = 0; step < 3000; ++step) {
@@ -237,6 +242,7 @@ void churn(CpuBlocks& blocks, unsigned seed) {
           std::count(block.data, block.data + block.nbytes / sizeof(uint64_t), block.mark),
           block.nbytes / sizeof(uint64_t));
       blocks.free(block.data, block.nbytes);
+      CHECK(blocks.cached_bytes() <= max_cached_bytes);
     }
     if (random() % 512 == 0) {
       blocks.drop_cache();
@@ -250,21 +256,13 @@ void churn(CpuBlocks& blocks, unsigned seed) {
 TEST(threads_keep_their_blocks_apart_and_the_cache_bounded) {
   constexpr size_t kMaxBytes = 20 * kPage;
   CpuBlocks blocks(kMaxBytes);
-  std::atomic<bool> stop{false};
-  std::thread watcher([&] {
-    while (!stop) {
-      CHECK(blocks.cached_bytes() <= kMaxBytes);
-    }
-  });
   std::vector<std::thread> threads;
   for (unsigned seed = 1; seed <= 4; ++seed) {
-    threads.emplace_back([&blocks, seed] { churn(blocks, seed); });
+    threads.emplace_back([&blocks, seed] { churn(blocks, seed, kMaxBytes); });
   }
   for (std::thread& thread : threads) {
     thread.join();
   }
-  stop = true;
-  watcher.join();
 }
 
 } // namespace

@@ -22,7 +22,7 @@ struct SourceRecord {
   size_t most_bytes = SIZE_MAX; ///< Requests above it fail.
   std::map<char*, size_t> slabs;
 
-  bool hold = false; ///< Acquisitions wait while it is set.
+  bool hold = false; ///< Acquisitions and releases wait while it is set.
   size_t waiting = 0;
   std::mutex mutex;
   std::condition_variable changed;
@@ -31,6 +31,12 @@ struct SourceRecord {
     std::lock_guard<std::mutex> lock(mutex);
     hold = value;
     changed.notify_all();
+  }
+  void wait_while_held(std::unique_lock<std::mutex>& lock) {
+    ++waiting;
+    changed.notify_all();
+    changed.wait(lock, [&] { return !hold; });
+    --waiting;
   }
   void wait_for_waiting(size_t count) {
     std::unique_lock<std::mutex> lock(mutex);
@@ -57,10 +63,7 @@ class FakeSlabSource final : public torch_lms::SlabSource {
 
   torch_lms::Slab acquire(size_t nbytes) override {
     std::unique_lock<std::mutex> lock(record_.mutex);
-    ++record_.waiting;
-    record_.changed.notify_all();
-    record_.changed.wait(lock, [&] { return !record_.hold; });
-    --record_.waiting;
+    record_.wait_while_held(lock);
     char* at = find_place(nbytes);
     if (nbytes > record_.most_bytes || at == nullptr) {
       throw torch_lms::TransferFailed("expected less than " + std::to_string(nbytes) + " bytes");
@@ -76,7 +79,8 @@ class FakeSlabSource final : public torch_lms::SlabSource {
   }
 
   void release(torch_lms::Slab& slab) noexcept override {
-    std::lock_guard<std::mutex> lock(record_.mutex);
+    std::unique_lock<std::mutex> lock(record_.mutex);
+    record_.wait_while_held(lock);
     madvise(slab.data, slab.nbytes, MADV_DONTNEED);
     record_.slabs.erase(static_cast<char*>(slab.data));
     ++record_.released;

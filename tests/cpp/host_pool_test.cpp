@@ -310,5 +310,21 @@ TEST(threads_that_need_room_at_once_share_a_slab) {
   CHECK_EQ(fixture.pool.stats().used_bytes, 4 * kMiB);
 }
 
+TEST(a_slab_counts_until_the_source_has_it_back) {
+  Fixture fixture(kSlab);
+  fixture.pool.free(fixture.take(kSlab));
+  fixture.record.set_hold(true);
+  std::thread trimmer([&] { fixture.pool.trim(); });
+  fixture.record.wait_for_waiting(1);
+  CHECK_EQ(fixture.pool.stats().slab_bytes, kSlab);
+  std::thread grower([&] { fixture.take(kSlab); }); // waits for the room, and does not fail
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  fixture.record.set_hold(false);
+  trimmer.join();
+  grower.join();
+  CHECK_EQ(fixture.record.peak_bytes, kSlab);
+  CHECK_EQ(fixture.pool.stats().used_bytes, kSlab);
+}
+
 } // namespace
 } // namespace torch_lms
