@@ -231,6 +231,21 @@ bool EntityStorageImpl::commit_pagein(const std::shared_ptr<PageinTransfer>& tra
   return keep != nullptr && commit_pagein_locked(transfer);
 }
 
+std::unique_ptr<DeviceBlock> EntityStorageImpl::cancel_arrival(
+    const std::shared_ptr<PageinTransfer>& transfer) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (in_ != transfer || state() != EntityState::kPagingIn || !transfer->submitted ||
+      transfer->failed) {
+    return nullptr;
+  }
+  if (transfer->fence != nullptr && !transfer->fence->done()) {
+    backend_->order_after(transfer->fence);
+  }
+  in_ = nullptr;
+  set_state(EntityState::kPagedOut);
+  return std::move(transfer->block);
+}
+
 bool EntityStorageImpl::commit_pagein_locked(const std::shared_ptr<PageinTransfer>& transfer) {
   if (in_ != transfer || state() != EntityState::kPagingIn || transfer->failed) {
     return false;

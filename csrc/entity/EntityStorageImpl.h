@@ -130,6 +130,11 @@ class EntityStorageImpl : public std::enable_shared_from_this<EntityStorageImpl>
   /// PAGING_IN -> RESIDENT. Returns false if another thread did it already.
   bool commit_pagein(const std::shared_ptr<PageinTransfer>& transfer);
 
+  /// PAGING_IN -> PAGED_OUT: a prefetch that nobody has used is called off, and what it
+  /// has copied is forgotten. Returns its device block, which the calling thread's
+  /// stream may reuse; null if the entity was in another state.
+  std::unique_ptr<DeviceBlock> cancel_arrival(const std::shared_ptr<PageinTransfer>& transfer);
+
   /// An op (or raw access) of the calling thread uses the bytes: brings them to
   /// the device whatever the state and orders the thread's stream after them.
   /// Throws what the device allocator throws; the entity is PAGED_OUT then and

@@ -17,6 +17,7 @@ namespace {
 constexpr size_t kLargeBytes = size_t{1} << 20;
 constexpr size_t kMaxMarginBytes = size_t{1} << 30;
 constexpr size_t kMaxPrefetchPendingBytes = size_t{2} << 30;
+constexpr size_t kMaxPrefetchBatchBytes = size_t{1536} << 20;
 constexpr int kContiguousTries = 3;
 constexpr uint32_t kOpsBetweenPlans = 8;
 constexpr uint64_t kUsesToCool = 24;
@@ -239,9 +240,11 @@ bool MemoryPressure::make_room(Device& device, size_t nbytes) {
       return true;
     }
     const size_t outgoing = pager.out_queue().pending_bytes();
-    if (outgoing < wanted - limit && request_pageouts(watch, wanted - limit - outgoing) == 0 &&
-        pager.settle_prefetches()) {
-      continue;
+    if (outgoing < wanted - limit) {
+      if (pager.cancel_last_prefetch()) {
+        continue;
+      }
+      request_pageouts(watch, wanted - limit - outgoing);
     }
     if (!wait_for_pageouts(&progress)) {
       return device.allocated_bytes() + nbytes <= limit;
@@ -259,7 +262,8 @@ void MemoryPressure::make_contiguous(Device& device, size_t nbytes) {
   uint64_t progress = pager.out_queue().progress();
   for (int tries = 0; tries < kContiguousTries && device.contiguous_bytes() < nbytes; ++tries) {
     // What is on its way out anyway may be enough.
-    while (device.contiguous_bytes() < nbytes && wait_for_pageouts(&progress)) {
+    while (device.contiguous_bytes() < nbytes &&
+           (wait_for_pageouts(&progress) || pager.cancel_last_prefetch())) {
     }
     if (device.contiguous_bytes() < nbytes && !free_window(watch, nbytes)) {
       return;
@@ -323,7 +327,8 @@ bool MemoryPressure::after_out_of_memory(Device& device, size_t nbytes) {
   pager.stats().allocation_retries.fetch_add(1, std::memory_order_relaxed);
   pager.cancel_prefetches();
   uint64_t progress = pager.out_queue().progress();
-  pager.settle_prefetches();
+  while (pager.cancel_last_prefetch()) {
+  }
   const bool requested =
       request_pageouts(watch, nbytes) != 0 || pager.out_queue().pending_bytes() != 0;
   while (wait_for_pageouts(&progress)) {
@@ -429,6 +434,11 @@ void MemoryPressure::prefetch_ahead(Watch& watch, bool backward) {
   Pager& pager = Pager::get();
   const size_t limit = watch.limit_bytes.load();
   occupied += watch.device->allocated_bytes() + pager.in_queue().pending_bytes();
+  // In batches, which fill the gaps that a batch of frees has left: see Note [Room in batches].
+  const size_t batch = std::min(limit / 16, kMaxPrefetchBatchBytes);
+  if (backward && occupied + batch > limit) {
+    return;
+  }
   while (occupied < limit && pager.in_queue().pending_bytes() < kMaxPrefetchPendingBytes) {
     const EntityPtr entity = next_prefetch(watch, backward, limit - occupied);
     if (entity == nullptr || !pager.prefetch_ahead(entity, contiguous)) {

@@ -223,6 +223,24 @@ bool Pager::settle_prefetches() {
   return any;
 }
 
+bool Pager::cancel_last_prefetch() {
+  for (;;) {
+    FinishedTransfer last;
+    {
+      std::lock_guard<std::mutex> lock(ahead_mutex_);
+      if (ahead_.empty()) {
+        return false;
+      }
+      last = std::move(ahead_.back());
+      ahead_.pop_back();
+    }
+    if (last.entity->cancel_arrival(last.in) != nullptr) {
+      MemoryPressure::get().note_paged_out(last.entity);
+      return true;
+    }
+  }
+}
+
 bool Pager::commit_pagein(const FinishedTransfer& finished) {
   if (finished.in == nullptr || !finished.entity->commit_pagein(finished.in)) {
     return false;

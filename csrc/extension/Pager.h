@@ -45,6 +45,10 @@ class Pager {
   /// again. Returns whether there were any.
   bool settle_prefetches();
 
+  /// Calls off the latest prefetch that nobody has used yet; its memory is free at once
+  /// and nothing has to be copied out. Returns false if there is none.
+  bool cancel_last_prefetch();
+
   /// Calls off prefetches that have not begun; returns their bytes.
   size_t cancel_prefetches();
 
