@@ -1,26 +1,33 @@
-"""Builds ``torch_lms._C`` against the installed PyTorch, with CUDA where it has CUDA."""
+"""Builds ``torch_lms._C`` against the installed PyTorch, with CUDA where it has CUDA.
+
+``TORCH_LMS_DEBUG=1`` builds for a debugger; ``MAX_JOBS`` says how many compilers run at once.
+"""
 
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from setuptools import setup
 from torch.utils import cpp_extension
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from setuptools import Extension
+
 CSRC = Path("csrc")
 
 
-def sources(with_cuda: bool) -> list[str]:
-    """Every C++ file of the core and the extension, relative to this file."""
-    patterns = ["entity/*.cpp", "extension/*.cpp"]
-    if with_cuda:
-        patterns += ["entity/cuda/*.cpp", "extension/cuda/*.cpp"]
+def files(*patterns: str) -> list[str]:
+    """Files of the core and the extension, relative to this file."""
     return sorted(str(path) for pattern in patterns for path in CSRC.glob(pattern))
 
 
-def extension() -> object:
+def extension() -> Extension:
     """The compiled module; without CUDA where PyTorch or the toolkit is without it."""
     with_cuda = torch.version.cuda is not None and cpp_extension.CUDA_HOME is not None
     if torch.version.cuda is not None and not with_cuda:
@@ -28,15 +35,24 @@ def extension() -> object:
     debug = os.environ.get("TORCH_LMS_DEBUG") == "1"
     # NDEBUG as PyTorch itself: without it its classes have other layouts.
     flags = ["-DNDEBUG", "-fvisibility=hidden", *(["-O0", "-g"] if debug else ["-O2", "-g0"])]
+    sources = files("entity/*.cpp", "extension/*.cpp")
     if with_cuda:
         flags.append("-DTORCH_LMS_WITH_CUDA")
-    kind = cpp_extension.CUDAExtension if with_cuda else cpp_extension.CppExtension
+        sources += files("entity/cuda/*.cpp", "extension/cuda/*.cpp")
+    kind: Callable[..., Extension] = cpp_extension.CUDAExtension if with_cuda else cpp_extension.CppExtension
     return kind(
         "torch_lms._C",
-        sources(with_cuda),
+        sources,
+        depends=files("**/*.h"),
         include_dirs=[str(CSRC.resolve())],
         extra_compile_args={"cxx": flags},
     )
 
 
+def add_programs_of_this_python() -> None:
+    """Lets PyTorch find the ninja beside this Python also where its environment is not activated."""
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+
+
+add_programs_of_this_python()
 setup(ext_modules=[extension()], cmdclass={"build_ext": cpp_extension.BuildExtension})
