@@ -1,0 +1,32 @@
+"""From words to the command that they name, and from its errors to an exit status."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from torch_lms.cli.arguments import make_parser, train_options
+from torch_lms.cli.doctor import doctor
+from torch_lms.cli.train import train
+from torch_lms.errors import LmsError
+
+__all__ = ["run"]
+
+
+def run(arguments: Sequence[str] | None) -> int:
+    """Runs a command and returns the exit status."""
+    parser = make_parser()
+    given = parser.parse_args(arguments)
+    console = Console()
+    if given.command == "doctor":
+        return doctor(console, as_json=given.json)
+    try:
+        options = train_options(given)
+    except (ValueError, RuntimeError) as error:
+        parser.error(str(error))
+    try:
+        return train(options, console)
+    except LmsError as error:
+        Console(stderr=True).print(f"torch_lms: {error}", markup=False, highlight=False)
+        return 1

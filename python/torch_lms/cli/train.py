@@ -1,0 +1,120 @@
+"""The demo: trains without a limit and under one, and shows that only memory and time differ."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+import torch_lms
+from torch_lms.cli.checks import Check, check_runs
+from torch_lms.cli.report import RunProgress, check_table, comparison_table
+from torch_lms.cli.run import Paging, RunResult, run_in_fresh_process
+from torch_lms.cli.timeline import GIB, draw_timelines
+from torch_lms.cli.workload import Workload
+from torch_lms.swap import parse_bytes
+
+__all__ = ["TrainOptions", "train"]
+
+_PICTURES = (".png", ".svg", ".pdf")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainOptions:
+    """What ``python -m torch_lms train`` does.
+
+    Attributes:
+        workload: what is trained.
+        limit: of the limited run's tensor bytes: a size, or a percentage of the plain run's measured peak.
+        paging: how paging is set up, but for the limit.
+        output: the picture that is drawn; None draws none.
+        json: the file that gets all figures; None writes none.
+        anonymous_percent: see `check_runs`.
+
+    Raises:
+        LimitError: for a limit that cannot be understood.
+        ValueError: for a picture of an unknown kind, or a folder that is not there.
+    """
+
+    workload: Workload
+    limit: str
+    paging: Paging
+    output: Path | None = None
+    json: Path | None = None
+    anonymous_percent: float | None = None
+
+    def __post_init__(self) -> None:
+        parse_bytes(self.limit, total_bytes=GIB)
+        if self.output is not None and self.output.suffix not in _PICTURES:
+            raise ValueError(f"expected a picture that ends in {', '.join(_PICTURES)}, found {str(self.output)!r}")
+        for path in (self.output, self.json):
+            if path is not None and not path.parent.is_dir():
+                raise ValueError(f"expected a folder for {str(path)!r}, found none; create it first")
+
+
+def train(options: TrainOptions, console: Console) -> int:
+    """Runs plain and limited, compares, and reports.
+
+    Returns:
+        0 if the limited run kept its limit and all bits; otherwise 1.
+
+    Raises:
+        RunFailedError: if one of the runs failed.
+    """
+    console.print(options.workload.describe())
+    plain = _run(options, None, console)
+    limit_bytes = parse_bytes(options.limit, total_bytes=plain.peak_tensor_bytes)
+    limited = _run(options, replace(options.paging, limit_bytes=limit_bytes), console)
+    checks = check_runs(plain, limited, limit_bytes=limit_bytes, anonymous_percent=options.anonymous_percent)
+    console.print(comparison_table(plain, limited, limit_bytes=limit_bytes))
+    console.print(check_table(checks))
+    runs = {"plain": plain, "limited": limited}
+    if options.output is not None:
+        timelines = {name: run.timeline for name, run in runs.items()}
+        draw_timelines(timelines, limit_bytes=limit_bytes, title=options.workload.describe(), path=options.output)
+        console.print(f"wrote {options.output}")
+    if options.json is not None:
+        document = _document(options, runs, limit_bytes, checks)
+        options.json.write_text(json.dumps(document, indent=1) + "\n")
+        console.print(f"wrote {options.json}")
+    return 0 if all(check.ok for check in checks) else 1
+
+
+def _run(options: TrainOptions, paging: Paging | None, console: Console) -> RunResult:
+    name = "plain" if paging is None else "limited"
+    with RunProgress(console, name=name, steps=options.workload.steps) as progress:
+        return run_in_fresh_process(options.workload, paging, progress.show)
+
+
+def _document(
+    options: TrainOptions, runs: dict[str, RunResult], limit_bytes: int, checks: list[Check]
+) -> dict[str, Any]:
+    """Everything that was measured, and what it depends on."""
+    return {
+        "command": " ".join(["python", "-m", "torch_lms", *sys.argv[1:]]),
+        "environment": _environment(options.workload),
+        "workload": asdict(options.workload),
+        "limit": options.limit,
+        "limit_bytes": limit_bytes,
+        "checks": [asdict(check) for check in checks],
+        "runs": {name: asdict(run) for name, run in runs.items()},
+    }
+
+
+def _environment(workload: Workload) -> dict[str, Any]:
+    device = torch.device(workload.device)
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torch_lms": torch_lms.__version__,
+        "cpu_count": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+    }
