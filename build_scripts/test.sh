@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# Checks everything that needs no GPU: style and types, the C++ core under sanitizers, the Python tests,
+# and these once more in chaos mode. Arguments go to pytest.
+# shellcheck source-path=SCRIPTDIR source=common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+trap show_phases EXIT
+
+phase "tools" need_tools
+phase "environment" make_environment build_scripts/requirements-dev.txt
+phase "build" build_extension
+
+failed=0
+phase "lint" bash build_scripts/lint.sh || failed=1
+phase "C++ core" bash tests/cpp/run.sh || failed=1
+phase "pytest" "$venv/bin/python" -m pytest "$@" || failed=1
+phase "pytest in chaos mode" env TORCH_LMS_CHAOS=1 "$venv/bin/python" -m pytest -m "not slow" "$@" || failed=1
+exit "$failed"
