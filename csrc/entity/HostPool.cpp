@@ -324,6 +324,9 @@ void HostPool::prepare_fork() noexcept {
 }
 
 void HostPool::after_fork_in_parent() noexcept {
+  if (!forking_) {
+    return;
+  }
   close_end(fork_pipe_[1]);
   char byte = 0;
   while (fork_pipe_[0] >= 0 && read(fork_pipe_[0], &byte, 1) < 0 && errno == EINTR) {

@@ -63,11 +63,12 @@ class HostPool {
   /// Thread-safe.
   HostPoolStats stats() const noexcept;
 
-  /// Around a fork, for `pthread_atfork`: before it, after it in the parent, after it
-  /// in the child. Between the first two, nothing is allocated or freed and the parent
-  /// waits for the child to copy what they would otherwise share, so that the child
-  /// has the bytes of the moment of the fork. (`reclone_after_fork` alone makes a copy
-  /// too, of blocks that the parent may be reusing by then.)
+  /// Around a fork, for `pthread_atfork`, on the thread that forks: before it, after it
+  /// in the parent, after it in the child. Once each: the first takes the pool's locks,
+  /// the others give them back. Between the first two, nothing is allocated or freed and
+  /// the parent waits for the child to copy what they would otherwise share, so that the
+  /// child has the bytes of the moment of the fork. (`reclone_after_fork` alone makes a
+  /// copy too, of blocks that the parent may be reusing by then.)
   void prepare_fork() noexcept;
   void after_fork_in_parent() noexcept;
   void reclone_after_fork() noexcept;
@@ -84,6 +85,7 @@ class HostPool {
   using Blocks = std::map<Address, Block>;
 
   size_t round_up(size_t nbytes) const noexcept;
+
   // Of slabs. Those that take the lock give it up while the source works.
   using Lock = std::unique_lock<std::mutex>;
   void* grow(size_t nbytes);
@@ -107,7 +109,7 @@ class HostPool {
   const std::unique_ptr<SlabSource> source_;
   const size_t alignment_;
 
-  std::mutex resize_mutex_;  ///< Held while slabs come and go; taken before `mutex_`.
+  std::mutex resize_mutex_; ///< Held while slabs come and go; taken before `mutex_`.
   mutable std::mutex mutex_; ///< Guards all below.
   size_t limit_bytes_;
   size_t slab_bytes_ = 0;

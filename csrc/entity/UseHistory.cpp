@@ -1,6 +1,14 @@
 #include <entity/UseHistory.h>
 
+#include <algorithm>
+
 namespace torch_lms {
+namespace {
+
+constexpr uint64_t kLeastGap = 16;
+constexpr uint64_t kGapsInCycle = 128;
+
+} // namespace
 
 void UseHistory::record(uint64_t use, const CycleShape& cycle) noexcept {
   if (cycle.number != cycle_) {
@@ -8,9 +16,16 @@ void UseHistory::record(uint64_t use, const CycleShape& cycle) noexcept {
     present_ = Places();
     cycle_ = cycle.number;
   }
-  last_but_one_ = last_;
+  // One op is many uses (it calls others), and so is a layer: they are one place.
+  const bool same_place =
+      present_.count != 0 && use - last_ <= std::max(kLeastGap, cycle.length / kGapsInCycle);
+  if (!same_place) {
+    last_but_one_ = last_;
+  }
   last_ = use;
-  if (present_.count < present_.at.size()) {
+  if (same_place) {
+    present_.at[present_.count - 1] = use - cycle.began;
+  } else if (present_.count < present_.at.size()) {
     present_.at[present_.count++] = use - cycle.began;
   }
 }
