@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstdint>
+#include <functional>
 #include <list>
 #include <new>
 #include <random>
@@ -253,16 +254,32 @@ void churn(CpuBlocks& blocks, unsigned seed, size_t max_cached_bytes) {
   }
 }
 
-TEST(threads_keep_their_blocks_apart_and_the_cache_bounded) {
-  constexpr size_t kMaxBytes = 20 * kPage;
-  CpuBlocks blocks(kMaxBytes);
+void run_in_threads(const std::function<void(unsigned)>& body) {
   std::vector<std::thread> threads;
   for (unsigned seed = 1; seed <= 4; ++seed) {
-    threads.emplace_back([&blocks, seed] { churn(blocks, seed, kMaxBytes); });
+    threads.emplace_back(body, seed);
   }
   for (std::thread& thread : threads) {
     thread.join();
   }
+}
+
+TEST(threads_keep_their_blocks_apart_and_the_cache_bounded) {
+  constexpr size_t kMaxBytes = 20 * kPage;
+  CpuBlocks blocks(kMaxBytes);
+  run_in_threads([&](unsigned seed) { churn(blocks, seed, kMaxBytes); });
+}
+
+TEST(the_cache_is_bounded_when_threads_free_at_once) {
+  CpuBlocks blocks(kPage);
+  run_in_threads([&](unsigned) {
+    for (int step = 0; step < 10000; ++step) {
+      void* first = blocks.allocate(kPage);
+      blocks.free(blocks.allocate(kPage), kPage);
+      CHECK(blocks.cached_bytes() <= kPage);
+      blocks.free(first, kPage);
+    }
+  });
 }
 
 } // namespace

@@ -102,6 +102,7 @@ TEST(the_pool_works_on_both_sides_of_a_fork) {
 TEST(a_pool_without_files_forks_too) {
   HostPool pool(std::make_unique<AnonymousSlabSource>(kSlab), {});
   const Block block = take(pool, kMiB, 'p');
+  pool.after_fork_in_parent(); // it was not prepared: no effect
   pool.prepare_fork();
   pool.after_fork_in_parent();
   pool.prepare_fork();
