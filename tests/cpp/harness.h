@@ -168,9 +168,11 @@ inline pid_t start_child(const std::function<void()>& body) {
   alarm(kMaxTestSeconds);
   try {
     body();
+  } catch (const Skipped&) {
+    _exit(1);
+  } catch (const Ended&) {
   } catch (const std::exception& error) {
     report(false, "in the child", 0, error.what());
-  } catch (const Ended&) {
   }
   std::fflush(nullptr);
   _exit(failures() == 0 ? 0 : 1);
