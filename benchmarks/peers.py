@@ -23,6 +23,9 @@ def trl_offload() -> AbstractContextManager[Any]:
     Raises:
         ImportError: if TRL is not on the path.
     """
+    from accelerate import PartialState
+
+    PartialState()  # TRL's logger needs it
     for folder in sys.path:
         path = f"{folder}/trl/models/activation_offloading.py"
         spec = importlib.util.spec_from_file_location("trl_activation_offloading", path)

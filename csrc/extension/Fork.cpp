@@ -2,7 +2,10 @@
 
 #include <pthread.h>
 
+#include <algorithm>
+#include <array>
 #include <atomic>
+#include <mutex>
 
 #include <extension/Device.h>
 
@@ -11,11 +14,40 @@ namespace {
 
 std::atomic<bool> forked{false};
 
+// Devices may share a pool, and may come while another thread forks.
+std::mutex fork_mutex; // held from `before` to `in_parent` or `in_child`
+std::array<HostPool*, 8> prepared{};
+size_t prepared_count = 0;
+
+void prepare(Device& device, void*) {
+  HostPool* pool = device.pool().get();
+  const auto end = prepared.begin() + prepared_count;
+  if (std::find(prepared.begin(), end, pool) == end && prepared_count < prepared.size()) {
+    pool->prepare_fork();
+    prepared[prepared_count++] = pool;
+  }
+}
+
+void before() {
+  fork_mutex.lock();
+  for_each_device(&prepare, nullptr);
+}
+
+void in_parent() {
+  while (prepared_count != 0) {
+    prepared[--prepared_count]->after_fork_in_parent();
+  }
+  fork_mutex.unlock();
+}
+
 void in_child() {
   forked.store(true);
   // The parent may reuse the host memory of storages that the child still has:
   // the child gets a copy of its own at the same addresses.
-  for_each_device([](Device& device, void*) { device.pool()->reclone_after_fork(); }, nullptr);
+  while (prepared_count != 0) {
+    prepared[--prepared_count]->reclone_after_fork();
+  }
+  fork_mutex.unlock();
 }
 
 } // namespace
@@ -25,7 +57,7 @@ bool in_forked_child() noexcept {
 }
 
 void watch_forks() {
-  static const int registered = pthread_atfork(nullptr, nullptr, &in_child);
+  static const int registered = pthread_atfork(&before, &in_parent, &in_child);
   static_cast<void>(registered);
 }
 

@@ -27,6 +27,11 @@ size_t index_of(c10::Device device) {
   return device.is_cuda() ? static_cast<size_t>(device.index()) + 1 : 0;
 }
 
+/// Whether the calling thread runs a backward.
+bool in_backward() {
+  return torch::autograd::get_current_graph_task_id() != -1;
+}
+
 int64_t microseconds_since(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration_cast<std::chrono::microseconds>(
              std::chrono::steady_clock::now() - start)
@@ -228,8 +233,9 @@ bool MemoryPressure::make_room(Device& device, size_t nbytes) {
     return true;
   }
   RECORD_USER_SCOPE("torch_lms::make_room");
-  // See Note [Room in batches].
-  const size_t margin = std::min(margin_bytes(watch), limit - std::min(limit, nbytes));
+  // See Note [Room in batches]. Backward frees more than it allocates: it needs no margin.
+  const size_t margin =
+      in_backward() ? 0 : std::min(margin_bytes(watch), limit - std::min(limit, nbytes));
   Pager& pager = Pager::get();
   pager.cancel_prefetches();
   uint64_t progress = pager.out_queue().progress();
@@ -345,9 +351,12 @@ void MemoryPressure::page_out_ahead(Watch& watch, bool backward) {
     std::lock_guard<std::mutex> lock(watch.mutex);
     watch.peak_bytes = std::max(watch.peak_bytes, stays);
   }
+  if (backward) {
+    return; // it frees more than it allocates
+  }
   if (stays > limit - margin) {
     request_pageouts(watch, stays - (limit - margin) + margin / 4);
-  } else if (!backward) {
+  } else {
     follow_plan(watch);
   }
 }
@@ -452,7 +461,7 @@ void MemoryPressure::after_op(const std::vector<EntityPtr>& entities) {
   if (!enabled()) {
     return;
   }
-  const bool backward = torch::autograd::get_current_graph_task_id() != -1;
+  const bool backward = in_backward();
   if (cycles_.note_phase(backward)) {
     for (Watch& watch : watches_) {
       if (watch.limit_bytes.load() != 0) {
