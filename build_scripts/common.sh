@@ -9,6 +9,7 @@ venv=$project/.venv
 seconds_of_phases=()
 
 export MAX_JOBS=${MAX_JOBS:-2}
+export CXX=${CXX:-g++}
 export PYTHONPATH=$project/python
 export MPLCONFIGDIR=$venv/matplotlib
 export PIP_DISABLE_PIP_VERSION_CHECK=1
@@ -49,13 +50,13 @@ find_python() {
   done
 }
 
-# Names the Debian packages that are missing here.
+# Names the Debian packages that are missing here, one a line.
 missing_packages() {
-  command -v g++ >/dev/null || echo g++
   local python
+  command -v "$CXX" >/dev/null || echo g++
   python=$(find_python)
   if [ -z "$python" ]; then
-    echo python3 python3-venv python3-dev
+    printf '%s\n' python3 python3-venv python3-dev
     return
   fi
   "$python" -c 'import ensurepip, venv' 2>/dev/null || echo python3-venv
@@ -66,17 +67,15 @@ missing_packages() {
 # Sees that there are a compiler and a Python with its headers; installs them where that is possible.
 need_tools() {
   local missing
-  missing=$(missing_packages | xargs)
-  [ -n "$missing" ] || return 0
-  if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-    echo "installing $missing"
-    # shellcheck disable=SC2086  # one word a package
-    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends $missing
-    missing=$(missing_packages | xargs)
+  mapfile -t missing < <(missing_packages)
+  if ((${#missing[@]} && EUID == 0)) && command -v apt-get >/dev/null; then
+    echo "installing ${missing[*]}"
+    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends "${missing[@]}"
+    mapfile -t missing < <(missing_packages)
   fi
-  [ -z "$missing" ] ||
-    fail "expected a C++ compiler (g++ 11 or later) and Python 3.11 to 3.13 with venv and headers, found them missing;" \
-      "install them: apt-get install $missing"
+  ((${#missing[@]} == 0)) ||
+    fail "expected a C++ compiler (g++ 11 or later) and Python 3.11 to 3.13 with venv and headers, found no" \
+      "${missing[*]}; install what is missing, on Debian with: apt-get install ${missing[*]}"
 }
 
 # make_environment FILE: installs a file of pins into .venv, unless it has been installed there as it is now.

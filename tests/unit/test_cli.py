@@ -81,6 +81,7 @@ def test_wrong_limit_is_refused_before_anything_runs(limit: str) -> None:
         (["--output=memory.bmp"], "ends in .png"),
         (["--json=no/such/folder/train.json"], "create it first"),
         (["--device=meta"], "cpu or cuda"),
+        (["--device=cuda:99"], "expected"),
         (["--steps=0"], "positive sizes"),
         (["--width=30", "--heads=4"], "heads divide"),
         (["--learning-rate=0"], "positive learning rate"),

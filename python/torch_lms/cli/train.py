@@ -20,6 +20,7 @@ from torch_lms.cli.run import Paging, RunResult, run_in_fresh_process
 from torch_lms.cli.timeline import GIB, draw_timelines
 from torch_lms.cli.workload import Workload
 from torch_lms.swap import parse_bytes
+from torch_lms.swap.limits import parse_limits
 
 __all__ = ["TrainOptions", "train"]
 
@@ -39,7 +40,7 @@ class TrainOptions:
         anonymous_percent: see `check_runs`.
 
     Raises:
-        LimitError: for a limit that cannot be understood.
+        LimitError: for a limit that cannot be understood, or a device that is not there.
         ValueError: for a picture of an unknown kind, or a folder that is not there.
     """
 
@@ -52,6 +53,7 @@ class TrainOptions:
 
     def __post_init__(self) -> None:
         parse_bytes(self.limit, total_bytes=GIB)
+        parse_limits({self.workload.device: GIB})
         if self.output is not None and self.output.suffix not in _PICTURES:
             raise ValueError(f"expected a picture that ends in {', '.join(_PICTURES)}, found {str(self.output)!r}")
         for path in (self.output, self.json):
