@@ -27,11 +27,20 @@ def files(*patterns: str) -> list[str]:
     return sorted(str(path) for pattern in patterns for path in CSRC.glob(pattern))
 
 
+def has_toolkit() -> bool:
+    """Whether the toolkit's headers are there; PyTorch's guess of its folder may be wrong."""
+    home = cpp_extension.CUDA_HOME
+    return home is not None and Path(home, "include", "cuda_runtime_api.h").is_file()
+
+
 def extension() -> Extension:
     """The compiled module; without CUDA where PyTorch or the toolkit is without it."""
-    with_cuda = torch.version.cuda is not None and cpp_extension.CUDA_HOME is not None
+    with_cuda = torch.version.cuda is not None and has_toolkit()
     if torch.version.cuda is not None and not with_cuda:
-        print("torch-lms: PyTorch has CUDA, but no CUDA toolkit was found (set CUDA_HOME): building for the CPU only")
+        print(
+            "torch-lms: PyTorch has CUDA, but expected the headers of the CUDA toolkit and found none at "
+            f"{cpp_extension.CUDA_HOME}; building for the CPU only (set CUDA_HOME to build with CUDA)"
+        )
     debug = os.environ.get("TORCH_LMS_DEBUG") == "1"
     # NDEBUG as PyTorch itself: without it its classes have other layouts.
     flags = ["-DNDEBUG", "-fvisibility=hidden", *(["-O0", "-g"] if debug else ["-O2", "-g0"])]
