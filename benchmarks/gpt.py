@@ -123,7 +123,9 @@ def check_limited(result: Result, row: dict[str, Any]) -> None:
     """The targets of a limited run."""
     mode = row["mode"]
     peak = max(row["peak_gib"], row["reserved_gib"])
-    result.check(f"{mode}: peak within the limit", f"{row['limit_gib']:.2f} GiB", round(peak, 3), peak <= row["limit_gib"])
+    result.check(
+        f"{mode}: peak within the limit", f"{row['limit_gib']:.2f} GiB", round(peak, 3), peak <= row["limit_gib"]
+    )
     result.check(f"{mode}: bit-equal", "True", str(row["equal"]), row["equal"])
     if row["limit_gib"] == 30:
         result.check(f"{mode}: bytes over needed", "1.10", round(row["over_bytes"], 3), row["over_bytes"] <= 1.10)
@@ -149,7 +151,7 @@ def make_deterministic() -> None:
     """Fixes the order of additions (flash attention's backward has none otherwise), for comparing bits."""
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     torch.use_deterministic_algorithms(mode=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[assignment]
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def main() -> None:

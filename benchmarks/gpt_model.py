@@ -47,7 +47,8 @@ class Block(nn.Module):
         q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))
         attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x_BTH = x_BTH + self.proj(attended.transpose(1, 2).reshape(batch, tokens, hidden))
-        return x_BTH + self.down(functional.gelu(self.up(self.norm2(x_BTH))))
+        mlp: torch.Tensor = self.down(functional.gelu(self.up(self.norm2(x_BTH))))
+        return x_BTH + mlp
 
 
 class GPT(nn.Module):

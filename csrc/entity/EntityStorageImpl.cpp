@@ -103,8 +103,7 @@ bool EntityStorageImpl::begin_pageout(std::shared_ptr<PageoutTransfer>* started)
   return true;
 }
 
-void EntityStorageImpl::abandon_pageout(
-    const std::shared_ptr<PageoutTransfer>& transfer) noexcept {
+void EntityStorageImpl::abandon_pageout(const std::shared_ptr<PageoutTransfer>& transfer) noexcept {
   void* host = nullptr;
   {
     std::lock_guard<std::mutex> lock(mutex_);

@@ -46,7 +46,8 @@ OpClock& OpClock::get() {
 }
 
 void OpClock::begin_op() noexcept {
-  this_thread_slot().running_since.store(now_.load(std::memory_order_relaxed), std::memory_order_seq_cst);
+  this_thread_slot().running_since.store(
+      now_.load(std::memory_order_relaxed), std::memory_order_seq_cst);
 }
 
 void OpClock::end_op() noexcept {

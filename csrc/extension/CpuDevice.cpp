@@ -16,8 +16,8 @@ CpuDevice::CpuDevice(std::shared_ptr<HostPool> pool)
 bool CpuDevice::owns(const c10::DataPtr& data) const {
   const c10::DeleterFnPtr deleter = data.get_deleter();
   return data.get() != nullptr && data.get() == data.get_context() &&
-      (deleter == CountingCpuAllocator::get().raw_deleter() ||
-       deleter == c10::GetDefaultCPUAllocator()->raw_deleter());
+         (deleter == CountingCpuAllocator::get().raw_deleter() ||
+          deleter == c10::GetDefaultCPUAllocator()->raw_deleter());
 }
 
 c10::DataPtr CpuDevice::allocate(size_t nbytes, int64_t) {

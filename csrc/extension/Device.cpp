@@ -40,7 +40,7 @@ std::string default_spill_dir() {
 
 /// Files take disk, not memory: by default all of it but a tenth.
 size_t default_spill_limit_bytes(const std::string& directory) {
-  struct statvfs info {};
+  struct statvfs info{};
   if (statvfs(directory.c_str(), &info) != 0) {
     throw SpillFailed(
         "expected a directory to spill to, found none at '" + directory +
@@ -71,8 +71,8 @@ Device* make_device(c10::Device device) {
       HostPoolOptions pool;
       pool.limit_bytes =
           options.limit_bytes != 0 ? options.limit_bytes : default_host_limit_bytes();
-      pinned_pool = new std::shared_ptr<HostPool>(std::make_shared<HostPool>(
-          std::make_unique<PinnedSlabSource>(kPinnedSlabBytes), pool));
+      pinned_pool = new std::shared_ptr<HostPool>(
+          std::make_shared<HostPool>(std::make_unique<PinnedSlabSource>(kPinnedSlabBytes), pool));
     }
     return new CudaDevice(device.index(), *pinned_pool);
   }

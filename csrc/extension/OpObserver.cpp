@@ -206,10 +206,11 @@ void on_op_end(const at::RecordFunction& op, at::ObserverContext*) {
 }
 
 void install(bool needs_outputs) {
-  installed = at::addGlobalCallback(at::RecordFunctionCallback(&on_op_begin, &on_op_end)
-                                        .needsInputs(true)
-                                        .needsOutputs(needs_outputs)
-                                        .scopes({at::RecordScope::FUNCTION}));
+  installed = at::addGlobalCallback(
+      at::RecordFunctionCallback(&on_op_begin, &on_op_end)
+          .needsInputs(true)
+          .needsOutputs(needs_outputs)
+          .scopes({at::RecordScope::FUNCTION}));
   is_installed.store(true);
 }
 

@@ -45,8 +45,8 @@ void begin_worker() {
 
 [[noreturn]] void refuse(const c10::Storage& storage, const std::string& why) {
   throw PageoutRefused(
-      "expected a storage that can be paged out, found one of " +
-      std::to_string(storage.nbytes()) + " bytes on " + storage.device().str() + ": " + why +
+      "expected a storage that can be paged out, found one of " + std::to_string(storage.nbytes()) +
+      " bytes on " + storage.device().str() + ": " + why +
       "; leave it where it is, or page out a copy of it (tensor.clone())");
 }
 
@@ -92,8 +92,8 @@ EntityPtr Pager::find_or_track(c10::StorageImpl& storage, bool fresh) {
     return nullptr;
   }
   const bool stays = device->capturing();
-  EntityPtr entity = table_.find_or_make(
-      &storage, [&] { return make_entity(storage, *device, fresh); });
+  EntityPtr entity =
+      table_.find_or_make(&storage, [&] { return make_entity(storage, *device, fresh); });
   if (stays) {
     entity->pin(); // Its address is part of the graph: it never moves.
   }
@@ -135,8 +135,10 @@ bool Pager::pageout(const c10::Storage& storage) {
     return true;
   }
   if (entity->state() == EntityState::kResident && entity->pinned()) {
-    refuse(storage, "it is in use by a running op, or has been pinned (torch_lms.pin, numpy, "
-                    "DLPack, a captured graph, a collective)");
+    refuse(
+        storage,
+        "it is in use by a running op, or has been pinned (torch_lms.pin, numpy, "
+        "DLPack, a captured graph, a collective)");
   }
   return false;
 }

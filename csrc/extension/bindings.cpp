@@ -106,7 +106,8 @@ Device& device_named(const std::string& name) {
   Device* device = find_device(parse_device(name));
   if (device == nullptr) {
     throw Error(
-        "expected a device with paging (cpu, or cuda:N in a build with CUDA), found '" + name + "'");
+        "expected a device with paging (cpu, or cuda:N in a build with CUDA), found '" + name +
+        "'");
   }
   return *device;
 }
@@ -236,9 +237,19 @@ void bind_requests(py::module_& module) {
 void bind_queues(py::module_& module) {
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
   module.def(
-      "start_pageouts", [] { check_not_forked(); Pager::get().out_queue().start_actions(); }, no_gil);
+      "start_pageouts",
+      [] {
+        check_not_forked();
+        Pager::get().out_queue().start_actions();
+      },
+      no_gil);
   module.def(
-      "start_pageins", [] { check_not_forked(); Pager::get().in_queue().start_actions(); }, no_gil);
+      "start_pageins",
+      [] {
+        check_not_forked();
+        Pager::get().in_queue().start_actions();
+      },
+      no_gil);
   module.def(
       "hold_pageins",
       [] {
@@ -249,9 +260,27 @@ void bind_queues(py::module_& module) {
         Pager::get().in_queue().open();
       },
       no_gil);
-  module.def("wait_pageouts", [] { check_not_forked(); Pager::get().wait_pageouts(); }, no_gil);
-  module.def("wait_pageins", [] { check_not_forked(); Pager::get().wait_pageins(); }, no_gil);
-  module.def("pagein_all", [] { check_not_forked(); Pager::get().pagein_all(); }, no_gil);
+  module.def(
+      "wait_pageouts",
+      [] {
+        check_not_forked();
+        Pager::get().wait_pageouts();
+      },
+      no_gil);
+  module.def(
+      "wait_pageins",
+      [] {
+        check_not_forked();
+        Pager::get().wait_pageins();
+      },
+      no_gil);
+  module.def(
+      "pagein_all",
+      [] {
+        check_not_forked();
+        Pager::get().pagein_all();
+      },
+      no_gil);
   module.def(
       "shutdown",
       [] {
@@ -281,7 +310,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     check_not_forked();
     configure_host(HostOptions{limit_bytes, spill_dir});
   });
-  module.def("total_bytes", [](const std::string& device) { return device_named(device).total_bytes(); });
+  module.def(
+      "total_bytes", [](const std::string& device) { return device_named(device).total_bytes(); });
   module.def("count_cpu_allocations", [] {
     find_device(c10::Device(c10::kCPU));
     CountingCpuAllocator::get().install();

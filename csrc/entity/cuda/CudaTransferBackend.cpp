@@ -120,8 +120,7 @@ void check_cuda(cudaError_t status, const char* what) {
     cudaGetLastError(); // clear it, unless it is sticky
     throw TransferFailed(
         std::string("expected CUDA ") + what + ", found error " + cudaGetErrorName(status) + " (" +
-        cudaGetErrorString(status) +
-        "); if the device is in a sticky error, restart the process");
+        cudaGetErrorString(status) + "); if the device is in a sticky error, restart the process");
   }
 }
 
@@ -131,8 +130,7 @@ CudaTransferBackend::CudaTransferBackend(
     CurrentStream current_stream)
     : device_(device), pool_(std::move(pool)), current_stream_(std::move(current_stream)) {
   DeviceScope scope(device_);
-  check_cuda(
-      cudaStreamCreateWithFlags(&out_stream_, cudaStreamNonBlocking), "to create a stream");
+  check_cuda(cudaStreamCreateWithFlags(&out_stream_, cudaStreamNonBlocking), "to create a stream");
   check_cuda(cudaStreamCreateWithFlags(&in_stream_, cudaStreamNonBlocking), "to create a stream");
 }
 

@@ -26,8 +26,7 @@ Slab PinnedSlabSource::acquire(size_t nbytes) {
   touch_pages_parallel(slab.data, slab.nbytes, static_cast<int>(threads));
   try {
     check_cuda(
-        cudaHostRegister(
-            slab.data, slab.nbytes, cudaHostRegisterPortable | cudaHostRegisterMapped),
+        cudaHostRegister(slab.data, slab.nbytes, cudaHostRegisterPortable | cudaHostRegisterMapped),
         "to register host memory (lower host_limit if the system cannot lock as much)");
     void* on_device = nullptr;
     check_cuda(

@@ -34,7 +34,7 @@ CudaDevice::CudaDevice(c10::DeviceIndex index, std::shared_ptr<HostPool> pool)
 
 bool CudaDevice::owns(const c10::DataPtr& data) const {
   return data.get() != nullptr && data.get() == data.get_context() &&
-      data.get_deleter() == allocator::get()->raw_deleter();
+         data.get_deleter() == allocator::get()->raw_deleter();
 }
 
 int64_t CudaDevice::current_stream() const {
@@ -56,7 +56,8 @@ c10::DataPtr CudaDevice::allocate(size_t nbytes, int64_t stream) {
   }
   c10::DataPtr data = allocator::get()->allocate(nbytes);
   if (prefetch && contiguous_bytes() < contiguous_reserve_bytes()) {
-    throw NoRoom("expected a prefetch to leave room for ops, found too little; it stays on the host");
+    throw NoRoom(
+        "expected a prefetch to leave room for ops, found too little; it stays on the host");
   }
   // What record_stream told of the old block is lost: assume every stream in use.
   for (cudaStream_t used : cuda_->noted_streams()) {
@@ -68,8 +69,7 @@ c10::DataPtr CudaDevice::allocate(size_t nbytes, int64_t stream) {
 }
 
 void CudaDevice::keep_block_for_copy(const c10::DataPtr& data) {
-  allocator::recordStream(
-      data, c10::cuda::getStreamFromExternal(cuda_->pageout_stream(), index_));
+  allocator::recordStream(data, c10::cuda::getStreamFromExternal(cuda_->pageout_stream(), index_));
 }
 
 size_t CudaDevice::allocated_bytes() const {
@@ -133,7 +133,7 @@ void CudaDevice::uncontrol() {
 
 bool CudaDevice::capturing() const {
   return LimitedCudaAllocator::get().capturing() ||
-      c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
+         c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
 }
 
 } // namespace torch_lms

@@ -101,51 +101,53 @@ void LimitedCudaAllocator::copy_data(void* to, const void* from, size_t nbytes) 
   inner_->copy_data(to, from, nbytes);
 }
 
-bool LimitedCudaAllocator::initialized()  {
+bool LimitedCudaAllocator::initialized() {
   return inner_->initialized();
 }
 
-void LimitedCudaAllocator::emptyCache(c10::MempoolId_t pool)  {
+void LimitedCudaAllocator::emptyCache(c10::MempoolId_t pool) {
   inner_->emptyCache(pool);
 }
 
-c10::CachingDeviceAllocator::DeviceStats LimitedCudaAllocator::getDeviceStats(c10::DeviceIndex device)  {
+c10::CachingDeviceAllocator::DeviceStats LimitedCudaAllocator::getDeviceStats(
+    c10::DeviceIndex device) {
   return inner_->getDeviceStats(device);
 }
 
-void LimitedCudaAllocator::resetAccumulatedStats(c10::DeviceIndex device)  {
+void LimitedCudaAllocator::resetAccumulatedStats(c10::DeviceIndex device) {
   inner_->resetAccumulatedStats(device);
 }
 
-void LimitedCudaAllocator::resetPeakStats(c10::DeviceIndex device)  {
+void LimitedCudaAllocator::resetPeakStats(c10::DeviceIndex device) {
   inner_->resetPeakStats(device);
 }
 
-std::pair<size_t, size_t> LimitedCudaAllocator::getMemoryInfo(c10::DeviceIndex device)  {
+std::pair<size_t, size_t> LimitedCudaAllocator::getMemoryInfo(c10::DeviceIndex device) {
   return inner_->getMemoryInfo(device);
 }
 
-void LimitedCudaAllocator::raw_delete(void* data)  {
+void LimitedCudaAllocator::raw_delete(void* data) {
   inner_->raw_delete(data);
 }
 
-void LimitedCudaAllocator::init(int device_count)  {
+void LimitedCudaAllocator::init(int device_count) {
   inner_->init(device_count);
 }
 
-double LimitedCudaAllocator::getMemoryFraction(c10::DeviceIndex device)  {
+double LimitedCudaAllocator::getMemoryFraction(c10::DeviceIndex device) {
   return inner_->getMemoryFraction(device);
 }
 
-void LimitedCudaAllocator::setMemoryFraction(double fraction, c10::DeviceIndex device)  {
+void LimitedCudaAllocator::setMemoryFraction(double fraction, c10::DeviceIndex device) {
   inner_->setMemoryFraction(fraction, device);
 }
 
-std::vector<cuda_allocator::StreamSegmentSize> LimitedCudaAllocator::getExpandableSegmentSizes(c10::DeviceIndex device)  {
+std::vector<cuda_allocator::StreamSegmentSize> LimitedCudaAllocator::getExpandableSegmentSizes(
+    c10::DeviceIndex device) {
   return inner_->getExpandableSegmentSizes(device);
 }
 
-void LimitedCudaAllocator::enable(bool value)  {
+void LimitedCudaAllocator::enable(bool value) {
   inner_->enable(value);
 }
 
@@ -153,129 +155,160 @@ bool LimitedCudaAllocator::isEnabled() const {
   return inner_->isEnabled();
 }
 
-void LimitedCudaAllocator::cacheInfo(c10::DeviceIndex device, size_t* largest_block)  {
+void LimitedCudaAllocator::cacheInfo(c10::DeviceIndex device, size_t* largest_block) {
   inner_->cacheInfo(device, largest_block);
 }
 
-void* LimitedCudaAllocator::getBaseAllocation(void* data, size_t* size)  {
+void* LimitedCudaAllocator::getBaseAllocation(void* data, size_t* size) {
   return inner_->getBaseAllocation(data, size);
 }
 
-void LimitedCudaAllocator::recordStream(const c10::DataPtr& data, c10::cuda::CUDAStream stream)  {
+void LimitedCudaAllocator::recordStream(const c10::DataPtr& data, c10::cuda::CUDAStream stream) {
   inner_->recordStream(data, stream);
 }
 
-cuda_allocator::SnapshotInfo LimitedCudaAllocator::snapshot(c10::MempoolId_t pool, bool include_traces)  {
+cuda_allocator::SnapshotInfo LimitedCudaAllocator::snapshot(
+    c10::MempoolId_t pool,
+    bool include_traces) {
   return inner_->snapshot(pool, include_traces);
 }
 
-void LimitedCudaAllocator::releasePool(c10::DeviceIndex device, c10::MempoolId_t pool)  {
+void LimitedCudaAllocator::releasePool(c10::DeviceIndex device, c10::MempoolId_t pool) {
   inner_->releasePool(device, pool);
 }
 
-int LimitedCudaAllocator::getPoolUseCount(c10::DeviceIndex device, c10::MempoolId_t pool)  {
+int LimitedCudaAllocator::getPoolUseCount(c10::DeviceIndex device, c10::MempoolId_t pool) {
   return inner_->getPoolUseCount(device, pool);
 }
 
-void LimitedCudaAllocator::createOrIncrefPool(c10::DeviceIndex device, c10::MempoolId_t pool, std::shared_ptr<CUDAAllocator> allocator)  {
+void LimitedCudaAllocator::createOrIncrefPool(
+    c10::DeviceIndex device,
+    c10::MempoolId_t pool,
+    std::shared_ptr<CUDAAllocator> allocator) {
   inner_->createOrIncrefPool(device, pool, std::move(allocator));
 }
 
-void LimitedCudaAllocator::setUseOnOOM(c10::DeviceIndex device, c10::MempoolId_t pool, bool use_on_oom)  {
+void LimitedCudaAllocator::setUseOnOOM(
+    c10::DeviceIndex device,
+    c10::MempoolId_t pool,
+    bool use_on_oom) {
   inner_->setUseOnOOM(device, pool, use_on_oom);
 }
 
-void LimitedCudaAllocator::setNoSplit(c10::DeviceIndex device, c10::MempoolId_t pool)  {
+void LimitedCudaAllocator::setNoSplit(c10::DeviceIndex device, c10::MempoolId_t pool) {
   inner_->setNoSplit(device, pool);
 }
 
-bool LimitedCudaAllocator::checkPoolLiveAllocations(c10::DeviceIndex device, c10::MempoolId_t pool, const std::unordered_set<void*>& expected)  {
+bool LimitedCudaAllocator::checkPoolLiveAllocations(
+    c10::DeviceIndex device,
+    c10::MempoolId_t pool,
+    const std::unordered_set<void*>& expected) {
   return inner_->checkPoolLiveAllocations(device, pool, expected);
 }
 
-cuda_allocator::ShareableHandle LimitedCudaAllocator::shareIpcHandle(void* data)  {
+cuda_allocator::ShareableHandle LimitedCudaAllocator::shareIpcHandle(void* data) {
   return inner_->shareIpcHandle(data);
 }
 
-std::shared_ptr<void> LimitedCudaAllocator::getIpcDevPtr(std::string handle)  {
+std::shared_ptr<void> LimitedCudaAllocator::getIpcDevPtr(std::string handle) {
   return inner_->getIpcDevPtr(std::move(handle));
 }
 
-bool LimitedCudaAllocator::isHistoryEnabled()  {
+bool LimitedCudaAllocator::isHistoryEnabled() {
   return inner_->isHistoryEnabled();
 }
 
-void LimitedCudaAllocator::recordHistory(bool enabled, cuda_allocator::CreateContextFn recorder, size_t max_entries, cuda_allocator::RecordContext when, bool clear, const std::vector<std::string>& skip)  {
+void LimitedCudaAllocator::recordHistory(
+    bool enabled,
+    cuda_allocator::CreateContextFn recorder,
+    size_t max_entries,
+    cuda_allocator::RecordContext when,
+    bool clear,
+    const std::vector<std::string>& skip) {
   inner_->recordHistory(enabled, recorder, max_entries, when, clear, skip);
 }
 
-void LimitedCudaAllocator::recordAnnotation(const std::vector<std::pair<std::string, std::string>>& entries)  {
+void LimitedCudaAllocator::recordAnnotation(
+    const std::vector<std::pair<std::string, std::string>>& entries) {
   inner_->recordAnnotation(entries);
 }
 
-void LimitedCudaAllocator::pushCompileContext(std::string& context)  {
+void LimitedCudaAllocator::pushCompileContext(std::string& context) {
   inner_->pushCompileContext(context);
 }
 
-void LimitedCudaAllocator::popCompileContext()  {
+void LimitedCudaAllocator::popCompileContext() {
   inner_->popCompileContext();
 }
 
-void LimitedCudaAllocator::setUserMetadata(const std::string& metadata)  {
+void LimitedCudaAllocator::setUserMetadata(const std::string& metadata) {
   inner_->setUserMetadata(metadata);
 }
 
-std::string LimitedCudaAllocator::getUserMetadata()  {
+std::string LimitedCudaAllocator::getUserMetadata() {
   return inner_->getUserMetadata();
 }
 
-void LimitedCudaAllocator::attachOutOfMemoryObserver(cuda_allocator::OutOfMemoryObserver observer)  {
+void LimitedCudaAllocator::attachOutOfMemoryObserver(cuda_allocator::OutOfMemoryObserver observer) {
   inner_->attachOutOfMemoryObserver(std::move(observer));
 }
 
-void LimitedCudaAllocator::attachAllocatorTraceTracker(cuda_allocator::AllocatorTraceTracker tracker)  {
+void LimitedCudaAllocator::attachAllocatorTraceTracker(
+    cuda_allocator::AllocatorTraceTracker tracker) {
   inner_->attachAllocatorTraceTracker(std::move(tracker));
 }
 
-void LimitedCudaAllocator::enablePeerAccess(c10::DeviceIndex device, c10::DeviceIndex peer)  {
+void LimitedCudaAllocator::enablePeerAccess(c10::DeviceIndex device, c10::DeviceIndex peer) {
   inner_->enablePeerAccess(device, peer);
 }
 
-cudaError_t LimitedCudaAllocator::memcpyAsync(void* to, int to_device, const void* from, int from_device, size_t count, cudaStream_t stream, bool p2p_enabled)  {
+cudaError_t LimitedCudaAllocator::memcpyAsync(
+    void* to,
+    int to_device,
+    const void* from,
+    int from_device,
+    size_t count,
+    cudaStream_t stream,
+    bool p2p_enabled) {
   return inner_->memcpyAsync(to, to_device, from, from_device, count, stream, p2p_enabled);
 }
 
-std::shared_ptr<cuda_allocator::AllocatorState> LimitedCudaAllocator::getCheckpointState(c10::DeviceIndex device, c10::MempoolId_t pool)  {
+std::shared_ptr<cuda_allocator::AllocatorState> LimitedCudaAllocator::getCheckpointState(
+    c10::DeviceIndex device,
+    c10::MempoolId_t pool) {
   return inner_->getCheckpointState(device, pool);
 }
 
-cuda_allocator::CheckpointDelta LimitedCudaAllocator::setCheckpointPoolState(c10::DeviceIndex device, std::shared_ptr<cuda_allocator::AllocatorState> state)  {
+cuda_allocator::CheckpointDelta LimitedCudaAllocator::setCheckpointPoolState(
+    c10::DeviceIndex device,
+    std::shared_ptr<cuda_allocator::AllocatorState> state) {
   return inner_->setCheckpointPoolState(device, std::move(state));
 }
 
-std::string LimitedCudaAllocator::name()  {
+std::string LimitedCudaAllocator::name() {
   return inner_->name();
 }
 
 #if TORCH_LMS_TORCH_AT_LEAST(2, 13)
 
-void LimitedCudaAllocator::markCaptureBegin(c10::DeviceIndex device)  {
+void LimitedCudaAllocator::markCaptureBegin(c10::DeviceIndex device) {
   inner_->markCaptureBegin(device);
 }
 
-void LimitedCudaAllocator::markCaptureEnd(c10::DeviceIndex device)  {
+void LimitedCudaAllocator::markCaptureEnd(c10::DeviceIndex device) {
   inner_->markCaptureEnd(device);
 }
 
-std::shared_ptr<c10::GatheredContext> LimitedCudaAllocator::getContextForPointer(const void* data)  {
+std::shared_ptr<c10::GatheredContext> LimitedCudaAllocator::getContextForPointer(const void* data) {
   return inner_->getContextForPointer(data);
 }
 
-void LimitedCudaAllocator::attachOomRejectionObserver(cuda_allocator::OomRejectionObserver observer)  {
+void LimitedCudaAllocator::attachOomRejectionObserver(
+    cuda_allocator::OomRejectionObserver observer) {
   inner_->attachOomRejectionObserver(std::move(observer));
 }
 
-c10::DataPtr LimitedCudaAllocator::allocateWithAddress(size_t nbytes, void* address)  {
+c10::DataPtr LimitedCudaAllocator::allocateWithAddress(size_t nbytes, void* address) {
   return inner_->allocateWithAddress(nbytes, address);
 }
 
@@ -283,11 +316,11 @@ c10::DataPtr LimitedCudaAllocator::allocateWithAddress(size_t nbytes, void* addr
 
 #if TORCH_LMS_TORCH_AT_LEAST(2, 15)
 
-bool LimitedCudaAllocator::supportsUserMetadata()  {
+bool LimitedCudaAllocator::supportsUserMetadata() {
   return inner_->supportsUserMetadata();
 }
 
-void LimitedCudaAllocator::annotateMemory(const void* data, const std::string& metadata)  {
+void LimitedCudaAllocator::annotateMemory(const void* data, const std::string& metadata) {
   inner_->annotateMemory(data, metadata);
 }
 

@@ -83,15 +83,15 @@ def _wrap(owner: type, name: str, before: Callable[[Any], None]) -> None:
 def _wrap_to_dlpack() -> None:
     import torch.utils.dlpack
 
-    to_dlpack = torch.utils.dlpack.to_dlpack
+    to_dlpack: Callable[[Any], Any] = getattr(torch, "to_dlpack")  # noqa: B009  # not exported to type checkers
 
     @functools.wraps(to_dlpack)
     def wrapper(tensor: Any) -> Any:
         _pin(tensor)
         return to_dlpack(tensor)
 
-    torch.utils.dlpack.to_dlpack = wrapper
-    torch.to_dlpack = wrapper
+    for module in (torch, torch.utils.dlpack):
+        setattr(module, "to_dlpack", wrapper)  # noqa: B010  # the same
 
 
 def _wrap_compiled_graph() -> None:
