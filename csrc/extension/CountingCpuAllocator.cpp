@@ -7,8 +7,10 @@
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/alloc_cpu.h>
 #include <c10/util/Exception.h>
+#include <entity/Error.h>
 
 #include <extension/Device.h>
+#include <extension/DirectPrefetches.h>
 #include <extension/Fork.h>
 #include <extension/MemoryPressure.h>
 
@@ -46,20 +48,60 @@ void CountingCpuAllocator::uninstall() {
   blocks_.drop_cache();
 }
 
-void CountingCpuAllocator::count(size_t nbytes) noexcept {
-  const size_t now = allocated_bytes_.fetch_add(nbytes, std::memory_order_relaxed) + nbytes;
+/// Counts `nbytes` if the limit leaves room for them: two threads never take the same
+/// room.
+bool CountingCpuAllocator::reserve(size_t nbytes) noexcept {
+  const size_t limit = in_forked_child() ? 0 : limit_bytes_.load(std::memory_order_relaxed);
+  size_t before = allocated_bytes_.load(std::memory_order_relaxed);
+  do {
+    if (limit != 0 && before + nbytes > limit) {
+      return false;
+    }
+  } while (
+      !allocated_bytes_.compare_exchange_weak(before, before + nbytes, std::memory_order_relaxed));
+  const size_t now = before + nbytes;
   size_t peak = peak_bytes_.load(std::memory_order_relaxed);
   while (now > peak && !peak_bytes_.compare_exchange_weak(peak, now, std::memory_order_relaxed)) {
   }
+  return true;
 }
 
-void* CountingCpuAllocator::allocate_block(size_t nbytes) {
+void CountingCpuAllocator::reserve_or_throw(size_t nbytes) {
+  if (allocates_for_prefetch()) {
+    if (!reserve(nbytes)) {
+      throw NoRoom("expected room for a prefetch, found none; it stays on disk");
+    }
+    return;
+  }
+  Device& device = *find_device(c10::Device(c10::kCPU));
+  MemoryPressure& pressure = MemoryPressure::get();
+  while (limit_bytes_.load(std::memory_order_relaxed) != 0 && !in_forked_child()) {
+    const bool room = pressure.make_room(device, nbytes);
+    if (reserve(nbytes)) {
+      return;
+    }
+    TORCH_CHECK_WITH(
+        OutOfMemoryError,
+        room, // Another thread was faster: again.
+        "torch_lms: expected room for a CPU tensor of ",
+        nbytes,
+        " bytes within the limit of ",
+        pressure.limit_bytes(device),
+        " bytes, found ",
+        allocated_bytes(),
+        " bytes in use of which nothing more can be paged out (inputs of running ops, small or "
+        "pinned storages, memory that is not PyTorch's). Raise the limit, lower min_bytes, or "
+        "use smaller batches. ",
+        pressure.last_error());
+  }
+  reserve(nbytes);
+}
+
+void* CountingCpuAllocator::allocate_block(size_t total_bytes) {
   static_assert(sizeof(Header) <= kHeaderBytes, "the header must fit in front of the data");
-  const size_t total = nbytes + kHeaderBytes;
-  const bool mapped = total >= kMappedFromBytes && !in_forked_child();
-  void* block = mapped ? blocks_.allocate(total) : c10::alloc_cpu(total);
-  new (block) Header{total, mapped};
-  count(total);
+  const bool mapped = total_bytes >= kMappedFromBytes && !in_forked_child();
+  void* block = mapped ? blocks_.allocate(total_bytes) : c10::alloc_cpu(total_bytes);
+  new (block) Header{total_bytes, mapped};
   return static_cast<char*>(block) + kHeaderBytes;
 }
 
@@ -68,27 +110,15 @@ c10::DataPtr CountingCpuAllocator::allocate(size_t nbytes) {
   if (nbytes == 0) {
     return {nullptr, nullptr, &free_block, cpu};
   }
-  if (limited_.load(std::memory_order_relaxed) && !in_forked_child()) {
-    Device& device = *find_device(cpu);
-    MemoryPressure& pressure = MemoryPressure::get();
-    if (!pressure.make_room(device, nbytes)) {
-      TORCH_CHECK_WITH(
-          OutOfMemoryError,
-          false,
-          "torch_lms: expected room for a CPU tensor of ",
-          nbytes,
-          " bytes within the limit of ",
-          pressure.limit_bytes(device),
-          " bytes, found ",
-          allocated_bytes(),
-          " bytes in use of which nothing more can be paged out (inputs of running ops, small or "
-          "pinned storages, memory that is not PyTorch's). Raise the limit, lower min_bytes, or "
-          "use smaller batches. ",
-          pressure.last_error());
-    }
+  const size_t total_bytes = nbytes + kHeaderBytes;
+  reserve_or_throw(total_bytes);
+  try {
+    void* data = allocate_block(total_bytes);
+    return {data, data, &free_block, cpu};
+  } catch (...) {
+    allocated_bytes_.fetch_sub(total_bytes, std::memory_order_relaxed);
+    throw;
   }
-  void* data = allocate_block(nbytes);
-  return {data, data, &free_block, cpu};
 }
 
 void CountingCpuAllocator::free_block(void* data) {

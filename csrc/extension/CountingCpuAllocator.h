@@ -24,9 +24,10 @@ class CountingCpuAllocator final : public c10::Allocator {
   /// Puts the allocator before it back.
   void uninstall();
 
-  /// From now on `allocate` asks `MemoryPressure` for room.
-  void set_limited(bool limited) noexcept {
-    limited_.store(limited);
+  /// From now on `allocate` asks `MemoryPressure` for room, and never goes beyond the
+  /// limit (0: none). What is beyond a new limit already stays.
+  void set_limit(size_t limit_bytes) noexcept {
+    limit_bytes_.store(limit_bytes);
   }
 
   /// Throws c10::OutOfMemoryError if the limit cannot be kept.
@@ -49,12 +50,13 @@ class CountingCpuAllocator final : public c10::Allocator {
 
   CountingCpuAllocator() = default;
   static void free_block(void* data);
-  void* allocate_block(size_t nbytes);
-  void count(size_t nbytes) noexcept;
+  void* allocate_block(size_t total_bytes);
+  bool reserve(size_t nbytes) noexcept;
+  void reserve_or_throw(size_t nbytes);
 
   CpuBlocks blocks_;
   c10::Allocator* before_ = nullptr;
-  std::atomic<bool> limited_{false};
+  std::atomic<size_t> limit_bytes_{0};
   std::atomic<size_t> allocated_bytes_{0};
   std::atomic<size_t> peak_bytes_{0};
 };

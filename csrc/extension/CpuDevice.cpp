@@ -40,13 +40,13 @@ size_t CpuDevice::total_bytes() const {
   return std::min(physical_bytes(), cgroup_limit_bytes());
 }
 
-void CpuDevice::control(size_t) {
+void CpuDevice::control(size_t limit_bytes) {
   CountingCpuAllocator::get().install();
-  CountingCpuAllocator::get().set_limited(true);
+  CountingCpuAllocator::get().set_limit(limit_bytes);
 }
 
 void CpuDevice::uncontrol() {
-  CountingCpuAllocator::get().set_limited(false);
+  CountingCpuAllocator::get().set_limit(0);
   CountingCpuAllocator::get().uninstall();
 }
 

@@ -3,23 +3,26 @@
 #include <algorithm>
 #include <chrono>
 #include <thread>
+#include <unordered_map>
 #include <utility>
 
 #include <ATen/record_function.h>
+#include <entity/FreeWindow.h>
 #include <torch/csrc/autograd/graph_task.h>
 
-#include <extension/OpObserver.h>
 #include <extension/Pager.h>
 
 namespace torch_lms {
 namespace {
 
 constexpr size_t kLargeBytes = size_t{1} << 20;
-constexpr size_t kMaxMarginBytes = size_t{1} << 30;
 constexpr size_t kMaxPrefetchPendingBytes = size_t{2} << 30;
-constexpr size_t kMaxPrefetchBatchBytes = size_t{1536} << 20;
+constexpr size_t kMaxPrefetchBatchBytes = size_t{3} << 30;
+// In units of the largest recent allocation: what prefetches leave free.
+constexpr size_t kContiguousReserve = 3;
+constexpr size_t kForwardReserve = 1;
+constexpr size_t kBackwardReserve = 8;
 constexpr int kContiguousTries = 3;
-constexpr uint32_t kOpsBetweenPlans = 8;
 constexpr uint64_t kUsesToCool = 24;
 constexpr auto kPatience = std::chrono::seconds(30);
 
@@ -45,21 +48,16 @@ MemoryPressure& MemoryPressure::get() {
   return *pressure;
 }
 
-MemoryPressure::Watch& MemoryPressure::watch_of(const Device& device) {
+DeviceWatch& MemoryPressure::watch_of(const Device& device) {
   return watches_[index_of(device.device())];
 }
 
-MemoryPressure::Watch& MemoryPressure::watch_of(const EntityStorageImpl& entity) {
+DeviceWatch& MemoryPressure::watch_of(const EntityStorageImpl& entity) {
   return watch_of(find_device_of(entity));
 }
 
 void MemoryPressure::enable(Device& device, size_t limit_bytes) {
-  Watch& watch = watch_of(device);
-  {
-    std::lock_guard<std::mutex> lock(watch.mutex);
-    watch.device = &device;
-  }
-  watch.limit_bytes.store(limit_bytes);
+  watch_of(device).begin(device, limit_bytes);
   Pager::get().out_queue().start_actions();
   Pager::get().in_queue().start_actions();
   enabled_.store(true);
@@ -67,17 +65,9 @@ void MemoryPressure::enable(Device& device, size_t limit_bytes) {
 
 void MemoryPressure::disable() {
   enabled_.store(false);
-  for (Watch& watch : watches_) {
-    std::lock_guard<std::mutex> lock(watch.mutex);
-    watch.limit_bytes.store(0);
-    watch.resident = {};
-    watch.paged_out.clear();
-    watch.device = nullptr;
+  for (DeviceWatch& watch : watches_) {
+    watch.end();
   }
-}
-
-size_t MemoryPressure::limit_bytes(Device& device) {
-  return watch_of(device).limit_bytes.load();
 }
 
 // --- where entities are ---------------------------------------------------------
@@ -90,84 +80,35 @@ void MemoryPressure::record_use(const EntityPtr& entity) {
 
 void MemoryPressure::note_cancelled(const EntityPtr& entity) {
   if (enabled()) {
-    Watch& watch = watch_of(*entity);
-    std::lock_guard<std::mutex> lock(watch.mutex);
-    watch.requested_bytes -= std::min(watch.requested_bytes, entity->nbytes());
+    watch_of(*entity).note_cancelled(entity->nbytes());
   }
 }
 
 void MemoryPressure::note_resident(const EntityPtr& entity) {
-  if (!enabled()) {
-    return;
+  if (enabled()) {
+    watch_of(*entity).note_resident(entity);
   }
-  Watch& watch = watch_of(*entity);
-  std::lock_guard<std::mutex> lock(watch.mutex);
-  watch.resident[entity.get()] = entity;
 }
 
 void MemoryPressure::note_paged_out(const EntityPtr& entity) {
-  if (!enabled()) {
-    return;
+  if (enabled()) {
+    watch_of(*entity).note_paged_out(entity, entity->next_use(cycles_.now(), cycles_.shape()));
   }
-  const uint64_t next_use = entity->next_use(cycles_.now(), cycles_.shape());
-  Watch& watch = watch_of(*entity);
-  std::lock_guard<std::mutex> lock(watch.mutex);
-  watch.paged_out.emplace(next_use, entity);
 }
 
 // --- what goes out ----------------------------------------------------------------
 
-size_t MemoryPressure::margin_bytes(const Watch& watch) {
-  return std::min(watch.limit_bytes.load() / 32, kMaxMarginBytes);
-}
-
-size_t MemoryPressure::largest_recent_bytes(const Watch& watch) {
-  return *std::max_element(watch.recent_bytes.begin(), watch.recent_bytes.end());
-}
-
-/// What may go out, that which is needed last first.
-std::vector<MemoryPressure::Victim> MemoryPressure::resident_by_next_use(Watch& watch) {
-  const CycleShape shape = cycles_.shape();
-  const uint64_t now = cycles_.now();
-  std::vector<Victim> victims;
-  std::vector<EntityPtr> dropped; // destroyed after unlocking
-  {
-    std::lock_guard<std::mutex> lock(watch.mutex);
-    for (auto at = watch.resident.begin(); at != watch.resident.end();) {
-      EntityPtr entity = at->second.lock();
-      if (entity == nullptr || entity->state() != EntityState::kResident || entity->gone()) {
-        at = watch.resident.erase(at); // It comes back through note_resident.
-        dropped.push_back(std::move(entity));
-        continue;
-      }
-      ++at;
-      if (!entity->pinned()) {
-        uint64_t next_use = entity->next_use(now, shape);
-        if (next_use < shape.began + shape.length && entity->recurs(shape)) {
-          next_use = 0; // See Note [What goes out, and what comes back].
-        }
-        victims.push_back(Victim{next_use, std::move(entity)});
-      }
-    }
-  }
-  std::sort(victims.begin(), victims.end(), [](const Victim& a, const Victim& b) {
-    return a.next_use > b.next_use;
-  });
-  return victims;
-}
-
-size_t MemoryPressure::page_out(Watch& watch, const EntityPtr& entity) {
+size_t MemoryPressure::page_out(DeviceWatch& watch, const EntityPtr& entity) {
   if (!Pager::get().evict(entity)) {
     return 0;
   }
-  std::lock_guard<std::mutex> lock(watch.mutex);
-  watch.requested_bytes += entity->nbytes();
+  watch.note_request(entity->nbytes());
   return entity->nbytes();
 }
 
-size_t MemoryPressure::request_pageouts(Watch& watch, size_t nbytes) {
+size_t MemoryPressure::request_pageouts(DeviceWatch& watch, size_t nbytes) {
   size_t requested = 0;
-  for (const Victim& victim : resident_by_next_use(watch)) {
+  for (const Victim& victim : watch.resident_by_next_use(cycles_)) {
     if (requested >= nbytes) {
       break;
     }
@@ -220,22 +161,19 @@ bool MemoryPressure::wait_for_pageouts(uint64_t* progress) {
 }
 
 bool MemoryPressure::make_room(Device& device, size_t nbytes) {
-  Watch& watch = watch_of(device);
-  const size_t limit = watch.limit_bytes.load(std::memory_order_relaxed);
+  DeviceWatch& watch = watch_of(device);
+  const size_t limit = watch.limit_bytes();
   if (limit == 0 || allocates_for_prefetch() || device.capturing()) {
     return true;
   }
-  if (nbytes >= kLargeBytes) {
-    std::lock_guard<std::mutex> lock(watch.mutex);
-    watch.recent_bytes[watch.recent_at++ % watch.recent_bytes.size()] = nbytes;
-  }
+  watch.note_allocation(nbytes);
   if (device.allocated_bytes() + nbytes <= limit) {
     return true;
   }
   RECORD_USER_SCOPE("torch_lms::make_room");
   // See Note [Room in batches]. Backward frees more than it allocates: it needs no margin.
   const size_t margin =
-      in_backward() ? 0 : std::min(margin_bytes(watch), limit - std::min(limit, nbytes));
+      in_backward() ? 0 : std::min(watch.margin_bytes(), limit - std::min(limit, nbytes));
   Pager& pager = Pager::get();
   pager.cancel_prefetches();
   uint64_t progress = pager.out_queue().progress();
@@ -259,9 +197,9 @@ bool MemoryPressure::make_room(Device& device, size_t nbytes) {
 }
 
 void MemoryPressure::make_contiguous(Device& device, size_t nbytes) {
-  Watch& watch = watch_of(device);
-  if (nbytes < kLargeBytes || watch.limit_bytes.load(std::memory_order_relaxed) == 0 ||
-      allocates_for_prefetch() || device.capturing()) {
+  DeviceWatch& watch = watch_of(device);
+  if (nbytes < kLargeBytes || watch.limit_bytes() == 0 || allocates_for_prefetch() ||
+      device.capturing()) {
     return;
   }
   Pager& pager = Pager::get();
@@ -277,56 +215,51 @@ void MemoryPressure::make_contiguous(Device& device, size_t nbytes) {
   }
 }
 
-/// Pages out the fewest bytes that give one free block of `nbytes`, among the half of
-/// the entities that are needed last. False if there is no such window.
-bool MemoryPressure::free_window(Watch& watch, size_t nbytes) {
-  std::vector<Victim> victims = resident_by_next_use(watch);
-  victims.resize((victims.size() + 1) / 2);
-  std::unordered_map<const void*, EntityPtr> movable;
-  for (Victim& victim : victims) {
-    if (const void* address = victim.entity->device_address()) {
-      movable.emplace(address, std::move(victim.entity));
+/// Pages out what gives one free block of `nbytes` at the least cost: the bytes of what
+/// is needed late, twice those of what is needed soon; the very next stay. False if
+/// there is no such window.
+bool MemoryPressure::free_window(DeviceWatch& watch, size_t nbytes) {
+  const std::vector<Victim> victims = watch.resident_by_next_use(cycles_);
+  std::unordered_map<const void*, size_t> movable; // by address, places in `victims`
+  for (size_t i = 0; i < victims.size() - victims.size() / 8; ++i) {
+    if (const void* address = victims[i].entity->device_address()) {
+      movable.emplace(address, i);
     }
   }
-  size_t best_cost = SIZE_MAX;
-  std::vector<const void*> best;
-  for (const auto& blocks : watch.device->blocks()) {
-    size_t first = 0;
-    size_t span = 0;
-    size_t cost = 0;
-    for (size_t last = 0; last < blocks.size(); ++last) {
-      if (!blocks[last].free && movable.count(blocks[last].address) == 0) {
-        first = last + 1;
-        span = cost = 0;
-        continue;
-      }
-      span += blocks[last].nbytes;
-      cost += blocks[last].free ? 0 : blocks[last].nbytes;
-      while (span - blocks[first].nbytes >= nbytes) {
-        span -= blocks[first].nbytes;
-        cost -= blocks[first].free ? 0 : blocks[first].nbytes;
-        ++first;
-      }
-      if (span >= nbytes && cost < best_cost) {
-        best_cost = cost;
-        best.clear();
-        for (size_t i = first; i <= last; ++i) {
-          best.push_back(blocks[i].address);
+  FreeWindow best;
+  std::vector<size_t> chosen;
+  for (const auto& blocks : watch.device().blocks()) {
+    std::vector<WindowBlock> segment;
+    for (const AllocatorBlock& block : blocks) {
+      const auto at = movable.find(block.address);
+      const size_t weight = at != movable.end() && at->second >= victims.size() / 2 ? 2 : 1;
+      segment.push_back(
+          {block.nbytes,
+           block.free            ? 0
+           : at == movable.end() ? WindowBlock::kImmovable
+                                 : weight * block.nbytes});
+    }
+    const FreeWindow window = cheapest_window(segment, nbytes);
+    if (window.cost < best.cost) {
+      best = window;
+      chosen.clear();
+      for (size_t i = window.first; i < window.last; ++i) {
+        if (!blocks[i].free) {
+          chosen.push_back(movable.at(blocks[i].address));
         }
       }
     }
   }
   size_t requested = 0;
-  for (const void* address : best) {
-    const auto at = movable.find(address);
-    requested += at == movable.end() ? 0 : page_out(watch, at->second);
+  for (const size_t place : chosen) {
+    requested += page_out(watch, victims[place].entity);
   }
   return requested != 0;
 }
 
 bool MemoryPressure::after_out_of_memory(Device& device, size_t nbytes) {
-  Watch& watch = watch_of(device);
-  if (watch.limit_bytes.load() == 0 || allocates_for_prefetch() || device.capturing()) {
+  DeviceWatch& watch = watch_of(device);
+  if (watch.limit_bytes() == 0 || allocates_for_prefetch() || device.capturing()) {
     return false;
   }
   Pager& pager = Pager::get();
@@ -342,115 +275,62 @@ bool MemoryPressure::after_out_of_memory(Device& device, size_t nbytes) {
   return requested;
 }
 
-void MemoryPressure::page_out_ahead(Watch& watch, bool backward) {
-  const size_t limit = watch.limit_bytes.load();
-  const size_t used = watch.device->allocated_bytes();
+/// At the end of an op: keeps the high watermark, or follows the plan.
+void MemoryPressure::page_out_ahead(DeviceWatch& watch, bool backward) {
+  const size_t used = watch.device().allocated_bytes();
   const size_t stays = used - std::min(used, Pager::get().out_queue().pending_bytes());
-  const size_t margin = margin_bytes(watch);
-  {
-    std::lock_guard<std::mutex> lock(watch.mutex);
-    watch.peak_bytes = std::max(watch.peak_bytes, stays);
-  }
+  const size_t margin = watch.margin_bytes();
+  const size_t high = watch.limit_bytes() - margin;
+  watch.note_stays(stays);
   if (backward) {
-    return; // it frees more than it allocates
+    return; // It frees more than it allocates.
   }
-  if (stays > limit - margin) {
-    request_pageouts(watch, stays - (limit - margin) + margin / 4);
-  } else {
-    follow_plan(watch);
+  if (stays > high) {
+    request_pageouts(watch, stays - high + margin / 4);
+  } else if (const size_t missing = watch.planned_now_bytes()) {
+    page_out_cooled(watch, missing);
   }
 }
 
-void MemoryPressure::follow_plan(Watch& watch) {
-  size_t missing = 0;
-  {
-    std::lock_guard<std::mutex> lock(watch.mutex);
-    const size_t seldom = std::max<size_t>(kOpsBetweenPlans, watch.resident.size() / 64);
-    if (watch.requested_bytes >= watch.planned_bytes || ++watch.ops_since_plan < seldom) {
-      return;
-    }
-    watch.ops_since_plan = 0;
-    missing = watch.planned_bytes - watch.requested_bytes;
-  }
+void MemoryPressure::page_out_cooled(DeviceWatch& watch, size_t missing_bytes) {
   const CycleShape shape = cycles_.shape();
   const uint64_t now = cycles_.now();
-  for (const Victim& victim : resident_by_next_use(watch)) {
-    if (missing == 0 || victim.next_use < shape.began + shape.forward) {
+  for (const Victim& victim : watch.resident_by_next_use(cycles_)) {
+    if (missing_bytes == 0 || victim.next_use < shape.began + shape.forward) {
       break; // needed in this forward
     }
     if (now - victim.entity->last_use() >= kUsesToCool) {
-      missing -= std::min(missing, page_out(watch, victim.entity));
+      missing_bytes -= std::min(missing_bytes, page_out(watch, victim.entity));
     }
   }
-}
-
-/// A cycle has ended: what would have been enough?
-void MemoryPressure::make_plan(Watch& watch) {
-  const size_t target = watch.limit_bytes.load() - margin_bytes(watch);
-  std::lock_guard<std::mutex> lock(watch.mutex);
-  const size_t unneeded = target - std::min(target, watch.peak_bytes);
-  watch.planned_bytes = watch.requested_bytes - std::min(watch.requested_bytes, unneeded);
-  watch.requested_bytes = 0;
-  watch.peak_bytes = 0;
 }
 
 // --- what comes back ----------------------------------------------------------------
 
-EntityPtr MemoryPressure::next_prefetch(Watch& watch, bool backward, size_t room_bytes) {
+void MemoryPressure::prefetch_ahead(DeviceWatch& watch, bool backward) {
+  if (!watch.anything_paged_out()) {
+    return;
+  }
+  Pager& pager = Pager::get();
+  const size_t limit = watch.limit_bytes();
+  const size_t largest = watch.largest_recent_bytes();
+  const size_t reserve =
+      (backward ? kBackwardReserve : kForwardReserve) * largest + watch.margin_bytes() / 2;
+  // No more than half of the limit, so that small limits prefetch at all.
+  size_t occupied = std::min(reserve, limit / 2) + watch.device().allocated_bytes() +
+                    pager.in_queue().pending_bytes();
+  // See Note [Room in batches].
+  if (backward && occupied + std::min(limit / 16, kMaxPrefetchBatchBytes) > limit) {
+    return;
+  }
   const CycleShape shape = cycles_.shape();
-  const uint64_t now = cycles_.now();
   uint64_t horizon = backward ? UINT64_MAX : UseHistory::kUnknown / 2;
   if (shape.length != 0) {
     horizon = shape.began + (backward ? shape.length : shape.forward);
   }
-  std::vector<EntityPtr> dropped; // destroyed after unlocking
-  std::lock_guard<std::mutex> lock(watch.mutex);
-  while (!watch.paged_out.empty() && watch.paged_out.begin()->first < horizon) {
-    const auto first = watch.paged_out.begin();
-    EntityPtr entity = first->second.lock();
-    const bool there = entity != nullptr && entity->state() == EntityState::kPagedOut;
-    if (there && entity->nbytes() > room_bytes) {
-      return nullptr;
-    }
-    const uint64_t expected = first->first;
-    watch.paged_out.erase(first);
-    if (!there) {
-      dropped.push_back(std::move(entity));
-      continue;
-    }
-    const uint64_t next_use = entity->next_use(now, shape);
-    if (next_use >= horizon && next_use > expected) {
-      watch.paged_out.emplace(next_use, entity); // it was not needed after all
-      continue;
-    }
-    return entity;
-  }
-  return nullptr;
-}
-
-void MemoryPressure::prefetch_ahead(Watch& watch, bool backward) {
-  size_t occupied = 0;
-  size_t contiguous = 0;
-  {
-    std::lock_guard<std::mutex> lock(watch.mutex);
-    if (watch.paged_out.empty()) {
-      return;
-    }
-    const size_t limit = watch.limit_bytes.load();
-    contiguous = std::min(largest_recent_bytes(watch), limit / 4);
-    occupied = (backward ? 2 : 1) * contiguous + margin_bytes(watch) / 2;
-  }
-  Pager& pager = Pager::get();
-  const size_t limit = watch.limit_bytes.load();
-  occupied += watch.device->allocated_bytes() + pager.in_queue().pending_bytes();
-  // In batches, which fill the gaps that a batch of frees has left: see Note [Room in batches].
-  const size_t batch = std::min(limit / 16, kMaxPrefetchBatchBytes);
-  if (backward && occupied + batch > limit) {
-    return;
-  }
   while (occupied < limit && pager.in_queue().pending_bytes() < kMaxPrefetchPendingBytes) {
-    const EntityPtr entity = next_prefetch(watch, backward, limit - occupied);
-    if (entity == nullptr || !pager.prefetch_ahead(entity, contiguous)) {
+    const EntityPtr entity = watch.next_prefetch(cycles_, horizon, limit - occupied);
+    if (entity == nullptr || !pager.prefetch_ahead(entity, kContiguousReserve * largest)) {
       break;
     }
     occupied += entity->nbytes();
@@ -463,57 +343,21 @@ void MemoryPressure::after_op(const std::vector<EntityPtr>& entities) {
   }
   const bool backward = in_backward();
   if (cycles_.note_phase(backward)) {
-    for (Watch& watch : watches_) {
-      if (watch.limit_bytes.load() != 0) {
-        make_plan(watch);
+    for (DeviceWatch& watch : watches_) {
+      if (watch.limit_bytes() != 0) {
+        watch.end_cycle();
       }
     }
   }
-  const Watch* done = nullptr;
+  const DeviceWatch* done = nullptr;
   for (const EntityPtr& entity : entities) {
-    Watch& watch = watch_of(*entity);
-    if (&watch == done || watch.limit_bytes.load() == 0 || watch.device->capturing()) {
+    DeviceWatch& watch = watch_of(*entity);
+    if (&watch == done || watch.limit_bytes() == 0 || watch.device().capturing()) {
       continue;
     }
     done = &watch;
     page_out_ahead(watch, backward);
     prefetch_ahead(watch, backward);
-  }
-}
-
-// --- chaos ----------------------------------------------------------------------------
-
-void MemoryPressure::seed_chaos(uint64_t seed) {
-  std::lock_guard<std::mutex> lock(chaos_mutex_);
-  random_.seed(seed);
-}
-
-void MemoryPressure::chaos(int64_t period) {
-  uint64_t dice = 0;
-  {
-    std::lock_guard<std::mutex> lock(chaos_mutex_);
-    dice = random_();
-  }
-  if (dice % static_cast<uint64_t>(period) != 0) {
-    return;
-  }
-  dice /= static_cast<uint64_t>(period);
-  std::vector<EntityPtr> candidates;
-  Pager& pager = Pager::get();
-  pager.table().for_each([&](const EntityPtr& entity) {
-    if (!entity->gone() && !entity->pinned()) {
-      candidates.push_back(entity);
-    }
-  });
-  if (candidates.empty()) {
-    return;
-  }
-  const EntityPtr chosen = candidates[(dice >> 8) % candidates.size()];
-  if ((dice & 3) == 0) {
-    pager.prefetch_ahead(chosen, 0);
-  } else if (pager.evict(chosen) && (dice & 12) != 0) {
-    uint64_t progress = pager.out_queue().progress();
-    wait_for_pageouts(&progress);
   }
 }
 

@@ -2,7 +2,6 @@
 
 #include <cstring>
 #include <mutex>
-#include <random>
 #include <utility>
 
 #include <ATen/SparseCsrTensorImpl.h>
@@ -11,6 +10,7 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/record_function.h>
 
+#include <extension/Chaos.h>
 #include <extension/Fork.h>
 #include <extension/MemoryPressure.h>
 #include <extension/Pager.h>
@@ -22,7 +22,6 @@ namespace {
 constexpr size_t kNotTracking = SIZE_MAX;
 
 std::atomic<size_t> tracked_from_bytes{kNotTracking};
-std::atomic<int64_t> chaos_period{0};
 std::mutex install_mutex;
 at::CallbackHandle installed = at::INVALID_CALLBACK_HANDLE;
 std::atomic<bool> is_installed{false};
@@ -172,13 +171,6 @@ void track_outputs(const at::RecordFunction& op, Frame& now) {
   }
 }
 
-void chaos() {
-  const int64_t period = chaos_period.load(std::memory_order_relaxed);
-  if (period != 0) {
-    MemoryPressure::get().chaos(period);
-  }
-}
-
 void on_op_end(const at::RecordFunction& op, at::ObserverContext*) {
   if (in_forked_child()) {
     return;
@@ -200,7 +192,7 @@ void on_op_end(const at::RecordFunction& op, at::ObserverContext*) {
   if (!pinned.empty()) {
     MemoryPressure::get().after_op(pinned);
   }
-  chaos();
+  Chaos::get().after_op();
   pinned.clear();
   now.pinned.swap(pinned); // keeps its capacity
 }
@@ -263,22 +255,13 @@ void stop_tracking_storages() {
   {
     std::lock_guard<std::mutex> lock(install_mutex);
     tracked_from_bytes.store(kNotTracking);
-    chaos_period.store(0);
+    Chaos::get().end();
     if (is_installed.load()) {
       uninstall();
       install(false);
     }
   }
   stop_observing_if_idle();
-}
-
-void enable_chaos(uint64_t seed, int64_t period) {
-  MemoryPressure::get().seed_chaos(seed);
-  chaos_period.store(period);
-}
-
-bool inside_op() noexcept {
-  return frame().depth != 0;
 }
 
 } // namespace torch_lms

@@ -26,12 +26,6 @@ bool observing_ops() noexcept;
 void track_storages(size_t min_bytes);
 void stop_tracking_storages();
 
-/// For tests: after one op in `period`, one storage chosen at random goes out.
-void enable_chaos(uint64_t seed, int64_t period);
-
-/// Whether the calling thread is inside an op.
-bool inside_op() noexcept;
-
 /// Prepares a transfer worker: graph captures elsewhere do not restrict it.
 void prepare_worker();
 

@@ -20,10 +20,6 @@
 namespace torch_lms {
 namespace {
 
-thread_local bool for_prefetch = false;
-thread_local size_t contiguous_reserve = 0;
-
-constexpr size_t kMaxAhead = 256;
 constexpr auto kCommitPatience = std::chrono::seconds(60);
 
 EntityPtr make_entity(c10::StorageImpl& storage, Device& device, bool fresh) {
@@ -39,7 +35,7 @@ EntityPtr make_entity(c10::StorageImpl& storage, Device& device, bool fresh) {
 }
 
 void begin_worker() {
-  for_prefetch = true;
+  allocate_for_prefetches();
   prepare_worker();
 }
 
@@ -51,14 +47,6 @@ void begin_worker() {
 }
 
 } // namespace
-
-bool allocates_for_prefetch() noexcept {
-  return for_prefetch;
-}
-
-size_t contiguous_reserve_bytes() noexcept {
-  return contiguous_reserve;
-}
 
 Pager& Pager::get() {
   static auto* pager = new Pager();
@@ -144,6 +132,7 @@ bool Pager::pageout(const c10::Storage& storage) {
 }
 
 void Pager::enqueue_pageout(const EntityPtr& entity) {
+  RECORD_USER_SCOPE("torch_lms::pageout");
   try {
     out_.enqueue(entity);
   } catch (const Error&) {
@@ -179,68 +168,33 @@ bool Pager::prefetch_ahead(const EntityPtr& entity, size_t contiguous_reserve_by
   if (!entity->backend()->copies_asynchronously()) {
     return enqueue_prefetch(entity);
   }
-  if (!entity->request_pagein()) {
-    return false;
-  }
-  for_prefetch = true;
-  contiguous_reserve = contiguous_reserve_bytes;
-  FinishedTransfer transfer;
-  transfer.entity = entity;
   try {
-    transfer.in = entity->begin_pagein(); // its first use commits it
+    if (!direct_.begin(entity, contiguous_reserve_bytes)) {
+      return false;
+    }
     stats_.prefetches.fetch_add(1, std::memory_order_relaxed);
-  } catch (const NoRoom&) {
-    MemoryPressure::get().note_paged_out(entity);
+    return true;
+  } catch (const NoRoom&) { // A hint that cannot be followed is no failure.
   } catch (const c10::OutOfMemoryError&) {
     stats_.pagein_failures.fetch_add(1, std::memory_order_relaxed);
-    MemoryPressure::get().note_paged_out(entity);
   }
-  for_prefetch = false;
-  if (transfer.in == nullptr) {
-    return false;
-  }
-  std::lock_guard<std::mutex> lock(ahead_mutex_);
-  if (ahead_.size() >= kMaxAhead) {
-    ahead_.erase(
-        std::remove_if(
-            ahead_.begin(),
-            ahead_.end(),
-            [](const FinishedTransfer& t) { return t.entity->state() != EntityState::kPagingIn; }),
-        ahead_.end());
-  }
-  ahead_.push_back(std::move(transfer));
-  return true;
+  MemoryPressure::get().note_paged_out(entity);
+  return false;
 }
 
-bool Pager::settle_prefetches() {
-  std::vector<FinishedTransfer> ahead;
-  {
-    std::lock_guard<std::mutex> lock(ahead_mutex_);
-    ahead.swap(ahead_);
+void Pager::settle_prefetches() {
+  for (const FinishedTransfer& transfer : direct_.take_all()) {
+    commit_pagein(transfer);
   }
-  bool any = false;
-  for (FinishedTransfer& transfer : ahead) {
-    any = commit_pagein(transfer) || any;
-  }
-  return any;
 }
 
 bool Pager::cancel_last_prefetch() {
-  for (;;) {
-    FinishedTransfer last;
-    {
-      std::lock_guard<std::mutex> lock(ahead_mutex_);
-      if (ahead_.empty()) {
-        return false;
-      }
-      last = std::move(ahead_.back());
-      ahead_.pop_back();
-    }
-    if (last.entity->cancel_arrival(last.in) != nullptr) {
-      MemoryPressure::get().note_paged_out(last.entity);
-      return true;
-    }
+  const EntityPtr entity = direct_.cancel_last();
+  if (entity == nullptr) {
+    return false;
   }
+  MemoryPressure::get().note_paged_out(entity);
+  return true;
 }
 
 bool Pager::commit_pagein(const FinishedTransfer& finished) {
@@ -255,6 +209,7 @@ bool Pager::enqueue_prefetch(const EntityPtr& entity) {
   if (!entity->request_pagein()) {
     return false;
   }
+  RECORD_USER_SCOPE("torch_lms::prefetch");
   stats_.prefetches.fetch_add(1, std::memory_order_relaxed);
   try {
     in_.enqueue(entity);

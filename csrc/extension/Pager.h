@@ -8,6 +8,7 @@
 #include <entity/CudaEntityTransferQueue.h>
 
 #include <extension/Device.h>
+#include <extension/DirectPrefetches.h>
 #include <extension/EntityTable.h>
 #include <extension/Stats.h>
 
@@ -40,10 +41,6 @@ class Pager {
   /// copies are asynchronous (its place among the ops decides what it waits for), in
   /// the queue otherwise. Returns false if it could not be started.
   bool prefetch_ahead(const EntityPtr& entity, size_t contiguous_reserve_bytes);
-
-  /// Commits prefetches that are under way and not used yet, so that they can go out
-  /// again. Returns whether there were any.
-  bool settle_prefetches();
 
   /// Calls off the latest prefetch that nobody has used yet; its memory is free at once
   /// and nothing has to be copied out. Returns false if there is none.
@@ -118,6 +115,7 @@ class Pager {
  private:
   Pager();
 
+  void settle_prefetches();
   bool enqueue_prefetch(const EntityPtr& entity);
   void commit_pageouts(std::vector<KeepAlive>& dropped);
   void commit_pageins();
@@ -133,17 +131,10 @@ class Pager {
   std::atomic<int64_t> paged_out_bytes_{0};
   std::atomic<int64_t> paged_out_storages_{0};
 
-  std::mutex ahead_mutex_;
-  std::vector<FinishedTransfer> ahead_; // prefetches that wait for their first use
+  DirectPrefetches direct_;
 
   std::mutex dropped_mutex_;
   std::vector<KeepAlive> dropped_; // to be destroyed outside of an allocator
 };
-
-/// Whether allocations of the calling thread are for prefetches (or it is a
-/// worker): they take what is free, push nothing out, and leave one free block of
-/// `contiguous_reserve_bytes` for what ops allocate.
-bool allocates_for_prefetch() noexcept;
-size_t contiguous_reserve_bytes() noexcept;
 
 } // namespace torch_lms

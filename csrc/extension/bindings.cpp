@@ -8,6 +8,7 @@
 
 #include <entity/Error.h>
 
+#include <extension/Chaos.h>
 #include <extension/Compat.h>
 #include <extension/CountingCpuAllocator.h>
 #include <extension/Fork.h>
@@ -320,7 +321,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("enable_chaos", [](uint64_t seed, int64_t period) {
     Pager::get().out_queue().start_actions();
     Pager::get().in_queue().start_actions();
-    enable_chaos(seed, period);
+    Chaos::get().begin(seed, period);
     track_storages(1);
   });
   module.attr("has_materializer") = compat::kHasMaterializer;
