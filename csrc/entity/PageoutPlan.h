@@ -11,7 +11,9 @@ namespace torch_lms {
 /// From the second cycle on it is known how much must go out in a forward: entities go as
 /// soon as they have cooled, not when memory is full, so that the link is busy from the
 /// start. The plan is what was asked for the last time, less what was called off because it
-/// was used again, and less what the peak of the memory that stayed has left unused.
+/// was used again, and less what the peak of the memory that stayed has left unused. Only
+/// forward counts: room that backward needs for a moment must be in one piece, and what
+/// goes out early for it would leave it in many.
 ///
 /// Not thread-safe: its owner's mutex guards it.
 class PageoutPlan {

@@ -102,7 +102,9 @@ size_t MemoryPressure::page_out(DeviceWatch& watch, const EntityPtr& entity) {
   if (!Pager::get().evict(entity)) {
     return 0;
   }
-  watch.note_request(entity->nbytes());
+  if (!in_backward()) {
+    watch.note_request(entity->nbytes());
+  }
   return entity->nbytes();
 }
 
@@ -281,10 +283,10 @@ void MemoryPressure::page_out_ahead(DeviceWatch& watch, bool backward) {
   const size_t stays = used - std::min(used, Pager::get().out_queue().pending_bytes());
   const size_t margin = watch.margin_bytes();
   const size_t high = watch.limit_bytes() - margin;
-  watch.note_stays(stays);
   if (backward) {
     return; // It frees more than it allocates.
   }
+  watch.note_stays(stays);
   if (stays > high) {
     request_pageouts(watch, stays - high + margin / 4);
   } else if (const size_t missing = watch.planned_now_bytes()) {
