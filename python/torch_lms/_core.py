@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch  # noqa: F401  # loads the libraries that the core is linked against
 
 try:
@@ -15,9 +13,6 @@ except ImportError as error:
         "pip install --no-build-isolation . (or, in place, python setup.py build_ext --inplace)"
     ) from error
 
-if TYPE_CHECKING:
-    from types import ModuleType
-
 __all__ = ["core"]
 
-core: ModuleType = _C
+core = _C

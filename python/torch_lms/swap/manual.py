@@ -46,8 +46,7 @@ def pageout(*tensors: Pageables) -> int:
         LmsError: in a forked child.
     """
     intercepts.install()
-    count: int = core.pageout(_flatten(tensors))
-    return count
+    return core.pageout(_flatten(tensors))
 
 
 def prefetch(*tensors: Pageables) -> int:
@@ -59,8 +58,7 @@ def prefetch(*tensors: Pageables) -> int:
     Returns:
         How many page-ins were enqueued.
     """
-    count: int = core.prefetch(_flatten(tensors))
-    return count
+    return core.prefetch(_flatten(tensors))
 
 
 def wait() -> None:
@@ -102,8 +100,7 @@ def state(tensor: Pageable) -> str:
     Returns:
         ``resident``, ``out_queued``, ``paging_out``, ``paged_out``, ``in_queued`` or ``paging_in``.
     """
-    name: str = core.state(tensor)
-    return name
+    return core.state(tensor)
 
 
 def is_resident(tensor: Pageable) -> bool:
