@@ -8,8 +8,35 @@ Tensor storages move between device and host on their own, on time, without chan
 
 from __future__ import annotations
 
-from torch_lms.swap import SwapEnv, disable, enable, pageout, pin, prefetch, stats, wait
+import importlib
+import os
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch_lms.swap import SwapEnv, disable, enable, pageout, pin, prefetch, stats, wait
 
 __all__ = ["SwapEnv", "disable", "enable", "pageout", "pin", "prefetch", "stats", "wait"]
 
 __version__ = "0.1.0"
+
+# Imported on first use: profiles and partitions also work where there is no compiled core.
+_HOME = dict.fromkeys(__all__, "torch_lms.swap")
+_PACKAGES = ("errors", "swap")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PACKAGES:
+        return importlib.import_module(f"torch_lms.{name}")
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+if os.environ.get("TORCH_LMS_CHAOS") == "1":
+    importlib.import_module("torch_lms.swap")  # turns chaos mode on
