@@ -16,7 +16,7 @@ with warnings.catch_warnings():
     from torch.testing._internal.common_methods_invocations import op_db
     from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 
-__all__ = ["OpInfo", "check_forward_and_backward", "check_in_place", "name_of", "ops_of"]
+__all__ = ["OpInfo", "check_forward_and_backward", "check_in_place", "name_of", "ops_of", "same_tensors"]
 
 # What an op leaves uninitialized has no value to compare.
 _UNINITIALIZED = ("empty", "new_empty")
@@ -69,8 +69,8 @@ def _compare(
         except (RuntimeError, NotImplementedError, TypeError, ValueError):
             continue  # the sample is for an error, or needs what is not here
         paged = run(sample, page_out)
-        if _equal(plain, again):  # else the op is random: that it ran must do
-            assert _equal(plain, paged), f"{name_of(op)} of {sample} differs when paged out"
+        if same_tensors(plain, again):  # else the op is random: that it ran must do
+            assert same_tensors(plain, paged), f"{name_of(op)} of {sample} differs when paged out"
             compared += 1
     return compared
 
@@ -137,7 +137,8 @@ def _in_place(op: OpInfo, sample: SampleInput, page: Page) -> list[torch.Tensor]
         return [given, view]
 
 
-def _equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+def same_tensors(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    """Whether two results are equal bit by bit, where NaN equals NaN."""
     return len(one) == len(other) and all(_same(a, b) for a, b in zip(one, other, strict=True))
 
 
