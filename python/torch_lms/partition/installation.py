@@ -1,0 +1,107 @@
+"""Puts a model's parameters, buffers and submodules into stages, under the names that they have in the model."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx, nn
+
+if TYPE_CHECKING:
+    from torch_lms.partition.stages import Stage
+
+__all__ = ["find_shared", "install", "named_tensors"]
+
+
+class Container(nn.Module):
+    """Stands for a module of the model whose code was opened: it only holds what is inside."""
+
+
+def install(
+    stages: Sequence[Stage], root: nn.Module, nodes: Sequence[Sequence[fx.Node]], model: nn.Module | None
+) -> None:
+    """Gives each stage what its code reads, and the rest of the model's parameters and buffers to a neighbour."""
+    for stage, own in zip(stages, nodes):
+        targets = {str(node.target) for node in own if node.op == "call_module"}
+        sources = {source for node in own for source in node.all_input_nodes}
+        targets |= {str(node.target) for node in sources if node.op == "get_attr"}
+        if stage.index + 1 == stage.count:
+            output = list(own[0].graph.nodes)[-1]
+            targets |= {str(node.target) for node in output.all_input_nodes if node.op == "get_attr"}
+        for target in sorted(targets, key=lambda target: (target.count("."), target)):
+            _put(stage, root, target)
+    if model is not None:
+        _put_rest(stages, model)
+    find_shared(stages)
+
+
+def _get(root: Any, target: str) -> Any:
+    for name in target.split("."):
+        root = getattr(root, name)
+    return root
+
+
+def _put(stage: nn.Module, root: nn.Module, target: str) -> None:
+    """Sets one attribute of the model in the stage; containers hold the place of the modules around it."""
+    *path, name = target.split(".")
+    holder, source = stage, root
+    for part in path:
+        source = getattr(source, part)
+        if part not in holder._modules:
+            holder.add_module(part, Container().train(source.training))
+        holder = getattr(holder, part)
+    value = getattr(source, name)
+    if isinstance(value, nn.Parameter):
+        holder.register_parameter(name, value)
+    elif isinstance(value, nn.Module):
+        holder.add_module(name, value)
+    elif isinstance(value, torch.Tensor):
+        holder.register_buffer(name, value, persistent=_is_persistent(source, name))
+    else:
+        setattr(holder, name, value)
+
+
+def _is_persistent(module: nn.Module, name: str) -> bool:
+    """Plain tensor attributes, such as a tracer's constants, stay out of state dicts as they were."""
+    return name in module._buffers and name not in module._non_persistent_buffers_set
+
+
+def named_tensors(module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+    """Every name of every parameter and buffer, tied ones under each of their names."""
+    for prefix, child in module.named_modules(remove_duplicate=False):
+        for name, value in [*child._parameters.items(), *child._buffers.items()]:
+            if value is not None:
+                yield (f"{prefix}.{name}" if prefix else name), value
+
+
+def _put_rest(stages: Sequence[Stage], model: nn.Module) -> None:
+    """Parameters and buffers that no node reads go to the stage with the nearest relatives by name."""
+    held = {name: stage for stage in stages for name, _ in named_tensors(stage)}
+    for name, _ in list(named_tensors(model)):
+        if name in held:
+            continue
+
+        def kinship(other: str, name: str = name) -> int:
+            pairs = zip(other.split("."), name.split("."))
+            return next((depth for depth, (a, b) in enumerate(pairs) if a != b), 0)
+
+        nearest = max(held, key=kinship, default=None)
+        stage = held[nearest] if nearest is not None else stages[-1]
+        _put(stage, model, name)
+        held[name] = stage
+
+
+def find_shared(stages: Sequence[Stage]) -> None:
+    """Notes for each stage which of its parameters and buffers are also in other stages, by identity."""
+    homes: dict[int, list[tuple[int, str]]] = defaultdict(list)
+    for stage in stages:
+        for name, value in named_tensors(stage):
+            homes[id(value)].append((stage.index, name))
+    for stage in stages:
+        stage.shared = {
+            name: tuple(home for home in homes[id(value)] if home[0] != stage.index)
+            for name, value in named_tensors(stage)
+            if any(home[0] != stage.index for home in homes[id(value)])
+        }

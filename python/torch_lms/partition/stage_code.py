@@ -1,0 +1,108 @@
+"""A stage's Python code: written by torch.fx, headed by the modules that its lines come from, and compiled.
+
+The code is what runs: it can be read (`Stage.code`), saved, and stepped through, and tracebacks show its lines.
+"""
+
+from __future__ import annotations
+
+import importlib
+import linecache
+import re
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import fx
+
+__all__ = ["StageCode", "generate", "owner", "with_device"]
+
+_ASSIGNED = re.compile(r"^    (\w+)(?: : [^=]+)? = ")
+_DEVICE = re.compile(r"device\(type='(?P<type>\w+)'(?:, index=\d+)?\)")
+
+
+class StageCode:
+    """Source code of a ``forward`` with the names that it uses.
+
+    Attributes:
+        source: the code.
+        names: what its free names stand for.
+        title: stands in tracebacks where a file's name would.
+    """
+
+    def __init__(self, source: str, names: Mapping[str, Any], title: str) -> None:
+        self.source = source
+        self.names = dict(names)
+        self.title = title
+
+    def compile(self) -> Callable[..., Any]:
+        """The function ``forward(self, ...)``."""
+        file = f"<{self.title}>"
+        scope = dict(self.names)
+        exec(compile(self.source, file, "exec"), scope)
+        linecache.cache[file] = (len(self.source), None, self.source.splitlines(keepends=True), file)
+        function: Callable[..., Any] = scope["forward"]
+        return function
+
+    def __getstate__(self) -> dict[str, Any]:
+        names = {name: _Module(value.__name__) if isinstance(value, ModuleType) else value for name, value in self.names.items()}
+        return {"source": self.source, "names": names, "title": self.title}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        names = state["names"].items()
+        self.source, self.title = state["source"], state["title"]
+        self.names = {name: importlib.import_module(value.name) if isinstance(value, _Module) else value for name, value in names}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StageCode:
+        return StageCode(self.source, self.names, self.title)
+
+
+class _Module:
+    """Stands for a Python module where code is pickled."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+def generate(graph: fx.Graph, title: str) -> StageCode:
+    """The code of a graph, each run of lines under the path of the module that it comes from."""
+    written = graph.python_code("self")
+    owners = {node.name: owner(node) for node in graph.nodes}
+    lines: list[str] = []
+    current = ""
+    for line in written.src.strip("\n").splitlines():
+        found = _ASSIGNED.match(line)
+        path = owners.get(found.group(1), current) if found else current
+        if path and path != current:
+            lines.append(f"    # {path}")
+            current = path
+        lines.append(line.rstrip())
+    source = "\n".join(line for line in lines if line) + "\n"
+    return StageCode(source, {"torch": torch, "device": torch.device, **written.globals}, title)
+
+
+def owner(node: fx.Node) -> str:
+    """The path of the module whose code made the node; empty where it is not known, or the model itself."""
+    if node.op == "call_module":
+        return str(node.target)
+    if node.op == "get_attr":
+        return str(node.target).rpartition(".")[0]
+    stack = node.meta.get("nn_module_stack") or {}
+    if not stack:
+        return ""
+    entry = list(stack.values())[-1]
+    path = entry[0] if isinstance(entry, tuple) else list(stack)[-1]
+    return str(path)
+
+
+def with_device(code: StageCode, replaced: str, device: torch.device) -> StageCode:
+    """The code with constant devices of type ``replaced`` exchanged for another device.
+
+    A tracer writes down where tensors are made. Those of a model on the meta device are to be made where its
+    parameters go.
+    """
+
+    def exchange(found: re.Match[str]) -> str:
+        return repr(device) if found.group("type") == replaced else found.group(0)
+
+    return StageCode(_DEVICE.sub(exchange, code.source), code.names, code.title)

@@ -1,0 +1,278 @@
+"""Stages: a traced model cut into modules that run one after the other.
+
+    stage 0                 stage 1                      stage 2
+    forward(ids)            forward(x, skip)             forward(y, skip, targets)
+      -> x, skip              -> y, skip                   -> what the model returns
+
+Values that cross a border are a stage's first arguments, in the same order as the outputs of the stage before it. A
+value that skips a stage goes through it. What the model itself is given (ids, targets) goes straight to every stage
+that uses it. Parameters keep the names that they have in the model, so that state dicts merge and split by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx, nn
+
+from torch_lms.errors import PartitionError
+from torch_lms.partition import installation, mutations
+from torch_lms.partition.stage_code import StageCode, generate
+
+if TYPE_CHECKING:
+    from torch_lms.profile.tracing import TracedModel
+
+__all__ = ["Argument", "Stage", "bind_arguments", "run_stages", "split"]
+
+_COMPUTED = ("call_function", "call_method", "call_module")
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One argument of the model.
+
+    Attributes:
+        name: in the model's ``forward``.
+        required: whether it has no default.
+        default: used where it is not given.
+    """
+
+    name: str
+    required: bool = True
+    default: Any = None
+
+
+class Stage(nn.Module):
+    """A part of a model, with generated code.
+
+    Attributes:
+        index: place in the pipeline, from 0.
+        count: number of stages.
+        inputs: names of values that come from the stage before.
+        outputs: names of values that go to the stage after; empty for the last stage, which returns what the model
+            returns.
+        feeds: names of arguments of the model that the stage uses itself; they follow the inputs.
+        arguments: all arguments of the model.
+        nodes: names of the graph's nodes that it computes, in order.
+        shared: parameters and buffers that other stages have too: own name to (stage, name there).
+    """
+
+    def __init__(self, *, index: int, count: int, code: StageCode, borders: _Borders) -> None:
+        super().__init__()
+        self.index = index
+        self.count = count
+        self.inputs = borders.incoming[index]
+        self.outputs = borders.outgoing[index]
+        self.feeds = borders.feeds[index]
+        self.arguments = borders.arguments
+        self.nodes = tuple(node.name for node in borders.nodes[index])
+        self.shared: dict[str, tuple[tuple[int, str], ...]] = {}
+        self.set_code(code)
+
+    def set_code(self, code: StageCode) -> None:
+        """Exchanges the code that runs."""
+        self._code = code
+        self._run = code.compile()
+
+    @property
+    def code(self) -> str:
+        """The generated Python source of ``forward``."""
+        return self._code.source
+
+    @property
+    def generated(self) -> StageCode:
+        """The code with the names that it uses."""
+        return self._code
+
+    def save_code(self, path: str | Path) -> None:
+        """Writes the generated source, for reading."""
+        heading = f"# Stage {self.index} of {self.count}. Takes {self.inputs + self.feeds}, gives {self.outputs or 'the result'}.\n"
+        Path(path).write_text(heading + self.code)
+
+    def forward(self, *values: Any, **feeds: Any) -> Any:
+        """Runs the stage on its inputs and feeds; one output alone comes bare, several as a tuple."""
+        return self._run(self, *values, **feeds)
+
+    def extra_repr(self) -> str:
+        """Place and borders."""
+        return f"{self.index} of {self.count}, inputs={self.inputs}, outputs={self.outputs}, feeds={self.feeds}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "_run"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._run = self._code.compile()
+
+
+@dataclass
+class _Borders:
+    """What each stage takes, computes and gives."""
+
+    nodes: list[list[fx.Node]]
+    incoming: list[tuple[str, ...]] = field(default_factory=list)
+    outgoing: list[tuple[str, ...]] = field(default_factory=list)
+    feeds: list[tuple[str, ...]] = field(default_factory=list)
+    arguments: tuple[Argument, ...] = ()
+
+
+def split(
+    traced: TracedModel | fx.GraphModule, stage_of: Mapping[str, int], *, model: nn.Module | None = None
+) -> list[Stage]:
+    """Cuts a traced model into stages.
+
+    The stages hold the model's own parameters and submodules, not copies: `torch_lms.partition.materialize.materialize`
+    makes a stage its own and moves it.
+
+    Args:
+        traced: the graph.
+        stage_of: stage of each node that computes something, from 0; stages of other nodes follow from it.
+        model: what was traced; its parameters that the graph does not use then go to a stage as well, so that the
+            stages' state dicts make up the model's.
+
+    Raises:
+        PartitionError: if there is no graph, a node has no stage, a stage has no node, an edge goes backwards, or an
+            operation in place would be seen at the wrong time.
+    """
+    graph_module = _graph_module(traced)
+    graph = graph_module.graph
+    placed, count = _place(graph, stage_of)
+    modules = dict(graph_module.named_modules())
+    mutations.check_order(graph, modules, placed)
+    borders = _find_borders(graph, placed, count)
+    name = type(model).__name__ if model is not None else str(getattr(traced, "name", "model"))
+    stages = []
+    for index in range(count):
+        code = generate(_stage_graph(graph, borders, index), f"stage {index} of {count} of {name}")
+        stages.append(Stage(index=index, count=count, code=code, borders=borders))
+    installation.install(stages, graph_module, borders.nodes, model)
+    return stages
+
+
+def _graph_module(traced: Any) -> fx.GraphModule:
+    if isinstance(traced, fx.GraphModule):
+        return traced
+    graph_module = traced.graph_module
+    if not isinstance(graph_module, fx.GraphModule):
+        notes = "; ".join(traced.notes) or "no reason noted"
+        raise PartitionError(
+            f"expected a model with a graph to cut, found one that was only observed while running ({notes}); "
+            "change the lines named, or wrap them with torch.fx.wrap"
+        )
+    return graph_module
+
+
+def _place(graph: fx.Graph, stage_of: Mapping[str, int]) -> tuple[dict[fx.Node, int], int]:
+    placed: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        if node.op not in _COMPUTED:
+            continue
+        if node.name not in stage_of:
+            raise PartitionError(f"expected a stage for each node, found none for {node.name!r}; give it one")
+        placed[node] = stage_of[node.name]
+        for source in node.all_input_nodes:
+            if placed.get(source, -1) > placed[node]:
+                raise PartitionError(
+                    f"expected stages in the order of the graph, found {source.name!r} in stage {placed[source]} before "
+                    f"{node.name!r} in stage {placed[node]}; move one of them"
+                )
+    used = set(placed.values())
+    count = max(used, default=0) + 1
+    missing = sorted(set(range(count)) - used)
+    if missing or min(used, default=0) < 0:
+        raise PartitionError(
+            f"expected stages from 0 with at least one node each, found stages {sorted(used)}; "
+            "ask for no more stages than there are nodes"
+        )
+    return placed, count
+
+
+def _find_borders(graph: fx.Graph, placed: Mapping[fx.Node, int], count: int) -> _Borders:
+    borders = _Borders(nodes=[[node for node in placed if placed[node] == index] for index in range(count)])
+    output = next(node for node in graph.nodes if node.op == "output")
+
+    def users(node: fx.Node) -> set[int]:
+        return {count - 1 if user is output else placed[user] for user in node.users}
+
+    reach = {node: max(users(node), default=stage) for node, stage in placed.items()}
+    arguments = [node for node in graph.nodes if node.op == "placeholder"]
+    starred = [str(node.target) for node in arguments if str(node.target).startswith("*")]
+    if starred:
+        raise PartitionError(f"expected arguments with names, found {starred}; give the model's forward named arguments")
+    for index in range(count):
+        borders.incoming.append(tuple(node.name for node, last in reach.items() if placed[node] < index <= last))
+        borders.outgoing.append(tuple(node.name for node, last in reach.items() if placed[node] <= index < last))
+        borders.feeds.append(tuple(str(node.target) for node in arguments if index in users(node)))
+    borders.arguments = tuple(Argument(str(node.target), not node.args, *node.args) for node in arguments)
+    return borders
+
+
+def _stage_graph(graph: fx.Graph, borders: _Borders, index: int) -> fx.Graph:
+    """The stage's own graph: placeholders, copies of its nodes, and what it gives."""
+    made = fx.Graph()
+    own: dict[fx.Node, fx.Node] = {}
+    by_name = {node.name: node for node in graph.nodes}
+
+    def copy(node: fx.Node) -> fx.Node:
+        if node not in own:  # an attribute is read where it is used, in each stage anew
+            own[node] = made.create_node("get_attr", node.target, name=node.name)
+            own[node].meta = dict(node.meta)
+        return own[node]
+
+    for name in borders.incoming[index]:
+        own[by_name[name]] = made.create_node("placeholder", name, name=name)
+    for node in graph.nodes:
+        if node.op == "placeholder" and str(node.target) in borders.feeds[index]:
+            own[node] = made.create_node("placeholder", node.target, node.args, name=node.name)
+    for node in borders.nodes[index]:
+        args, kwargs = fx.node.map_arg(node.args, copy), fx.node.map_arg(node.kwargs, copy)
+        own[node] = made.create_node(node.op, node.target, args, kwargs, node.name)
+        own[node].meta = dict(node.meta)
+    if index + 1 < len(borders.nodes):
+        values = tuple(own[by_name[name]] for name in borders.outgoing[index])
+        made.output(values[0] if len(values) == 1 else values)
+    else:
+        output = next(node for node in graph.nodes if node.op == "output")
+        made.output(fx.node.map_arg(output.args[0], copy))
+    return made
+
+
+def bind_arguments(arguments: Sequence[Argument], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Gives each argument of the model its value.
+
+    Raises:
+        PartitionError: for too many, unknown, doubled or missing arguments.
+    """
+    names = [argument.name for argument in arguments]
+    if len(args) > len(names):
+        raise PartitionError(f"expected at most {len(names)} arguments ({', '.join(names)}), found {len(args)}; leave some out")
+    values = dict(zip(names, args))
+    for name, value in kwargs.items():
+        if name not in names:
+            raise PartitionError(f"expected arguments among {', '.join(names)}, found {name!r}; it was not traced")
+        if name in values:
+            raise PartitionError(f"expected each argument once, found {name!r} twice; give it by place or by name")
+        values[name] = value
+    for argument in arguments:
+        if argument.name in values:
+            continue
+        if argument.required:
+            raise PartitionError(f"expected a value for {argument.name!r}, found none; give all of {', '.join(names)}")
+        values[argument.name] = argument.default
+    return values
+
+
+def run_stages(stages: Sequence[Stage], *args: Any, **kwargs: Any) -> Any:
+    """Runs all stages in this process, one after the other, as the model itself would run."""
+    values = bind_arguments(stages[0].arguments, args, kwargs)
+    result: Any = ()
+    for stage in stages:
+        crossing = dict(zip(stage.inputs, (result,) if len(stage.inputs) == 1 else result))
+        result = stage(*(crossing[name] for name in stage.inputs), **{name: values[name] for name in stage.feeds})
+    return result
+
+

@@ -1,0 +1,71 @@
+"""State dicts of a model and of its stages: the same names, so that they merge and split."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from torch_lms.errors import PartitionError
+from torch_lms.partition.stages import Stage
+
+__all__ = ["merge_state_dicts", "split_state_dict"]
+
+StateDict = Mapping[str, Any]
+
+
+def merge_state_dicts(stages: Iterable[Stage | StateDict]) -> dict[str, Any]:
+    """The model's state dict from those of its stages.
+
+    Args:
+        stages: the stages, or the state dict of each, as gathered from other processes.
+
+    Raises:
+        PartitionError: if a tied weight or a shared buffer differs between stages.
+    """
+    merged: dict[str, Any] = {}
+    for stage in stages:
+        for name, value in (stage.state_dict() if isinstance(stage, Stage) else stage).items():
+            if name in merged and not _same(merged[name], value):
+                raise PartitionError(
+                    f"expected {name!r} equal in all stages that share it, found two values; its gradients were not "
+                    "summed over these stages before the optimizer's step"
+                )
+            merged.setdefault(name, value)
+    return merged
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        if one.device.type == "meta" or other.device.type == "meta":
+            return one.shape == other.shape and one.dtype == other.dtype
+        return torch.equal(one.detach().cpu(), other.detach().cpu())
+    return bool(one == other)
+
+
+def split_state_dict(state_dict: StateDict, stages: Sequence[Stage]) -> list[dict[str, Any]]:
+    """Each stage's part of a model's state dict.
+
+    A tied weight may stand in the state dict under any one of its names.
+
+    Raises:
+        PartitionError: if a stage's name is in the state dict under none of its names.
+    """
+    return [{name: _find(state_dict, stage, name) for name in stage.state_dict()} for stage in stages]
+
+
+def _find(state_dict: StateDict, stage: Stage, name: str) -> Any:
+    for candidate in (name, *_names_of_same(stage, name)):
+        if candidate in state_dict:
+            return state_dict[candidate]
+    raise PartitionError(
+        f"expected {name!r} of stage {stage.index} in the state dict, found neither it nor a name tied to it; "
+        "give the state dict of the whole model"
+    )
+
+
+def _names_of_same(stage: Stage, name: str) -> list[str]:
+    values = stage.state_dict(keep_vars=True)
+    within = [other for other, value in values.items() if other != name and value is values[name]]
+    return within + [other for own in (name, *within) for _, other in stage.shared.get(own, ())]
