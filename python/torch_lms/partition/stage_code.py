@@ -45,13 +45,18 @@ class StageCode:
         return function
 
     def __getstate__(self) -> dict[str, Any]:
-        names = {name: _Module(value.__name__) if isinstance(value, ModuleType) else value for name, value in self.names.items()}
+        names = {
+            name: _Module(value.__name__) if isinstance(value, ModuleType) else value
+            for name, value in self.names.items()
+        }
         return {"source": self.source, "names": names, "title": self.title}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         names = state["names"].items()
         self.source, self.title = state["source"], state["title"]
-        self.names = {name: importlib.import_module(value.name) if isinstance(value, _Module) else value for name, value in names}
+        self.names = {
+            name: importlib.import_module(value.name) if isinstance(value, _Module) else value for name, value in names
+        }
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StageCode:
         return StageCode(self.source, self.names, self.title)

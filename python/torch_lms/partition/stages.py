@@ -202,7 +202,9 @@ def _find_borders(graph: fx.Graph, placed: Mapping[fx.Node, int], count: int) ->
     arguments = [node for node in graph.nodes if node.op == "placeholder"]
     starred = [str(node.target) for node in arguments if str(node.target).startswith("*")]
     if starred:
-        raise PartitionError(f"expected arguments with names, found {starred}; give the model's forward named arguments")
+        raise PartitionError(
+            f"expected arguments with names, found {starred}; give the model's forward named arguments"
+        )
     for index in range(count):
         borders.incoming.append(tuple(node.name for node, last in reach.items() if placed[node] < index <= last))
         borders.outgoing.append(tuple(node.name for node, last in reach.items() if placed[node] <= index < last))
@@ -249,7 +251,9 @@ def bind_arguments(arguments: Sequence[Argument], args: Sequence[Any], kwargs: M
     """
     names = [argument.name for argument in arguments]
     if len(args) > len(names):
-        raise PartitionError(f"expected at most {len(names)} arguments ({', '.join(names)}), found {len(args)}; leave some out")
+        raise PartitionError(
+            f"expected at most {len(names)} arguments ({', '.join(names)}), found {len(args)}; leave some out"
+        )
     values = dict(zip(names, args))
     for name, value in kwargs.items():
         if name not in names:
@@ -274,5 +278,3 @@ def run_stages(stages: Sequence[Stage], *args: Any, **kwargs: Any) -> Any:
         crossing = dict(zip(stage.inputs, (result,) if len(stage.inputs) == 1 else result))
         result = stage(*(crossing[name] for name in stage.inputs), **{name: values[name] for name in stage.feeds})
     return result
-
-

@@ -10,7 +10,7 @@ import torch
 from torch_lms.errors import PartitionError
 from torch_lms.partition.stages import Stage
 
-__all__ = ["merge_state_dicts", "split_state_dict"]
+__all__ = ["find_entry", "merge_state_dicts", "split_state_dict"]
 
 StateDict = Mapping[str, Any]
 
@@ -52,20 +52,24 @@ def split_state_dict(state_dict: StateDict, stages: Sequence[Stage]) -> list[dic
     Raises:
         PartitionError: if a stage's name is in the state dict under none of its names.
     """
-    return [{name: _find(state_dict, stage, name) for name in stage.state_dict()} for stage in stages]
+    parts: list[dict[str, Any]] = []
+    for stage in stages:
+        part = {name: find_entry(state_dict, stage, name) for name in stage.state_dict()}
+        missing = [name for name, value in part.items() if value is None]
+        if missing:
+            raise PartitionError(
+                f"expected {missing[0]!r} of stage {stage.index} in the state dict, found neither it nor a name tied to "
+                "it; give the state dict of the whole model"
+            )
+        parts.append(part)
+    return parts
 
 
-def _find(state_dict: StateDict, stage: Stage, name: str) -> Any:
-    for candidate in (name, *_names_of_same(stage, name)):
-        if candidate in state_dict:
-            return state_dict[candidate]
-    raise PartitionError(
-        f"expected {name!r} of stage {stage.index} in the state dict, found neither it nor a name tied to it; "
-        "give the state dict of the whole model"
-    )
-
-
-def _names_of_same(stage: Stage, name: str) -> list[str]:
+def find_entry(state_dict: StateDict, stage: Stage, name: str) -> Any:
+    """A name's value in the model's state dict, where a tied weight may stand under another of its names; or None."""
+    if name in state_dict:
+        return state_dict[name]
     values = stage.state_dict(keep_vars=True)
-    within = [other for other, value in values.items() if other != name and value is values[name]]
-    return within + [other for own in (name, *within) for _, other in stage.shared.get(own, ())]
+    within = [other for other, value in values.items() if name in values and value is values[name]]
+    across = [other for own in (name, *within) for _, other in stage.shared.get(own, ())]
+    return next((state_dict[other] for other in (*within, *across) if other in state_dict), None)

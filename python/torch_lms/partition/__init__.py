@@ -1,0 +1,40 @@
+"""Where to cut a model into the stages of a pipeline: costs, and algorithms behind one interface."""
+
+from __future__ import annotations
+
+from torch_lms.partition.algorithms import algorithm_names, find_algorithm
+from torch_lms.partition.algorithms.dynamic import LeastCaps, least_caps
+from torch_lms.partition.costs import (
+    OPTIMIZER_MULTIPLIERS,
+    CostGraph,
+    CostModel,
+    CostNode,
+    DeviceSpec,
+    LinkSpec,
+    optimizer_multiplier,
+)
+from torch_lms.partition.interface import Algorithm, Partition, PartitionProblem, partition
+from torch_lms.partition.relief import KEEP_ALL, MemoryRelief, StageNeed
+from torch_lms.partition.units import check_partition
+
+__all__ = [
+    "KEEP_ALL",
+    "OPTIMIZER_MULTIPLIERS",
+    "Algorithm",
+    "CostGraph",
+    "CostModel",
+    "CostNode",
+    "DeviceSpec",
+    "LeastCaps",
+    "LinkSpec",
+    "MemoryRelief",
+    "Partition",
+    "PartitionProblem",
+    "StageNeed",
+    "algorithm_names",
+    "check_partition",
+    "find_algorithm",
+    "least_caps",
+    "optimizer_multiplier",
+    "partition",
+]

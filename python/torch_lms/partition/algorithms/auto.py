@@ -1,0 +1,104 @@
+"""The default: the partition with the shortest predicted step that fits, and why.
+
+Exact dynamic programming comes first: where any contiguous stages fit, it finds the best of them. Fiduccia-Mattheyses
+refinement then moves single nodes, which leaves the contiguous ones. Every other algorithm is asked too, so that none is
+ever better.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from torch_lms.errors import PartitionError
+from torch_lms.partition.algorithms.block import BalanceBySize, BalanceByTime, BlockPartition
+from torch_lms.partition.algorithms.dapple import DapplePlanner
+from torch_lms.partition.algorithms.dawnpiper import DawnPiper
+from torch_lms.partition.algorithms.deepspeed import Parameters, Uniform
+from torch_lms.partition.algorithms.dynamic import DynamicProgramming
+from torch_lms.partition.algorithms.fiduccia_mattheyses import FiducciaMattheyses, refine
+from torch_lms.partition.algorithms.merging import BottomUpMerging
+from torch_lms.partition.algorithms.sagemaker import ModuleTree
+from torch_lms.partition.costs import DeviceSpec
+from torch_lms.partition.interface import Algorithm, Partition, PartitionProblem, evaluate
+
+__all__ = ["Auto"]
+
+_OTHERS: tuple[Algorithm, ...] = (
+    FiducciaMattheyses(),
+    Uniform(),
+    Parameters(),
+    BalanceByTime(),
+    BalanceBySize(),
+    BlockPartition(),
+    DapplePlanner(),
+    ModuleTree(),
+    BottomUpMerging(),
+    DawnPiper(),
+)
+
+
+class Auto:
+    """The shortest predicted step of all algorithms' that fits."""
+
+    name = "auto"
+    source = "the others"
+
+    def partition(self, problem: PartitionProblem) -> Partition:
+        """See the class.
+
+        Raises:
+            PartitionError: if no algorithm finds stages that fit.
+        """
+        made: list[Partition] = []
+        refusal: PartitionError | None = None
+        try:
+            exact = DynamicProgramming().partition(problem)
+            made += [exact, _refined(problem, exact)]
+        except PartitionError as error:
+            refusal = error
+        for algorithm in _OTHERS:
+            try:
+                made.append(algorithm.partition(problem))
+            except PartitionError as error:
+                refusal = refusal or error
+        fitting = [one for one in made if one.fits]
+        if not fitting:
+            assert refusal is not None  # dynamic programming only gives what fits
+            raise refusal
+        best = min(fitting, key=lambda one: (one.step_us, one.bottleneck_us))
+        return Partition(**{**best.__dict__, "algorithm": "auto", "reason": _reason(best, made)})
+
+
+def _refined(problem: PartitionProblem, exact: Partition) -> Partition:
+    """The exact partition after refinement."""
+    devices = _in_order(problem, exact.devices)
+    start = np.array([exact.stage_of[node.name] for node in problem.units.nodes], dtype=np.int64)
+    placed, moves = refine(problem, start, devices)
+    reason = f"{exact.reason}, then {moves} nodes moved over borders"
+    return evaluate(problem, placed, algorithm="dp+fm", reason=reason, devices=devices)
+
+
+def _in_order(problem: PartitionProblem, names: tuple[str, ...]) -> list[DeviceSpec]:
+    left = list(problem.devices)
+    devices = []
+    for name in names:
+        device = next(one for one in left if one.name == name)
+        left.remove(device)
+        devices.append(device)
+    return devices
+
+
+def _reason(best: Partition, made: list[Partition]) -> str:
+    """What was chosen, how good it is, and what the next best would have cost."""
+    text = (
+        f"{best.algorithm}: {best.reason}; step {best.step_us:.1f} us, largest stage {best.imbalance:.3f} times the mean "
+        f"(no partition below {best.lower_bound_us * best.stages / max(sum(best.stage_time_us), 1e-300):.3f})"
+    )
+    others = [one for one in made if one.algorithm not in (best.algorithm, "dp", "dp+fm")]
+    fitting = [one for one in others if one.fits]
+    if fitting:
+        second = min(fitting, key=lambda one: one.step_us)
+        more = 100 * (second.step_us / best.step_us - 1) if best.step_us > 0 else 0.0
+        text += f"; the best other is {second.algorithm}, {more:.1f} % longer"
+    full = sorted(one.algorithm for one in others if not one.fits)
+    return text + (f"; without room: {', '.join(full)}" if full else "")

@@ -1,0 +1,309 @@
+"""What a graph, a device and a link cost, without a tensor in sight.
+
+All times are those of one microbatch in microseconds on a device of speed 1, all sizes in bytes. The RFC's cost of a
+part of the model is ``time_weight * time + memory_weight * memory``; the algorithms that follow papers use it, while the
+exact ones put time first and keep memory under each device's cap, with a buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch_lms.errors import PartitionError
+from torch_lms.partition.relief import KEEP_ALL, MemoryRelief
+
+if TYPE_CHECKING:
+    from torch_lms.profile.document import Profile
+
+__all__ = [
+    "OPTIMIZER_MULTIPLIERS",
+    "CostGraph",
+    "CostModel",
+    "CostNode",
+    "DeviceSpec",
+    "LinkSpec",
+    "optimizer_multiplier",
+]
+
+SCHEDULES = ("1f1b", "gpipe")
+PASSIVE_KINDS = ("placeholder", "get_attr", "output")
+_FREE_OF_GRADIENT = 1.0
+
+# The RFC's table: how many copies of a parameter training keeps: itself, its gradient and the optimizer's state.
+OPTIMIZER_MULTIPLIERS: Mapping[str, float] = {
+    "sgd": 2,
+    "adam": 4,
+    "adamw": 4,
+    "adadelta": 4,
+    "adagrad": 3,
+    "rmsprop": 3,
+}
+
+
+def optimizer_multiplier(optimizer: Any) -> float:
+    """How many copies of each parameter an optimizer makes training keep, from the RFC's table.
+
+    Args:
+        optimizer: a name such as ``"adam"``, or a ``torch.optim.Optimizer``, whose options count: momentum, ``amsgrad``
+            and ``centered`` keep one copy more each.
+
+    Raises:
+        PartitionError: for an optimizer that is not in the table.
+    """
+    name = optimizer.lower() if isinstance(optimizer, str) else type(optimizer).__name__.lower()
+    if name not in OPTIMIZER_MULTIPLIERS:
+        known = ", ".join(OPTIMIZER_MULTIPLIERS)
+        raise PartitionError(
+            f"expected an optimizer among {known}, found {name!r}; give optimizer_bytes as measured, or the multiplier"
+        )
+    options = {} if isinstance(optimizer, str) else optimizer.defaults
+    more = sum(bool(options.get(option)) for option in ("momentum", "amsgrad", "centered"))
+    return OPTIMIZER_MULTIPLIERS[name] + more
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostNode:
+    """One operation, or one module where the graph is no finer.
+
+    Attributes:
+        name: unique in its graph.
+        forward_us: of one microbatch, on a device of speed 1.
+        backward_us: as ``forward_us``.
+        output_bytes: what a border behind it carries forward.
+        gradient_bytes: what it carries backward; 0 where the output needs no gradient.
+        parameters: names of those it reads; tied weights under one name.
+        saved: ids of storages that it keeps for its backward.
+        inputs: names of the nodes whose outputs it reads.
+        module: qualified path of the module that it belongs to.
+        kind: ``placeholder``, ``get_attr``, ``output``, or what it does.
+        output_storages: ids of the storages of its output, so that a value that is sent and saved counts once.
+    """
+
+    name: str
+    forward_us: float = 0.0
+    backward_us: float = 0.0
+    output_bytes: int = 0
+    gradient_bytes: int = 0
+    parameters: tuple[str, ...] = ()
+    saved: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = ()
+    module: str = ""
+    kind: str = "call_function"
+    output_storages: tuple[str, ...] = ()
+
+    @property
+    def passive(self) -> bool:
+        """Whether it only hands a value in or out and no stage is made for it."""
+        return self.kind in PASSIVE_KINDS
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostGraph:
+    """The nodes in topological order, with the sizes of what they share.
+
+    Attributes:
+        nodes: each after its inputs.
+        parameter_bytes: of each parameter; tied weights once.
+        storage_bytes: of each saved storage, for one microbatch.
+        trainable: names of parameters with gradient and optimizer state; None means all.
+        optimizer_bytes: of each parameter's optimizer state, where it was measured.
+
+    Raises:
+        PartitionError: if a name appears twice, is missing, or is used before it is made (a cycle, or a wrong order).
+    """
+
+    nodes: tuple[CostNode, ...]
+    parameter_bytes: Mapping[str, int] = field(default_factory=dict)
+    storage_bytes: Mapping[str, int] = field(default_factory=dict)
+    trainable: frozenset[str] | None = None
+    optimizer_bytes: Mapping[str, int] | None = None
+
+    def __post_init__(self) -> None:
+        names = {node.name for node in self.nodes}
+        seen: set[str] = set()
+        for node in self.nodes:
+            if node.name in seen:
+                raise PartitionError(f"expected each name once, found {node.name!r} twice; give nodes unique names")
+            if node.forward_us < 0 or node.backward_us < 0 or node.output_bytes < 0 or node.gradient_bytes < 0:
+                raise PartitionError(f"expected times and sizes of at least 0, found {node}; profile it again")
+            self._check_inputs(node, names, seen)
+            self._check_sizes(node)
+            seen.add(node.name)
+
+    def _check_inputs(self, node: CostNode, names: set[str], seen: set[str]) -> None:
+        for name in node.inputs:
+            if name not in names:
+                raise PartitionError(
+                    f"expected the inputs of {node.name!r} among the nodes, found {name!r}; add the node that makes it"
+                )
+            if name not in seen:
+                raise PartitionError(
+                    f"expected nodes in topological order, found {node.name!r} before its input {name!r}; "
+                    "order them, or break the cycle between the two"
+                )
+
+    def _check_sizes(self, node: CostNode) -> None:
+        for what, wanted, known in (
+            ("parameter", node.parameters, self.parameter_bytes),
+            ("saved storage", node.saved, self.storage_bytes),
+        ):
+            for name in wanted:
+                if name not in known:
+                    raise PartitionError(
+                        f"expected the size of {what} {name!r} of node {node.name!r}, found none; add it to the graph"
+                    )
+
+    @classmethod
+    def from_profile(cls, profile: Profile) -> CostGraph:
+        """The costs that a profile measured; tied weights come under their first name."""
+        tied = getattr(profile, "tied", {})
+        nodes = tuple(
+            CostNode(
+                name=node.name,
+                forward_us=node.forward_us,
+                backward_us=node.backward_us,
+                output_bytes=node.output_bytes,
+                gradient_bytes=node.gradient_bytes,
+                parameters=tuple(dict.fromkeys(tied.get(name, name) for name in node.parameters)),
+                saved=tuple(id_ for id_ in node.saved if id_ in profile.storage_bytes),
+                inputs=tuple(dict.fromkeys(node.inputs)),
+                module=node.module,
+                kind=node.op if node.op in PASSIVE_KINDS else node.target,
+                output_storages=node.output_storages,
+            )
+            for node in profile.nodes
+        )
+        return cls(
+            nodes=nodes,
+            parameter_bytes=dict(profile.parameter_bytes),
+            storage_bytes=dict(profile.storage_bytes),
+            trainable=profile.trainable,
+            optimizer_bytes=profile.optimizer_bytes,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceSpec:
+    """Where a stage runs.
+
+    Attributes:
+        name: as the links name it, such as ``cuda:0``.
+        memory_cap_bytes: of the device; None where it does not matter.
+        speed: a node takes its time divided by this.
+    """
+
+    name: str
+    memory_cap_bytes: int | None = None
+    speed: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.speed > 0:
+            raise PartitionError(
+                f"expected a positive speed of {self.name}, found {self.speed}; 1 is the profiled device"
+            )
+        if self.memory_cap_bytes is not None and self.memory_cap_bytes <= 0:
+            raise PartitionError(
+                f"expected a positive memory cap of {self.name}, found {self.memory_cap_bytes}; None means no cap"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkSpec:
+    """One direction of the way between two devices; both directions run at once."""
+
+    bytes_per_us: float = float("inf")
+    latency_us: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.bytes_per_us > 0 or self.latency_us < 0:
+            raise PartitionError(f"expected a positive rate and a latency of at least 0, found {self}")
+
+    def transfer_us(self, nbytes: float) -> float:
+        """The time for that many bytes; nothing is sent where there are none."""
+        return self.latency_us + nbytes / self.bytes_per_us if nbytes > 0 else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostModel:
+    """How times and sizes become the time and the memory of a training step.
+
+    Note [Step time]: with stage times t, transfer times c of each border (both directions) and m microbatches, a step
+    takes ``sum(t) + sum(c) + (m - 1) * period``: the first microbatch passes all stages and back, and each further one
+    leaves the slowest place a period later. The period is the largest of the stage times and, where transfers overlap
+    with computing, of the transfers of one direction; where they do not, a stage also waits for what it receives.
+    Under GPipe, which turns once, the period is the slowest forward and the slowest backward. The bubble is the share
+    of the devices' time in which they do not compute: ``1 - m * sum(t) / (p * step)``; with equal stages and free
+    transfers that is the well-known ``(p - 1) / (m + p - 1)``.
+
+    Note [Stage memory]: parameters with gradient and optimizer state, once for each stage that uses them; for each
+    microbatch in flight the storages that its nodes save, each once, and the values that cross its borders, unless
+    they are among these; and the largest output with its gradient of any one node, as working space. Stage i of p
+    (counted from 0) holds ``p - i`` microbatches under 1F1B, never more than there are, and all of them under GPipe.
+
+    Attributes:
+        time_weight: of the RFC's cost, where times and sizes are shares of the whole graph's.
+        memory_weight: the rest, so that both sum to 1.
+        optimizer_multiplier: copies of each trainable parameter (`optimizer_multiplier`); where the graph or this
+            model has measured bytes these count instead.
+        optimizer_bytes: of each parameter's optimizer state.
+        memory_buffer: share of a device's cap that stays free.
+        schedule: ``1f1b`` or ``gpipe``.
+        microbatches: in a step.
+        overlap_communication: whether a stage computes while its transfers run.
+        relief: what may lower a stage's memory at a cost in time.
+    """
+
+    time_weight: float = 0.6
+    memory_weight: float = 0.4
+    optimizer_multiplier: float = 4.0
+    optimizer_bytes: Mapping[str, int] | None = None
+    memory_buffer: float = 0.1
+    schedule: str = "1f1b"
+    microbatches: int = 8
+    overlap_communication: bool = True
+    relief: MemoryRelief = KEEP_ALL
+
+    def __post_init__(self) -> None:
+        if min(self.time_weight, self.memory_weight) < 0 or abs(self.time_weight + self.memory_weight - 1) > 1e-9:
+            raise PartitionError(
+                f"expected weights of at least 0 that sum to 1, found time {self.time_weight} and memory "
+                f"{self.memory_weight}; the RFC proposes 0.6 and 0.4"
+            )
+        if self.optimizer_multiplier < 1:
+            raise PartitionError(f"expected an optimizer multiplier of at least 1, found {self.optimizer_multiplier}")
+        if not 0 <= self.memory_buffer < 1:
+            raise PartitionError(
+                f"expected a memory buffer from 0 to below 1, found {self.memory_buffer}; it is a share"
+            )
+        if self.schedule not in SCHEDULES:
+            raise PartitionError(f"expected a schedule among {', '.join(SCHEDULES)}, found {self.schedule!r}")
+        if self.microbatches < 1:
+            raise PartitionError(f"expected at least 1 microbatch, found {self.microbatches}")
+
+    def in_flight(self, stage: int, stages: int) -> int:
+        """How many microbatches a stage holds at once."""
+        return self.microbatches if self.schedule == "gpipe" else min(self.microbatches, stages - stage)
+
+    def usable_bytes(self, device: DeviceSpec) -> float:
+        """What a stage may take of a device's memory."""
+        cap = device.memory_cap_bytes
+        return float("inf") if cap is None else cap * (1 - self.memory_buffer)
+
+    def parameter_cost_bytes(self, graph: CostGraph) -> dict[str, float]:
+        """What each parameter takes in training, with its gradient and optimizer state."""
+        measured = self.optimizer_bytes if self.optimizer_bytes is not None else graph.optimizer_bytes
+        costs = {}
+        for name, nbytes in graph.parameter_bytes.items():
+            if graph.trainable is not None and name not in graph.trainable:
+                costs[name] = nbytes * _FREE_OF_GRADIENT
+            elif measured is not None:
+                costs[name] = 2.0 * nbytes + measured.get(name, 0)
+            else:
+                costs[name] = nbytes * self.optimizer_multiplier
+        return costs
+
+    def cost(self, time_share: float, memory_share: float) -> float:
+        """The RFC's cost of a part of the model, from its shares of the whole graph's time and memory."""
+        return self.time_weight * time_share + self.memory_weight * memory_share

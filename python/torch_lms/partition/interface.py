@@ -1,0 +1,253 @@
+"""The one interface of all partition algorithms: a problem goes in, a partition with its figures comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torch_lms.errors import PartitionError
+from torch_lms.partition.costs import CostGraph, CostModel, DeviceSpec, LinkSpec
+from torch_lms.partition.figures import Figures, measure
+from torch_lms.partition.units import Units, check_partition
+
+__all__ = ["Algorithm", "Partition", "PartitionProblem", "evaluate", "gib", "partition"]
+
+Links = LinkSpec | Mapping[tuple[str, str], LinkSpec]
+
+
+def gib(nbytes: float) -> str:
+    """A size for people."""
+    return f"{nbytes:.0f} bytes ({nbytes / 2**30:.3f} GiB)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartitionProblem:
+    """What is to be cut, for which devices.
+
+    Attributes:
+        graph: with its costs.
+        devices: one for each stage, in the pipeline's order.
+        links: one for all pairs of devices, or one for each pair by the devices' names; a pair that is only there the
+            other way round counts for both ways.
+        cost_model: prices and the schedule.
+        stages: how many; by default as many as there are devices.
+        reorder_devices: whether an algorithm may put the devices into another order.
+
+    Raises:
+        PartitionError: if there are more stages than nodes, not one device for each stage, or a link to a device that
+            is not among them.
+    """
+
+    graph: CostGraph
+    devices: tuple[DeviceSpec, ...]
+    links: Links = field(default_factory=LinkSpec)
+    cost_model: CostModel = field(default_factory=CostModel)
+    stages: int = 0
+    reorder_devices: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "devices", tuple(self.devices))
+        if self.stages == 0:
+            object.__setattr__(self, "stages", len(self.devices))
+        if self.stages < 1:
+            raise PartitionError(f"expected at least 1 stage, found {self.stages}; name a device for each stage")
+        if len(self.devices) != self.stages:
+            raise PartitionError(
+                f"expected one device for each of {self.stages} stages, found {len(self.devices)}; "
+                "name each device once for each of its stages"
+            )
+        if self.stages > len(self.units):
+            raise PartitionError(
+                f"expected at most as many stages as nodes that compute, found {self.stages} stages for "
+                f"{len(self.units)}; use fewer stages or trace the model at a finer level"
+            )
+        self._check_links()
+
+    def _check_links(self) -> None:
+        names = {device.name for device in self.devices}
+        if isinstance(self.links, LinkSpec):
+            return
+        for pair in self.links:
+            for name in pair:
+                if name not in names:
+                    known = ", ".join(sorted(names))
+                    raise PartitionError(
+                        f"expected links between the devices {known}, found one to {name!r}, which is not there; "
+                        "add the device or leave the link out"
+                    )
+
+    @cached_property
+    def units(self) -> Units:
+        """The graph's active nodes."""
+        return Units(self.graph)
+
+    def links_between(self, devices: Sequence[DeviceSpec]) -> list[LinkSpec]:
+        """The links that devices in this order pass values over."""
+        return [self._link(one.name, other.name) for one, other in zip(devices, devices[1:], strict=False)]
+
+    def _link(self, source: str, target: str) -> LinkSpec:
+        if isinstance(self.links, LinkSpec):
+            return self.links
+        if source == target:
+            return LinkSpec()
+        link = self.links.get((source, target)) or self.links.get((target, source))
+        if link is None:
+            raise PartitionError(
+                f"expected a link from {source} to {target}, found none; add it, or give one LinkSpec for all pairs"
+            )
+        return link
+
+    @cached_property
+    def lower_bound_us(self) -> float:
+        """No partition has a smaller largest stage time: the mean, or the largest node on the fastest device."""
+        speeds = [device.speed for device in self.devices]
+        times = self.units.time_us
+        return max(float(times.sum()) / sum(speeds), float(times.max()) / max(speeds))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Partition:
+    """Which stage each node belongs to, why, and what that takes.
+
+    Attributes:
+        stage_of: of every node of the graph.
+        stages: how many.
+        algorithm: that made it.
+        reason: in words.
+        devices: of the stages, in order.
+        figures: all costs.
+        lower_bound_us: of the largest stage time.
+    """
+
+    stage_of: Mapping[str, int]
+    stages: int
+    algorithm: str
+    reason: str
+    devices: tuple[str, ...]
+    figures: Figures
+    lower_bound_us: float
+
+    @property
+    def stage_time_us(self) -> tuple[float, ...]:
+        """Of one microbatch, forward and backward."""
+        return self.figures.stage_time_us
+
+    @property
+    def stage_memory_bytes(self) -> tuple[int, ...]:
+        """At the peak of a step."""
+        return self.figures.stage_memory_bytes
+
+    @property
+    def cut_bytes(self) -> tuple[int, ...]:
+        """Over each border for one microbatch, activations and gradients."""
+        pairs = zip(self.figures.cut_forward_bytes, self.figures.cut_backward_bytes, strict=True)
+        return tuple(forward + backward for forward, backward in pairs)
+
+    @property
+    def bottleneck_us(self) -> float:
+        """The largest stage time."""
+        return max(self.stage_time_us)
+
+    @property
+    def imbalance(self) -> float:
+        """The largest stage time over the mean; 1 where nothing takes time."""
+        total = sum(self.stage_time_us)
+        return self.bottleneck_us * self.stages / total if total > 0 else 1.0
+
+    @property
+    def step_us(self) -> float:
+        """A training step; see Note [Step time] in ``costs``."""
+        return self.figures.step.step_us
+
+    @property
+    def bubble(self) -> float:
+        """The share of the devices' time without computing."""
+        return self.figures.step.bubble
+
+    @property
+    def fits(self) -> bool:
+        """Whether every stage fits its device's cap less the buffer."""
+        return self.figures.fits
+
+
+class Algorithm(Protocol):
+    """Cuts a graph into stages.
+
+    Attributes:
+        name: that `partition` knows it by.
+        source: the paper or the program that it follows.
+    """
+
+    @property
+    def name(self) -> str: ...  # noqa: D102 (said above)
+
+    @property
+    def source(self) -> str: ...  # noqa: D102 (said above)
+
+    def partition(self, problem: PartitionProblem) -> Partition:
+        """A valid partition; one that only looks at time or sizes may not fit, and says so in ``fits``.
+
+        Raises:
+            PartitionError: if it finds none.
+        """
+        ...
+
+
+def evaluate(
+    problem: PartitionProblem,
+    stage_of_unit: NDArray[np.int64],
+    *,
+    algorithm: str,
+    reason: str,
+    devices: Sequence[DeviceSpec] | None = None,
+) -> Partition:
+    """The partition that places each unit on a stage, checked and measured."""
+    devices = problem.devices if devices is None else devices
+    stage_of = problem.units.stages_of_nodes([int(stage) for stage in stage_of_unit], problem.stages)
+    check_partition(problem.graph, stage_of, problem.stages)
+    links = problem.links_between(devices)
+    return Partition(
+        stage_of=stage_of,
+        stages=problem.stages,
+        algorithm=algorithm,
+        reason=reason,
+        devices=tuple(device.name for device in devices),
+        figures=measure(problem.units, np.asarray(stage_of_unit, dtype=np.int64), devices, links, problem.cost_model),
+        lower_bound_us=problem.lower_bound_us,
+    )
+
+
+def partition(problem: PartitionProblem, algorithm: str | Algorithm = "auto") -> Partition:
+    """Cuts a graph into stages.
+
+    Args:
+        problem: the graph, the devices and the prices.
+        algorithm: a name (`torch_lms.partition.algorithm_names`), ``type:`` and a regular expression, or one's own.
+
+    Raises:
+        PartitionError: for an unknown name, or if what comes out does not fit the devices, with the least cap that works.
+    """
+    from torch_lms.partition.algorithms import find_algorithm
+
+    chosen = find_algorithm(algorithm) if isinstance(algorithm, str) else algorithm
+    found = chosen.partition(problem)
+    if not found.fits:
+        raise PartitionError(_misfit(problem, found))
+    return found
+
+
+def _misfit(problem: PartitionProblem, found: Partition) -> str:
+    from torch_lms.partition.algorithms.dynamic import least_caps
+
+    stage = found.figures.over()[0]
+    text = (
+        f"expected every stage within its device's memory, found stage {stage} of algorithm {found.algorithm!r} with "
+        f"{gib(found.stage_memory_bytes[stage])} where {found.devices[stage]} has {gib(found.figures.usable_bytes[stage])} "
+        "after the buffer; "
+    )
+    return text + least_caps(problem).advice

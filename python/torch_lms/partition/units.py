@@ -1,0 +1,172 @@
+"""A cost graph as the algorithms see it: the nodes that do something, numbered, and the values between them.
+
+Placeholders stay with the first stage and the output node with the last, so a value that only the last stage reads is
+handed through. A ``get_attr`` node belongs to the nodes that read it: its parameter counts in each of their stages and
+never crosses a border.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torch_lms.errors import PartitionError
+from torch_lms.partition.costs import CostGraph, CostNode
+
+__all__ = ["Units", "Value", "check_partition"]
+
+MODEL_INPUT = -1
+
+
+@dataclass(frozen=True)
+class Value:
+    """An output that other nodes read.
+
+    Attributes:
+        producer: unit that makes it; -1 for an input of the model.
+        consumers: units that read it; the number of units stands for the model's output.
+        forward_bytes: what it weighs on the way forward.
+        backward_bytes: what its gradient weighs.
+        storages: ids, where known.
+    """
+
+    producer: int
+    consumers: tuple[int, ...]
+    forward_bytes: int
+    backward_bytes: int
+    storages: tuple[str, ...]
+
+
+class Units:
+    """The active nodes of a graph, numbered from 0 in its order.
+
+    Attributes:
+        graph: that they come from.
+        nodes: the active ones.
+        parameters: names that each unit reads, with those of its ``get_attr`` inputs.
+        inputs: numbers of the units that each unit reads.
+        users: numbers of the units that read each unit.
+        values: what may cross a border.
+    """
+
+    def __init__(self, graph: CostGraph) -> None:
+        self.graph = graph
+        self.nodes = [node for node in graph.nodes if not node.passive]
+        self._number = {node.name: index for index, node in enumerate(self.nodes)}
+        self._by_name = {node.name: node for node in graph.nodes}
+        self.parameters = [self._parameters_of(node) for node in self.nodes]
+        self.inputs: list[tuple[int, ...]] = [
+            tuple(self._number[name] for name in dict.fromkeys(node.inputs) if name in self._number)
+            for node in self.nodes
+        ]
+        self.users: list[list[int]] = [[] for _ in self.nodes]
+        for index, inputs in enumerate(self.inputs):
+            for source in inputs:
+                self.users[source].append(index)
+        self.values = self._values()
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+    @cached_property
+    def forward_us(self) -> NDArray[np.float64]:
+        """Of each unit."""
+        return np.array([node.forward_us for node in self.nodes], dtype=np.float64)
+
+    @cached_property
+    def backward_us(self) -> NDArray[np.float64]:
+        """Of each unit."""
+        return np.array([node.backward_us for node in self.nodes], dtype=np.float64)
+
+    @cached_property
+    def time_us(self) -> NDArray[np.float64]:
+        """Forward and backward of each unit."""
+        return self.forward_us + self.backward_us
+
+    @cached_property
+    def transient_bytes(self) -> NDArray[np.float64]:
+        """Working space of each unit: its output and its output's gradient."""
+        return np.array([node.output_bytes + node.gradient_bytes for node in self.nodes], dtype=np.float64)
+
+    def stages_of_nodes(self, stage_of_unit: Sequence[int], stages: int) -> dict[str, int]:
+        """The stage of every node of the graph, active or not."""
+        placed = {node.name: int(stage_of_unit[index]) for index, node in enumerate(self.nodes)}
+        users: dict[str, list[int]] = {}
+        for node in self.graph.nodes:
+            for name in node.inputs:
+                if self._by_name[name].kind == "get_attr":
+                    users.setdefault(name, []).append(placed.get(node.name, stages - 1))
+        everywhere = {"placeholder": 0, "output": stages - 1}
+        return {
+            node.name: placed[node.name]
+            if node.name in placed
+            else everywhere.get(node.kind, min(users.get(node.name, [0])))
+            for node in self.graph.nodes
+        }
+
+    def _parameters_of(self, node: CostNode) -> tuple[str, ...]:
+        names = list(node.parameters)
+        for name in node.inputs:
+            if self._by_name[name].kind == "get_attr":
+                names += self._by_name[name].parameters
+        return tuple(dict.fromkeys(names))
+
+    def _values(self) -> list[Value]:
+        consumers: dict[str, list[int]] = {}
+        for node in self.graph.nodes:
+            for name in dict.fromkeys(node.inputs):
+                consumers.setdefault(name, []).append(self._number.get(node.name, len(self.nodes)))
+        return [
+            Value(
+                producer=self._number.get(node.name, MODEL_INPUT),
+                consumers=tuple(consumers[node.name]),
+                forward_bytes=node.output_bytes,
+                backward_bytes=node.gradient_bytes,
+                storages=node.output_storages,
+            )
+            for node in self.graph.nodes
+            if node.kind not in ("get_attr", "output") and node.name in consumers
+        ]
+
+
+def check_partition(graph: CostGraph, stage_of: Mapping[str, int], stages: int) -> None:
+    """Checks that each node has one stage, each stage has work, and no value goes back to an earlier stage.
+
+    Raises:
+        PartitionError: naming the node, the edge or the stage that is wrong.
+    """
+    for node in graph.nodes:
+        stage = stage_of.get(node.name)
+        if stage is None or not 0 <= stage < stages:
+            raise PartitionError(
+                f"expected a stage from 0 to {stages - 1} for node {node.name!r}, found {stage}; place every node"
+            )
+    unknown = sorted(set(stage_of) - {node.name for node in graph.nodes})
+    if unknown:
+        raise PartitionError(f"expected only nodes of the graph, found {unknown[0]!r}; leave it out")
+    _check_borders(graph, stage_of)
+    idle = sorted(set(range(stages)) - {stage_of[node.name] for node in graph.nodes if not node.passive})
+    if idle:
+        raise PartitionError(
+            f"expected work for each of {stages} stages, found none for stage {idle[0]}; use fewer stages"
+        )
+
+
+def _check_borders(graph: CostGraph, stage_of: Mapping[str, int]) -> None:
+    between: dict[tuple[int, int], tuple[str, str]] = {}
+    for node in graph.nodes:
+        for name in node.inputs:
+            between.setdefault((stage_of[name], stage_of[node.name]), (name, node.name))
+    for (source, target), (made, read) in sorted(between.items()):
+        if source <= target:
+            continue
+        circle = between.get((target, source))
+        also = f", while {circle[1]!r} reads {circle[0]!r} the other way: a cycle through the border" if circle else ""
+        raise PartitionError(
+            f"expected values to go to the same or a later stage, found {made!r} of stage {source} read by {read!r} of "
+            f"stage {target}{also}; move {read!r} to stage {source} or later"
+        )
