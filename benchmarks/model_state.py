@@ -1,0 +1,97 @@
+"""A model whose parameters, gradients and optimizer state alone exceed the limit: it trains, with the same losses."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from typing import Any
+
+import torch
+
+import torch_lms
+from benchmarks.results import Result
+from benchmarks.training import GIB, digest, make_deterministic
+from torch_lms.cli.models import GPT, GPTShape
+from torch_lms.swap import parse_bytes
+
+COLUMNS = [
+    ("mode", "Mode", "{}"),
+    ("state_gib", "Model state (GiB)", "{:.1f}"),
+    ("peak_gib", "Peak (GiB)", "{:.1f}"),
+    ("step_ms", "Step (ms)", "{:.0f}"),
+    ("out_gib", "Out a step (GiB)", "{:.1f}"),
+    ("equal", "Bit-equal", "{}"),
+]
+
+
+def train(shape: GPTShape, batch: int, steps: int, device: str) -> dict[str, Any]:
+    """Trains from a fixed seed; returns losses, a digest of the parameters, times and sizes."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = GPT(shape)
+        ids = torch.randint(shape.vocabulary, (batch, shape.tokens))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=False)
+    torch_lms.stats(reset=True)
+    losses, times_ms = [], []
+    for _ in range(steps):
+        start = time.perf_counter()
+        loss = model(ids, ids.roll(-1, 1))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.item()))
+        times_ms.append(1e3 * (time.perf_counter() - start))
+    counted = torch_lms.stats()
+    parameters = sum(parameter.nbytes for parameter in model.parameters())
+    return {
+        "results": (losses, digest(model.parameters())),
+        "state_gib": 4 * parameters / GIB,
+        "peak_gib": counted.peak_allocated_bytes / GIB,
+        "step_ms": sorted(times_ms)[len(times_ms) // 2],
+        "out_gib": counted.pageout_bytes / steps / GIB,
+    }
+
+
+def main() -> None:
+    """Trains with and without the limit and writes the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--limit", default="12GiB")
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--hidden", type=int, default=2048)
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--output-dir", default="benchmarks/results")
+    given = parser.parse_args()
+    make_deterministic()
+    result = Result(
+        name="model_state", title="Model state larger than the limit: GPT in fp32 with AdamW", columns=COLUMNS
+    )
+    shape = GPTShape(
+        layers=given.layers, hidden=given.hidden, heads=given.hidden // 128, tokens=given.tokens, vocabulary=32000
+    )
+    if given.device == "cpu":
+        torch_lms.swap.count_cpu_allocations()
+    limit_gib = parse_bytes(given.limit) / GIB
+    reference = None
+    for mode in ("plain", f"limit {given.limit}"):
+        if mode != "plain":
+            torch_lms.enable({given.device: given.limit})
+        row = train(shape, given.batch, given.steps, given.device)
+        results = row.pop("results")
+        reference = reference or results
+        result.add(mode=mode, equal=results == reference, **row)
+        gc.collect()
+        if given.device == "cuda":
+            torch.cuda.empty_cache()
+    state_gib = float(row["state_gib"])
+    result.check("model state over the limit", "1.0", round(state_gib / limit_gib, 2), ok=state_gib > limit_gib)
+    result.check("losses and parameters bit-equal", "True", str(results == reference), ok=results == reference)
+    result.check("peak (GiB)", f"{limit_gib:.2f}", round(row["peak_gib"], 3), ok=row["peak_gib"] <= limit_gib)
+    result.write(given.output_dir)
+
+
+if __name__ == "__main__":
+    main()
