@@ -2,9 +2,9 @@
 
 Note [Period and sum]: a step takes ``S + (m - 1) * P``, S the sum of stage and transfer times and P the period (Note
 [Step time] in ``costs``). For a bound on P the smallest S is one pass of dynamic programming; the smallest P of all is
-another. From the largest P that could pay the bound goes down: a pass gives S and some P, anything better has a sum of at
-least S, so its period is below both this P and ``(best - S) / (m - 1)``. When that is below the smallest period, the best
-one found is optimal. If the passes allowed run out first, what could still be gained is said.
+another. From the largest P that could pay the bound goes down: a pass gives S and some P, anything better has a sum of
+at least S, so its period is below both this P and ``(best - S) / (m - 1)``. When that is below the smallest period,
+the best one found is optimal. If the passes allowed run out first, what could still be gained is said.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What a graph, a device and a link cost, without a tensor in sight.
 
 All times are those of one microbatch in microseconds on a device of speed 1, all sizes in bytes. The RFC's cost of a
-part of the model is ``time_weight * time + memory_weight * memory``; the algorithms that follow papers use it, while the
-exact ones put time first and keep memory under each device's cap, with a buffer.
+part of the model is ``time_weight * time + memory_weight * memory``; the algorithms that follow papers use it, while
+the exact ones put time first and keep memory under each device's cap, with a buffer.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from torch_lms.partition.costs import CostModel, DeviceSpec, LinkSpec
 from torch_lms.partition.relief import StageNeed
-from torch_lms.partition.units import MODEL_INPUT, Units
+from torch_lms.partition.units import MODEL_INPUT, Units, Value
 
 __all__ = ["Figures", "Step", "measure", "step_time"]
 
@@ -118,10 +118,8 @@ def step_time(
         slow_forward = forward_us + np.concatenate([[0.0], send])
         slow_backward = backward_us + np.concatenate([back, [0.0]])
         slow_both = slow_forward + slow_backward
-    if model.schedule == "gpipe":
-        period = float(slow_forward.max() + slow_backward.max())
-    else:
-        period = float(slow_both.max())
+    turns_once = model.schedule == "gpipe"
+    period = float(slow_forward.max() + slow_backward.max() if turns_once else slow_both.max())
     step = float(work.sum() + send.sum() + back.sum()) + (model.microbatches - 1) * period
     busy = model.microbatches * float(work.sum())
     bubble = 1 - busy / (len(work) * step) if step > 0 else 0.0
@@ -137,19 +135,26 @@ def _held_and_sent(units: Units, stage_of_unit: Ints, stages: int) -> tuple[NDAr
     held = np.array([sum(sizes[id_] for id_ in ids) for ids in saved], dtype=np.float64)
     cut_forward, cut_backward = [0] * (stages - 1), [0] * (stages - 1)
     for value in units.values:
-        first = 0 if value.producer == MODEL_INPUT else int(stage_of_unit[value.producer])
-        last = max(stages - 1 if user == len(units) else int(stage_of_unit[user]) for user in value.consumers)
+        readers = {stages - 1 if user == len(units) else int(stage_of_unit[user]) for user in value.consumers}
+        first = min(readers) if value.producer == MODEL_INPUT else int(stage_of_unit[value.producer])
+        last = max(readers)
+        keepers = _keepers(value, first, last, readers, len(units))
+        for stage in keepers:
+            if not any(id_ in saved[stage] for id_ in value.storages):
+                held[stage] += value.forward_bytes
+        if value.producer == MODEL_INPUT:
+            continue
         for border in range(first, last):
             cut_forward[border] += value.forward_bytes
             cut_backward[border] += value.backward_bytes
-        enters = value.producer == MODEL_INPUT
-        leaves = len(units) in value.consumers
-        if first == last and not enters and not leaves:
-            continue
-        for stage in range(first, last + 1):
-            if not any(id_ in saved[stage] for id_ in value.storages):
-                held[stage] += value.forward_bytes
     return held, cut_forward, cut_backward
+
+
+def _keepers(value: Value, first: int, last: int, readers: set[int], end: int) -> Iterable[int]:
+    """The stages that keep a value because it comes in or goes out; a value within one stage is none of these."""
+    if value.producer == MODEL_INPUT:
+        return readers
+    return range(first, last + 1) if first < last or end in value.consumers else ()
 
 
 def _static_bytes(units: Units, stage_of_unit: Ints, stages: int, model: CostModel) -> NDArray[np.float64]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -88,7 +89,7 @@ class PartitionProblem:
 
     def links_between(self, devices: Sequence[DeviceSpec]) -> list[LinkSpec]:
         """The links that devices in this order pass values over."""
-        return [self._link(one.name, other.name) for one, other in zip(devices, devices[1:], strict=False)]
+        return [self._link(one.name, other.name) for one, other in itertools.pairwise(devices)]
 
     def _link(self, source: str, target: str) -> LinkSpec:
         if isinstance(self.links, LinkSpec):
@@ -230,7 +231,8 @@ def partition(problem: PartitionProblem, algorithm: str | Algorithm = "auto") ->
         algorithm: a name (`torch_lms.partition.algorithm_names`), ``type:`` and a regular expression, or one's own.
 
     Raises:
-        PartitionError: for an unknown name, or if what comes out does not fit the devices, with the least cap that works.
+        PartitionError: for an unknown name, or if what comes out does not fit the devices; it says the least cap that
+            works.
     """
     from torch_lms.partition.algorithms import find_algorithm
 
@@ -245,9 +247,9 @@ def _misfit(problem: PartitionProblem, found: Partition) -> str:
     from torch_lms.partition.algorithms.dynamic import least_caps
 
     stage = found.figures.over()[0]
+    need, usable = found.stage_memory_bytes[stage], found.figures.usable_bytes[stage]
     text = (
         f"expected every stage within its device's memory, found stage {stage} of algorithm {found.algorithm!r} with "
-        f"{gib(found.stage_memory_bytes[stage])} where {found.devices[stage]} has {gib(found.figures.usable_bytes[stage])} "
-        "after the buffer; "
+        f"{gib(need)} where {found.devices[stage]} has {gib(usable)} after the buffer; "
     )
     return text + least_caps(problem).advice

@@ -1,10 +1,10 @@
 """The memory of every contiguous stage of an order, as matrices over its first and its last cut.
 
-Note [Rectangles]: whether a stage from cut a to cut b holds something depends on a and b alone. A storage that positions
-u1 < u2 < ... save is held where, for one of them, ``u(r-1) < a <= u(r)`` and ``b > u(r)``: rectangles that do not overlap,
-so each storage counts once. A value made at x and last read at y is received where ``x < a <= y`` and sent where
-``a <= x < b <= y``; where a position in between saves its storage it is in the first kind already, so these rectangles end
-at the next such position. All rectangles are added up by their corners and two running sums.
+Note [Rectangles]: whether a stage from cut a to cut b holds something depends on a and b alone. A storage that
+positions u1 < u2 < ... save is held where, for one of them, ``u(r-1) < a <= u(r)`` and ``b > u(r)``: rectangles that do
+not overlap, so each storage counts once. A value made at x and last read at y is received where ``x < a <= y`` and sent
+where ``a <= x < b <= y``; where a position in between saves its storage it is in the first kind already, so these
+rectangles end at the next such position. All rectangles are added up by their corners and two running sums.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from torch_lms.partition.costs import CostModel
 from torch_lms.partition.sequence import UnitSequence
+from torch_lms.partition.units import MODEL_INPUT
 
 __all__ = ["StageMatrices", "stage_matrices"]
 
@@ -76,8 +77,18 @@ def _held(sequence: UnitSequence, saved: Mapping[str, list[int]]) -> Iterator[Re
     yield from _once(saved, sequence.units.graph.storage_bytes, end)
     for value, (made, last) in zip(sequence.units.values, sequence.spans, strict=True):
         positions = sorted({use for id_ in value.storages for use in saved.get(id_, ())})
+        if made == MODEL_INPUT:
+            readers = {int(sequence.position[user]) if user < end else end - 1 for user in value.consumers}
+            yield from _fed(sorted(readers), positions, end, value.forward_bytes)
+            continue
         yield from _received(made, last, positions, end, value.forward_bytes)
         yield from _sent(made, last, positions, value.forward_bytes)
+
+
+def _fed(readers: list[int], saves: list[int], end: int, nbytes: int) -> Iterator[Rectangle]:
+    """Stages that read an input of the model and do not save it: those that do either, less those that save."""
+    yield from _once({"": sorted({*readers, *saves})}, {"": nbytes}, end)
+    yield from _once({"": saves}, {"": -nbytes}, end)
 
 
 def _received(made: int, last: int, saves: list[int], end: int, nbytes: int) -> Iterator[Rectangle]:

@@ -1,7 +1,7 @@
 """Layers: what the algorithms made for ``nn.Sequential`` cut between.
 
-A layer is a run of nodes of the same element of a list of modules, such as ``blocks.3``, or of the same top-level module
-outside of lists. Where that gives fewer layers than stages, each node is a layer.
+A layer is a run of nodes of the same element of a list of modules, such as ``blocks.3``, or of the same top-level
+module outside of lists. Where that gives fewer layers than stages, each node is a layer.
 """
 
 from __future__ import annotations

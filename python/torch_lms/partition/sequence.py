@@ -74,6 +74,7 @@ class UnitSequence:
     def _crossing(self, sizes: list[int]) -> Array:
         change = np.zeros(len(self) + 2)
         for (made, last), nbytes in zip(self.spans, sizes, strict=True):
-            change[made + 1] += nbytes
-            change[last + 1] -= nbytes
+            if made != MODEL_INPUT:
+                change[made + 1] += nbytes
+                change[last + 1] -= nbytes
         return np.cumsum(change)[: len(self) + 1]

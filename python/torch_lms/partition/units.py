@@ -1,8 +1,9 @@
 """A cost graph as the algorithms see it: the nodes that do something, numbered, and the values between them.
 
-Placeholders stay with the first stage and the output node with the last, so a value that only the last stage reads is
-handed through. A ``get_attr`` node belongs to the nodes that read it: its parameter counts in each of their stages and
-never crosses a border.
+An input of the model is given to every stage that reads it and never crosses a border; in the mapping, placeholders
+stand with the first stage. The output node stands with the last stage, so a result that is made earlier is handed
+through. A ``get_attr`` node belongs to the nodes that read it: its parameter counts in each of their stages and never
+crosses a border.
 """
 
 from __future__ import annotations

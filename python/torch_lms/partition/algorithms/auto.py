@@ -1,8 +1,8 @@
 """The default: the partition with the shortest predicted step that fits, and why.
 
 Exact dynamic programming comes first: where any contiguous stages fit, it finds the best of them. Fiduccia-Mattheyses
-refinement then moves single nodes, which leaves the contiguous ones. Every other algorithm is asked too, so that none is
-ever better.
+refinement then moves single nodes, which leaves the contiguous ones. Every other algorithm is asked too, so that none
+is ever better.
 """
 
 from __future__ import annotations
@@ -90,9 +90,10 @@ def _in_order(problem: PartitionProblem, names: tuple[str, ...]) -> list[DeviceS
 
 def _reason(best: Partition, made: list[Partition]) -> str:
     """What was chosen, how good it is, and what the next best would have cost."""
+    bound = best.lower_bound_us * best.stages / max(sum(best.stage_time_us), 1e-300)
     text = (
-        f"{best.algorithm}: {best.reason}; step {best.step_us:.1f} us, largest stage {best.imbalance:.3f} times the mean "
-        f"(no partition below {best.lower_bound_us * best.stages / max(sum(best.stage_time_us), 1e-300):.3f})"
+        f"{best.algorithm}: {best.reason}; step {best.step_us:.1f} us, largest stage {best.imbalance:.3f} times the "
+        f"mean (no partition below {bound:.3f})"
     )
     others = [one for one in made if one.algorithm not in (best.algorithm, "dp", "dp+fm")]
     fitting = [one for one in others if one.fits]

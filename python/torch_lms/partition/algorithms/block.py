@@ -1,10 +1,10 @@
 """Block partition of sequences, by time, by size and by the RFC's cost.
 
-Source: Barany and Grinberg, "Block partitions of sequences", arXiv:1308.2452, as torchgpipe and FairScale balance layers:
-every sequence of numbers has a partition into k blocks whose sums differ by no more than its largest number, and optimal
-ones are found in polynomial time. Optimal means least variance here, which the RFC asks for. The square of a block's sum
-obeys the quadrangle inequality, so the best last cut moves right with the end, and each stage's cuts are found by halving:
-k n log n steps instead of k n^2.
+Source: Barany and Grinberg, "Block partitions of sequences", arXiv:1308.2452, as torchgpipe and FairScale balance
+layers: every sequence of numbers has a partition into k blocks whose sums differ by no more than its largest number,
+and optimal ones are found in polynomial time. Optimal means least variance here, which the RFC asks for. The square of
+a block's sum obeys the quadrangle inequality, so the best last cut moves right with the end, and each stage's cuts are
+found by halving: k n log n steps instead of k n^2.
 """
 
 from __future__ import annotations

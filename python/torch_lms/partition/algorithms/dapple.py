@@ -1,14 +1,16 @@
 """DAPPLE's planner, for one device a stage.
 
-Source: Fan et al., "DAPPLE: a pipelined data parallel approach for training large models", arXiv:2007.01045, sections IV
-and V. A plan's latency is told by its pivot, the stage that the steady phase waits for:
-``L = sum(F of stages up to it) + (M - 1) * (F + B of it) + sum(B of stages up to it)``, where transfers count as stages of
-their own. The pivot is first the last stage; going to the front, a stage takes over if its own steady phase is longer
-than the pivot's and all the work between them. The planner grows plans from the front: of all plans with as many
-stages that end at the same layer, the one lives on whose latency with all other layers as one last stage is least.
+Source: Fan et al., "DAPPLE: a pipelined data parallel approach for training large models", arXiv:2007.01045, sections
+IV and V. A plan's latency is told by its pivot, the stage that the steady phase waits for: ``L = sum(F of stages up to
+it) + (M - 1) * (F + B of it) + sum(B of stages up to it)``, where transfers count as stages of their own. The pivot is
+first the last stage; going to the front, a stage takes over if its own steady phase is longer than the pivot's and all
+the work between them. The planner grows plans from the front: of all plans with as many stages that end at the same
+layer, the one lives on whose latency with all other layers as one last stage is least.
 """
 
 from __future__ import annotations
+
+import itertools
 
 import numpy as np
 from numpy.typing import NDArray
@@ -113,7 +115,7 @@ class _Planner:
         if plan[-1] == -1:
             marks.append(np.full_like(ends, last))
         forward, backward = [], []
-        for stage, (start, stop) in enumerate(zip(marks, marks[1:], strict=False)):
+        for stage, (start, stop) in enumerate(itertools.pairwise(marks)):
             if stage > 0:
                 forward.append(self.send[stage - 1][start])
                 backward.append(self.back[stage - 1][start])

@@ -1,9 +1,10 @@
 """DawnPiper's binary partition between the time-balanced and the memory-balanced cut.
 
-Source: Peng et al., "DawnPiper: a memory-scalable pipeline parallel training framework", arXiv:2505.05856. Stages are cut
-in two halves again and again. The best cut of a range lies between the one that balances time and the one that balances
-memory: beyond either, both grow on one side. Some cuts between these two are tried, of each share of the way the one that the fewest
-bytes cross, and the one with the smallest largest stage time that fits is kept; if none fits, the one that comes closest.
+Source: Peng et al., "DawnPiper: a memory-scalable pipeline parallel training framework", arXiv:2505.05856. Stages are
+cut in two halves again and again. The best cut of a range lies between the one that balances time and the one that
+balances memory: beyond either, both grow on one side. Some cuts between these two are tried, of each share of the way
+the one that the fewest bytes cross, and the one with the smallest largest stage time that fits is kept; if none fits,
+the one that comes closest.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """DeepSpeed's three ways to cut a list of layers: by their number, their parameters, or those of a type.
 
-Source: https://www.deepspeed.ai/tutorials/pipeline/#load-balancing-pipeline-modules. The last two search by bisection for the smallest
-weight of the heaviest stage with which the layers, taken greedily from the front, need no more stages than there are.
+Source: https://www.deepspeed.ai/tutorials/pipeline/#load-balancing-pipeline-modules. The last two search by bisection
+for the smallest weight of the heaviest stage with which the layers, taken greedily from the front, need no more stages
+than there are.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Exact dynamic programming over the operator graph, with communication and memory caps.
 
-Source: PipeDream (Harlap et al., 2018, arXiv:1806.03377; Narayanan et al., SOSP 2019), section 3.1: the optimal pipeline
+Source: PipeDream (Harlap et al., arXiv:1806.03377; Narayanan et al., SOSP 2019), section 3.1: the optimal pipeline
 up to some layer is the best of all shorter optimal pipelines with one more stage, where a stage costs its time or its
 transfers, whichever is longer. Here each stage is one device, training is synchronous (the step of Note [Step time] in
 ``costs`` instead of the period alone), caps and links count, and several topological orders are tried.

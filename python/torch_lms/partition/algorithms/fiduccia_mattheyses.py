@@ -1,9 +1,10 @@
 """Fiduccia-Mattheyses refinement on the operator graph.
 
-Source: Fiduccia and Mattheyses, "A linear-time heuristic for improving network partitions", DAC 1982, with more than two
-parts in a row: a node may move to the next stage if none of its readers stays behind, and to the one before if none of its
-inputs does, so no value ever goes back. In a pass the best move is made again and again, even if it makes things worse,
-and its node is locked; then everything after the best moment is undone. Passes go on until one gains nothing.
+Source: Fiduccia and Mattheyses, "A linear-time heuristic for improving network partitions", DAC 1982, with more than
+two parts in a row: a node may move to the next stage if none of its readers stays behind, and to the one before if
+none of its inputs does, so no value ever goes back. In a pass the best move is made again and again, even if it makes
+things worse, and its node is locked; then everything after the best moment is undone. Passes go on until one gains
+nothing.
 """
 
 from __future__ import annotations
@@ -134,12 +135,13 @@ class _State:
         self.forward = [0] * (self.stages - 1)
         self.backward = [0] * (self.stages - 1)
         for index, value in enumerate(self.units.values):
-            if value.producer != MODEL_INPUT:
-                self.made[value.producer] = index
+            if value.producer == MODEL_INPUT:
+                continue
+            self.made[value.producer] = index
             for user in value.consumers:
                 if user < len(self.units):
                     self.read[user].append(index)
-            for border in range(self._first(index), self._last(index)):
+            for border in range(self.stage[value.producer], self._last(index)):
                 self.forward[border] += value.forward_bytes
                 self.backward[border] += value.backward_bytes
         self.movable = {unit for unit in range(len(self.stage)) if self._directions(unit)}
@@ -198,10 +200,6 @@ class _State:
         if stage > 0 and all(self.stage[source] < stage for source in self.units.inputs[unit]):
             targets.append(stage - 1)
         return targets
-
-    def _first(self, index: int) -> int:
-        producer = self.units.values[index].producer
-        return 0 if producer == MODEL_INPUT else self.stage[producer]
 
     def _last(self, index: int, without: int = -1) -> int:
         end = len(self.units)

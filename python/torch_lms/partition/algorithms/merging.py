@@ -1,10 +1,10 @@
 """The RFC's bottom-up merging: each node is a part, and parts are merged while that lowers the cost.
 
-Source: RFC Model Partitioning in Pipeline Parallelism, "Approach that enables more possibility of balanced partitioning".
-The scan follows a breadth-first order, and only neighbours in it are merged, so that no merge ever makes a cycle. The cost
-of a set of parts is the sum of the squares of their own costs, which is least when they are even, and the transfers
-between them. The merge that raises the first least for each transfer that it saves comes first, until there are as many
-parts as stages.
+Source: RFC Model Partitioning in Pipeline Parallelism, "Approach that enables more possibility of balanced
+partitioning". The scan follows a breadth-first order, and only neighbours in it are merged, so that no merge ever
+makes a cycle. The cost of a set of parts is the sum of the squares of their own costs, which is least when they are
+even, and the transfers between them. The merge that raises the first least for each transfer that it saves comes
+first, until there are as many parts as stages.
 """
 
 from __future__ import annotations

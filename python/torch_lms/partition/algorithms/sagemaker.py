@@ -1,15 +1,16 @@
 """SageMaker's partition of the module tree, devices allotted by d'Hondt.
 
 Source: Karakus et al., "Amazon SageMaker Model Parallelism", arXiv:2111.05972, section 4. The tree is walked from its
-root in breadth-first order. A module with one device keeps its whole subtree there. A module with more cuts its children,
-in the order in which they run, into segments of balanced cost by dynamic programming; the devices go to the segments by
-d'Hondt's method; a segment of several children with several devices is cut again, a segment that gets none shares the
-device before it. What modules alone would let flow back is moved on to the stage of its inputs, since a pipeline only goes
-forward.
+root in breadth-first order. A module with one device keeps its whole subtree there. A module with more cuts its
+children, in the order in which they run, into segments of balanced cost by dynamic programming; the devices go to the
+segments by d'Hondt's method; a segment of several children with several devices is cut again, a segment that gets none
+shares the device before it. What modules alone would let flow back is moved on to the stage of its inputs, since a
+pipeline only goes forward.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -74,7 +75,7 @@ def _share_out(modules: list[_Module], devices: list[int]) -> list[tuple[list[_M
     """Segments of modules with the devices that they get."""
     count = min(len(modules), len(devices))
     cuts = [0, *lightest_cuts(np.array([module.cost for module in modules]), count), len(modules)]
-    segments = [modules[start:end] for start, end in zip(cuts, cuts[1:], strict=False)]
+    segments = [modules[start:end] for start, end in itertools.pairwise(cuts)]
     seats = dhondt([sum(module.cost for module in segment) for segment in segments], len(devices))
     shared, first = [], 0
     for segment, count in zip(segments, seats, strict=True):
