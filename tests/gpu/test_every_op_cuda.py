@@ -1,11 +1,8 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
-import torch_lms
 from tests.every_op import OpInfo, check_forward_and_backward, check_in_place, name_of, ops_of
 
 pytestmark = [
@@ -14,12 +11,6 @@ pytestmark = [
 ]
 
 OPS = ops_of("cuda") if torch.cuda.is_available() else []
-
-
-@pytest.fixture(autouse=True)
-def drained() -> Iterator[None]:
-    yield
-    torch_lms.wait()
 
 
 @pytest.mark.parametrize("op", OPS, ids=name_of)

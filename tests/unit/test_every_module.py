@@ -24,12 +24,6 @@ pytestmark = pytest.mark.slow  # all together; and chaos adds nothing to what th
 Page = Callable[[Any], None]
 
 
-@pytest.fixture(autouse=True)
-def drained() -> Iterator[None]:
-    yield
-    torch_lms.wait()
-
-
 def page_nothing(tree: Any) -> None:
     """The plain run."""
 

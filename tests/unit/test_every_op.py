@@ -1,22 +1,13 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
-import torch_lms
 from tests.every_op import OpInfo, check_forward_and_backward, check_in_place, name_of, ops_of
 
 pytestmark = pytest.mark.slow  # all together; and chaos adds nothing to what they do themselves
 
 OPS = ops_of("cpu")
 compared: dict[str, int] = {}
-
-
-@pytest.fixture(autouse=True)
-def drained() -> Iterator[None]:
-    yield
-    torch_lms.wait()
 
 
 @pytest.mark.parametrize("op", OPS, ids=name_of)

@@ -1,0 +1,60 @@
+"""Functions in a process of their own, for what a process can do but once: choose a spill directory, fail, exit.
+
+Each process is forked from one that has imported PyTorch but has never paged, which saves that import's seconds.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch_lms
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch._inductor.output_code", "numpy", "pytest", "hypothesis"])
+
+PACKAGE_ROOT = Path(torch_lms.__file__).parents[1]
+
+
+def _run(answer: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    try:
+        answer.send((function(*arguments), None))
+    except BaseException:
+        answer.send((None, traceback.format_exc()))
+
+
+def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls a function of a module in a new process; its result, or an assertion with its traceback."""
+    here, there = _context.Pipe(duplex=False)
+    process = _context.Process(target=_run, args=(there, function, arguments))
+    process.start()
+    there.close()
+    try:
+        value, failure = here.recv()
+    except EOFError:
+        value, failure = None, "the process ended without an answer"
+    process.join()
+    assert failure is None, failure
+    assert process.exitcode == 0
+    return value
+
+
+def run_python(*arguments: str, root: Path = PACKAGE_ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A new interpreter that finds the package under ``root``, and nothing of chaos mode."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("TORCH_LMS")}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env={**clean, "PYTHONPATH": str(root), **environment},
+        cwd="/",
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )

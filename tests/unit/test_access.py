@@ -1,0 +1,40 @@
+"""Each kind of access, in each state that a storage can be found in."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.access_kinds import OP_KINDS, AccessKind
+from tests.unit.paging_states import STATES, Place, round_trip, snapshot
+from tests.unit.raw_access_kinds import RAW_KINDS
+
+KINDS = OP_KINDS + RAW_KINDS
+
+
+def seen(kind: AccessKind, place: Place, *, again: bool) -> Any:
+    """What an access returns and leaves behind; also after its tensors have gone out and come back."""
+    torch.manual_seed(0)
+    tensors = kind.make("cpu")
+    place(tensors)
+    result = kind.access(*tensors)
+    at_once = snapshot((result, tensors))
+    if again:
+        refused = round_trip(tensors)
+        assert kind.pins == (refused > 0)
+    return at_once, snapshot((result, tensors))
+
+
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_access_in_every_state_is_bit_equal(kind: AccessKind, state: str, paged: ModuleType) -> None:
+    plain = seen(kind, STATES["plain"], again=False)
+    assert seen(kind, STATES[state], again=state != "plain") == plain
+
+
+def test_the_table_has_every_kind_once() -> None:
+    names = [kind.name for kind in KINDS]
+    assert len(names) == len(set(names)) >= 52
