@@ -226,7 +226,9 @@ def test_a_wrong_host_limit_changes_nothing(host_limit: Any, host_limit_restored
 
 
 @pytest.mark.parametrize(("host_limit", "nbytes"), [("3GiB", 3 * 2**30), (2**31, 2**31)])
-def test_host_limit_is_what_the_pool_is_kept_within(host_limit: int | str, nbytes: int, host_limit_restored: int) -> None:
+def test_host_limit_is_what_the_pool_is_kept_within(
+    host_limit: int | str, nbytes: int, host_limit_restored: int
+) -> None:
     SwapEnv(host_limit=host_limit)
     assert torch_lms.stats().host_limit_bytes == nbytes
 
