@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-__all__ = ["EnvError", "HostPoolFullError", "LimitError", "LmsError", "PageoutError", "SpillError"]
+__all__ = [
+    "EnvError",
+    "HostPoolFullError",
+    "LimitError",
+    "LmsError",
+    "PageoutError",
+    "PartitionError",
+    "PipelineError",
+    "ProfileError",
+    "SpillError",
+]
 
 
 class LmsError(RuntimeError):
@@ -27,3 +37,15 @@ class HostPoolFullError(LmsError):
 
 class SpillError(LmsError):
     """The directory for spill files is missing, full or not writable; nothing has been lost."""
+
+
+class ProfileError(LmsError):
+    """A model could not be traced or run as asked, or a profile could not be read."""
+
+
+class PartitionError(LmsError):
+    """A model cannot be cut into stages as asked."""
+
+
+class PipelineError(LmsError):
+    """A schedule cannot be built or run as asked."""

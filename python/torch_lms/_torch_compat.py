@@ -1,0 +1,106 @@
+"""What differs between the versions of PyTorch, from 1.12 on, in one place.
+
+Nothing here looks at version numbers: what is there is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn, overrides
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+
+__all__ = [
+    "function_mode",
+    "has_export",
+    "named_parameters_with_ties",
+    "storage_bytes",
+    "storage_key",
+    "storage_weak_ref",
+    "tree_flatten",
+    "tree_map",
+    "tree_unflatten",
+    "untyped_storage",
+]
+
+
+def untyped_storage(tensor: torch.Tensor) -> Any:
+    """The bytes behind a tensor."""
+    if hasattr(tensor, "untyped_storage"):
+        return tensor.untyped_storage()
+    return tensor.storage()._storage
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Names a storage for as long as it, or a weak reference to it, lives; views have the key of their base."""
+    return int(untyped_storage(tensor)._cdata)
+
+
+def storage_bytes(tensor: torch.Tensor) -> int:
+    """The size of the storage behind a tensor; the meta device's storages have a size, too."""
+    return int(untyped_storage(tensor).nbytes())
+
+
+def storage_weak_ref(tensor: torch.Tensor) -> Any:
+    """Keeps a storage's key from being given to another storage, but does not keep its bytes."""
+    return StorageWeakRef(untyped_storage(tensor))
+
+
+def named_parameters_with_ties(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """All names of all parameters; a tied one comes under each of its names."""
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                yield f"{prefix}.{name}" if prefix else name, parameter
+
+
+def has_export() -> bool:
+    """Whether `torch.export` gives graphs that can be trained."""
+    export = getattr(torch, "export", None)
+    return hasattr(export, "export") and hasattr(export, "export_for_training")
+
+
+def tree_flatten(value: Any) -> tuple[list[Any], Any]:
+    """Leaves of nested lists, tuples and dicts, and the structure that they were in."""
+    leaves, spec = pytree.tree_flatten(value)
+    return leaves, spec
+
+
+def tree_unflatten(leaves: list[Any], spec: Any) -> Any:
+    """The reverse of `tree_flatten`."""
+    return pytree.tree_unflatten(leaves, spec)
+
+
+def tree_map(function: Callable[[Any], Any], value: Any) -> Any:
+    """Applies a function to all leaves of nested lists, tuples and dicts."""
+    return pytree.tree_map(function, value)
+
+
+def function_mode(call: Callable[..., Any]) -> AbstractContextManager[Any]:
+    """Hands every call of a function of PyTorch's Python interface to ``call(function, args, kwargs)`` instead.
+
+    What ``call`` itself calls goes to PyTorch.
+    """
+    push = getattr(overrides, "push_torch_function_mode", None)
+    if push is not None:  # 1.12: a mode is made with the one below it
+        context: AbstractContextManager[Any] = push(partial(_FunctionMode, call))
+        return context
+    return _FunctionMode(call)
+
+
+class _FunctionMode(overrides.TorchFunctionMode):
+    """A mode that passes calls on."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        super().__init__()
+        self._call = call
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return self._call(func, args, kwargs or {})
