@@ -125,7 +125,7 @@ def test_numpy_and_dlpack_pin_their_storage() -> None:
     torch_lms.pageout(tensor)
     torch_lms.wait()
     alias = torch.from_dlpack(tensor)
-    with pytest.raises(torch_lms.errors.PageoutError, match="expected .* found"):
+    with pytest.raises(torch_lms.errors.PageoutError, match=r"expected .* found"):
         torch_lms.pageout(tensor)
     tensor.add_(1)
     assert alias.eq(2).all()
@@ -176,10 +176,9 @@ def test_no_room_for_a_pagein_is_served_by_the_host_and_nothing_is_lost(little_m
     tensor = filled(512, 2)
     torch_lms.pageout(tensor)
     torch_lms.wait()
-    fillers = []
+    fillers = [filled(128) for _ in range(12)]
     with pytest.raises(torch.OutOfMemoryError):
-        while True:
-            fillers.append(filled(128))
+        fillers.extend(filled(128) for _ in range(12))
     served = torch_lms.stats().host_served
     assert tensor[:1000].sum().item() == 2000
     assert torch_lms.stats().host_served > served
