@@ -1,0 +1,222 @@
+"""How values cross a border between stages: as contiguous floating tensors, whatever they are.
+
+Transports send contiguous tensors, and torch.distributed.pipelining asks a gradient of each. So a value is *packed*
+into carriers and unpacked behind the border:
+
+    floating tensor       itself, in the order of its strides; behind the border it has the same strides again, so that
+                          kernels choose the same way and results stay bit-equal
+    integer, bool tensor  its bits as a floating tensor of the same width; one byte wide: its values as float16
+    int, float, bool      all of a border's numbers in one tensor (reading them waits for it)
+    anything else         is not sent: it must be what it was in the first run; a device becomes the stage's own
+
+What a value is made of is its *template*: nested tuples, lists and dicts of slots. The first run finds the templates.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torch_lms.errors import PipelineError
+
+__all__ = ["NumberSlot", "TensorSlot", "carrier_metas", "describe", "example", "pack", "unpack"]
+
+_BITS = {8: torch.float64, 4: torch.float32, 2: torch.float16}
+_MOST_GAPS = 4  # a tensor spread over more than this many times its own size is sent dense
+
+
+@dataclass(frozen=True)
+class TensorSlot:
+    """A tensor of one shape, type and layout."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    differentiable: bool
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The dimensions from the largest stride to the smallest."""
+        return tuple(sorted(range(len(self.shape)), key=lambda dim: (-self.stride[dim], dim)))
+
+    @property
+    def gaps(self) -> bool:
+        """Whether the strides leave room between elements that is worth keeping."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        span = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride))
+        overlaps = any(stride == 0 and size > 1 for size, stride in zip(self.shape, self.stride))
+        return not overlaps and count < span <= _MOST_GAPS * count
+
+
+@dataclass(frozen=True)
+class NumberSlot:
+    """A Python number; the value is that of the first run."""
+
+    value: int | float | bool
+
+
+@dataclass(frozen=True)
+class ConstantSlot:
+    """Something else, which has to stay what it was."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class SequenceSlot:
+    """A tuple, list, torch.Size or named tuple."""
+
+    kind: type
+    items: tuple[Any, ...]
+
+    def make(self, items: Sequence[Any]) -> Any:
+        """The sequence with these items."""
+        return self.kind(*items) if hasattr(self.kind, "_fields") else self.kind(items)
+
+
+@dataclass(frozen=True)
+class MappingSlot:
+    """A dict."""
+
+    keys: tuple[Any, ...]
+    items: tuple[Any, ...]
+
+
+def describe(value: Any) -> Any:
+    """The template of a value."""
+    if isinstance(value, torch.Tensor):
+        return TensorSlot(tuple(value.shape), tuple(value.stride()), value.dtype, value.requires_grad)
+    if isinstance(value, (bool, int, float)):
+        return NumberSlot(value)
+    if isinstance(value, (tuple, list)):
+        kind = torch.Size if isinstance(value, torch.Size) else type(value)
+        return SequenceSlot(kind, tuple(describe(item) for item in value))
+    if isinstance(value, dict):
+        return MappingSlot(tuple(value), tuple(describe(item) for item in value.values()))
+    return ConstantSlot(value)
+
+
+def example(template: Any, device: torch.device) -> Any:
+    """A value of that template: zeros, and the numbers and constants of the first run."""
+    if isinstance(template, TensorSlot):
+        made = torch.empty_strided(template.shape, template.stride, dtype=template.dtype, device=device).zero_()
+        return made.requires_grad_() * 1 if template.differentiable else made
+    return _rebuild(template, lambda slot: example(slot, device), device)
+
+
+def _rebuild(template: Any, of_item: Any, device: torch.device) -> Any:
+    if isinstance(template, SequenceSlot):
+        return template.make([of_item(item) for item in template.items])
+    if isinstance(template, MappingSlot):
+        return dict(zip(template.keys, map(of_item, template.items)))
+    if isinstance(template, ConstantSlot) and isinstance(template.value, torch.device):
+        return device
+    return template.value
+
+
+def _leaves(template: Any) -> Iterator[Any]:
+    if isinstance(template, (SequenceSlot, MappingSlot)):
+        for item in template.items:
+            yield from _leaves(item)
+    else:
+        yield template
+
+
+def carrier_metas(template: Any) -> list[tuple[tuple[int, ...], torch.dtype, bool]]:
+    """Shape, type and whether it has a gradient, of each carrier."""
+    leaves = list(_leaves(template))
+    tensors = [slot for slot in leaves if isinstance(slot, TensorSlot)]
+    metas = [(tuple(slot.shape[dim] for dim in slot.order), _carrier(slot.dtype), slot.differentiable) for slot in tensors]
+    numbers = sum(isinstance(slot, NumberSlot) for slot in leaves)
+    if numbers or not metas:  # something always crosses, so that the stages after it know when to run
+        metas.append(((max(numbers, 1),), torch.float64, False))
+    return metas
+
+
+def _carrier(dtype: torch.dtype) -> torch.dtype:
+    if dtype.is_floating_point or dtype.is_complex:
+        return dtype
+    size = torch.empty(0, dtype=dtype).element_size()
+    return _BITS.get(size, torch.float16)
+
+
+def pack(template: Any, value: Any, device: torch.device, where: str) -> list[torch.Tensor]:
+    """The carriers of a value.
+
+    Raises:
+        PipelineError: if the value is not of the template.
+    """
+    carriers: list[torch.Tensor] = []
+    numbers: list[int] = []
+    _pack(template, value, carriers, numbers, where)
+    if numbers or not carriers:
+        carriers.append(torch.tensor(numbers or [0], dtype=torch.int64).to(device).view(torch.float64))
+    return carriers
+
+
+def _pack(template: Any, value: Any, carriers: list[torch.Tensor], numbers: list[int], where: str) -> None:
+    found = describe(value)
+    if isinstance(template, (SequenceSlot, MappingSlot)):
+        same = type(found) is type(template) and len(found.items) == len(template.items)
+        items: Any = value.values() if isinstance(value, dict) else value
+        if same and (isinstance(template, SequenceSlot) or found.keys == template.keys):
+            for slot, item in zip(template.items, items):
+                _pack(slot, item, carriers, numbers, where)
+            return
+    elif isinstance(template, NumberSlot) and type(value) is type(template.value):
+        numbers.append(struct.unpack("<q", struct.pack("<d", value))[0] if isinstance(value, float) else int(value))
+        return
+    elif isinstance(template, TensorSlot) and isinstance(found, TensorSlot):
+        if (found.shape, found.dtype) == (template.shape, template.dtype):
+            carriers.append(_to_carrier(template, value))
+            return
+    elif isinstance(template, ConstantSlot) and (isinstance(value, torch.device) or bool(value == template.value)):
+        return
+    raise PipelineError(
+        f"expected {template} from {where}, as in the first step, found {found}; keep shapes, types and constants the "
+        "same in all steps, or make a new Pipeline"
+    )
+
+
+def _to_carrier(slot: TensorSlot, value: torch.Tensor) -> torch.Tensor:
+    dense = value.permute(slot.order).contiguous()
+    carrier = _carrier(slot.dtype)
+    if carrier == slot.dtype:
+        return dense if slot.differentiable else dense.detach()
+    return dense.to(carrier) if dense.element_size() == 1 else dense.view(carrier)
+
+
+def unpack(template: Any, carriers: Sequence[torch.Tensor], device: torch.device) -> Any:
+    """The value that `pack` packed."""
+    leaves = list(_leaves(template))
+    count = sum(isinstance(slot, TensorSlot) for slot in leaves)
+    tensors = iter(carriers[:count])
+    numbers = iter(carriers[count].view(torch.int64).tolist() if any(isinstance(s, NumberSlot) for s in leaves) else [])
+
+    def rebuild(slot: Any) -> Any:
+        if isinstance(slot, TensorSlot):
+            return _from_carrier(slot, next(tensors))
+        if isinstance(slot, NumberSlot):
+            number = next(numbers)
+            return struct.unpack("<d", struct.pack("<q", number))[0] if isinstance(slot.value, float) else type(slot.value)(number)
+        return _rebuild(slot, rebuild, device)
+
+    return rebuild(template)
+
+
+def _from_carrier(slot: TensorSlot, carrier: torch.Tensor) -> torch.Tensor:
+    if _carrier(slot.dtype) != slot.dtype:
+        one_byte = torch.empty(0, dtype=slot.dtype).element_size() == 1
+        carrier = carrier.to(slot.dtype) if one_byte else carrier.view(slot.dtype)
+    inverse = sorted(range(len(slot.order)), key=slot.order.__getitem__)
+    value = carrier.permute(inverse)
+    if slot.gaps:
+        spread = torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype, device=carrier.device)
+        value = spread.copy_(value)
+    return value

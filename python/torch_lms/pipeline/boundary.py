@@ -1,0 +1,197 @@
+"""Wraps a stage for a transport: carriers in, carriers out, one gradient for each.
+
+    carriers -> Enter -> unpack -> stage -> pack -> Exit -> carriers
+                  |                                   ^
+                  +------------- token ---------------+
+
+Note [Token]: a transport expects a gradient of every carrier, also of integers and of values that have no influence on
+the loss. Enter's backward gives zeros for these; the token, an empty sum from Enter to Exit, makes sure that it runs.
+What Enter gives is no leaf and no view, so that the stage may work on it in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_lms.errors import PipelineError
+from torch_lms.partition.stages import Stage
+from torch_lms.pipeline.borders import carrier_metas, describe, example, pack, unpack
+from torch_lms.pipeline.randomness import RandomStream
+
+__all__ = ["Boundary", "Microbatch"]
+
+LossFunction = Callable[[Any, Any], torch.Tensor]
+
+
+class _Enter(torch.autograd.Function):
+    """Carriers as they come in; backward gives a dense gradient for each of them."""
+
+    @staticmethod
+    def forward(ctx: Any, differentiable: tuple[bool, ...], *carriers: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """A token, and each carrier with no history of views."""
+        entered = [carrier.data for carrier in carriers]
+        ctx.mark_non_differentiable(*(value for value, has in zip(entered, differentiable) if not has))
+        return (carriers[0].new_zeros(()), *entered)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Zeros where autograd found nothing."""
+        return (None, *(gradient.contiguous() for gradient in gradients[1:]))
+
+
+class _Exit(torch.autograd.Function):
+    """One carrier as it goes out; depends on the token as well."""
+
+    @staticmethod
+    def forward(ctx: Any, token: torch.Tensor, carrier: torch.Tensor) -> torch.Tensor:
+        """The carrier."""
+        ctx.token_like = token.detach()
+        ctx.differentiable = carrier.requires_grad
+        return carrier.data
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Nothing through the token, the gradient through the carrier."""
+        return torch.zeros_like(ctx.token_like), gradient if ctx.differentiable else None
+
+
+class Microbatch:
+    """What one microbatch gives a rank.
+
+    Attributes:
+        feeds: arguments of the model by name.
+        target: for the loss function.
+        seed: of random numbers; None leaves the generators alone.
+    """
+
+    def __init__(self, feeds: Mapping[str, Any], target: Any = None, seed: int | None = None) -> None:
+        self.feeds = feeds
+        self.target = target
+        self.seed = seed
+
+
+class Boundary(nn.Module):
+    """A stage between carriers. Runs the microbatches that `load` was given, in their order.
+
+    Args:
+        stage: on its device.
+        device: where it is.
+        loss: for the last stage: takes what the model returns and the target; None if the model returns its loss.
+        loss_scale: what each microbatch's loss is divided by.
+        carries_random: whether the state of the random generator crosses borders too.
+    """
+
+    def __init__(
+        self, stage: Stage, device: torch.device, loss: LossFunction | None, loss_scale: int, carries_random: bool
+    ) -> None:
+        super().__init__()
+        self.stage = stage
+        self.device = device
+        self.loss = loss
+        self.loss_scale = loss_scale
+        self.random = RandomStream(device) if carries_random else None
+        self.incoming: Any = None
+        self.outgoing: Any = None
+        self.is_last = stage.index + 1 == stage.count
+        self._anchor = torch.zeros((), device=device, requires_grad=True)
+        self._queue: list[Microbatch] = []
+
+    def load(self, microbatches: Sequence[Microbatch]) -> None:
+        """Sets what the next forwards run on."""
+        self._queue = list(microbatches)
+
+    def forward(self, *carriers: torch.Tensor) -> Any:
+        """One microbatch: the carriers for the next stage, or the last stage's loss."""
+        microbatch = self._queue.pop(0)
+        token, values = self._enter(carriers)
+        result = self._run(values, microbatch)
+        if self.is_last:
+            return _Exit.apply(token, self._loss_of(result, microbatch))
+        where = f"stage {self.stage.index}"
+        packed = pack(self.outgoing, result, self.device, where)
+        return tuple(_Exit.apply(token, carrier) for carrier in packed)
+
+    def prepare(self, incoming: Any, microbatch: Microbatch) -> Any:
+        """Runs once on zeros, to find what the stage gives.
+
+        Args:
+            incoming: template of the stage's inputs; None for the first stage.
+            microbatch: the first one.
+
+        Returns:
+            The template of its outputs; None for the last stage.
+        """
+        self.incoming = incoming
+        with _Unchanged(self.stage, self.device), torch.enable_grad():
+            values = () if incoming is None else example(incoming, self.device)
+            result = self._run(values, microbatch, continues=False)
+            self.outgoing = None if self.is_last else describe(result)
+        return self.outgoing
+
+    def metas(self, template: Any) -> tuple[torch.Tensor, ...]:
+        """The carriers of a template, without storage."""
+        if template is None:
+            return ()
+        return tuple(
+            torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+            for shape, dtype, _ in carrier_metas(template)
+        )
+
+    def _enter(self, carriers: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Any]:
+        if self.incoming is None:
+            return self._anchor, ()
+        differentiable = tuple(has for _, _, has in carrier_metas(self.incoming))
+        token, *entered = _Enter.apply(differentiable, *carriers)
+        return token, unpack(self.incoming, entered, self.device)
+
+    def _run(self, values: Sequence[Any], microbatch: Microbatch, continues: bool = True) -> Any:
+        """The stage's values as a tuple, or what the last stage returns."""
+        feeds = {name: self._feed(microbatch, name) for name in self.stage.feeds}
+        if self.random is None or microbatch.seed is None:
+            result = self.stage(*values, **feeds)
+            return self._as_tuple(result)
+        state = values[-1] if self.stage.index and continues else None
+        values = values[:-1] if self.stage.index else values
+        with self.random.continued(state, microbatch.seed):
+            result = self.stage(*values, **feeds)
+            after = self.random.state()
+        return self._as_tuple(result) if self.is_last else (*self._as_tuple(result), after)
+
+    def _as_tuple(self, result: Any) -> Any:
+        return (result,) if not self.is_last and len(self.stage.outputs) == 1 else result
+
+    def _feed(self, microbatch: Microbatch, name: str) -> Any:
+        if name not in microbatch.feeds:
+            raise PipelineError(
+                f"expected the argument {name!r}, which stage {self.stage.index} uses, found none on this rank; "
+                "give it to step() here too"
+            )
+        return microbatch.feeds[name]
+
+    def _loss_of(self, result: Any, microbatch: Microbatch) -> torch.Tensor:
+        loss = result if self.loss is None else self.loss(result, microbatch.target)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            found = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise PipelineError(f"expected a loss of one element, found {found}; pass loss=..., which makes one")
+        return loss if self.loss_scale == 1 else loss / self.loss_scale
+
+
+class _Unchanged:
+    """Puts buffers and random generators back as they were."""
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self._buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+        self._fork = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+
+    def __enter__(self) -> None:
+        self._fork.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._fork.__exit__(*error)
+        with torch.no_grad():
+            for buffer, value in self._buffers:
+                buffer.copy_(value)

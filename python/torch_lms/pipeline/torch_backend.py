@@ -1,0 +1,126 @@
+"""Runs stages through torch.distributed.pipelining, with whatever schedule it has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torch_lms.errors import PipelineError
+from torch_lms.pipeline.actions import BACKWARD, FORWARD, INPUT_BACKWARD, WEIGHT_BACKWARD, Action, Schedule
+from torch_lms.pipeline.boundary import Boundary
+from torch_lms.pipeline.schedules import make_schedule
+
+if TYPE_CHECKING:
+    from torch_lms.pipeline.executor import Recorder
+
+__all__ = ["SCHEDULES", "TorchBackend", "is_available"]
+
+SCHEDULES = {
+    "gpipe": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "interleaved": "ScheduleInterleaved1F1B",
+    "zero_bubble": "ScheduleInterleavedZeroBubble",
+}
+
+
+def is_available() -> bool:
+    """Whether this PyTorch has torch.distributed.pipelining."""
+    return find_spec("torch.distributed.pipelining") is not None
+
+
+class TorchBackend:
+    """One rank's part of a schedule of torch.distributed.pipelining.
+
+    Args:
+        boundaries: this rank's stages, which know their templates.
+        name: of the schedule.
+        ranks: how many there are.
+        microbatches: in a step.
+        recorder: notes when actions run.
+
+    Raises:
+        PipelineError: if the schedule does not take these numbers.
+    """
+
+    def __init__(
+        self, boundaries: Sequence[Boundary], name: str, ranks: int, microbatches: int, recorder: Recorder
+    ) -> None:
+        from torch.distributed import pipelining
+
+        self._microbatches = microbatches
+        self._has_last = any(boundary.is_last for boundary in boundaries)
+        made = [_make_stage(boundary, recorder) for boundary in boundaries]
+        rule = getattr(pipelining, SCHEDULES[name])
+        single = name in ("gpipe", "1f1b")
+        try:
+            # Boundary divides the loss, so that gradients need no scaling.
+            self._schedule = rule(made[0] if single else made, microbatches, loss_fn=_take_loss, scale_grads=False)
+        except (ValueError, AssertionError) as error:
+            raise PipelineError(f"expected numbers that {SCHEDULES[name]} takes, found: {error}; change microbatches") from error
+        self.schedule = self._as_data(name, ranks, boundaries[0].stage.count, microbatches)
+
+    def _as_data(self, name: str, ranks: int, stages: int, microbatches: int) -> Schedule:
+        order = getattr(self._schedule, "pipeline_order", None)
+        if order:
+            return Schedule.from_torch(name, order)
+        return make_schedule(name, ranks=ranks, stages=stages, microbatches=microbatches)
+
+    def step(self) -> list[torch.Tensor]:
+        """Runs the schedule once; returns the microbatches' losses where the last stage is."""
+        losses: list[torch.Tensor] = []
+        if self._has_last:
+            placeholder = torch.zeros(self._microbatches)  # a target has to be given; Boundary has the true one
+            self._schedule.step(target=placeholder, losses=losses, return_outputs=False)
+        else:
+            self._schedule.step(return_outputs=False)
+        return [loss.detach() for loss in losses]
+
+
+def _take_loss(output: Any, target: Any) -> Any:
+    return output
+
+
+def _make_stage(boundary: Boundary, recorder: Recorder) -> Any:
+    from torch.distributed.pipelining import PipelineStage
+
+    index = boundary.stage.index
+
+    class RecordedStage(PipelineStage):  # type: ignore[misc, unused-ignore]
+        """Tells the recorder when its actions run."""
+
+        def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+            """A forward."""
+            return self._record(FORWARD, fwd_chunk_id, super().forward_one_chunk, *args, **kwargs)
+
+        def backward_one_chunk(
+            self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, **kwargs: Any
+        ) -> Any:
+            """A backward, or its part for the inputs."""
+            kind = BACKWARD if full_backward else INPUT_BACKWARD
+            kwargs.update(loss=loss, full_backward=full_backward)
+            return self._record(kind, bwd_chunk_id, super().backward_one_chunk, **kwargs)
+
+        def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+            """The rest of a backward."""
+            return self._record(WEIGHT_BACKWARD, bwd_chunk_id, super().backward_weight_one_chunk, *args, **kwargs)
+
+        @staticmethod
+        def _record(kind: str, microbatch: int, run: Any, *args: Any, **kwargs: Any) -> Any:
+            recorder.begin(Action(index, kind, microbatch))
+            result = run(microbatch, *args, **kwargs)
+            recorder.end(Action(index, kind, microbatch))
+            return result
+
+    return RecordedStage(
+        boundary,
+        index,
+        boundary.stage.count,
+        boundary.device,
+        input_args=boundary.metas(boundary.incoming),
+        output_args=torch.empty((), device="meta", requires_grad=True)
+        if boundary.is_last
+        else boundary.metas(boundary.outgoing),
+    )
