@@ -1,7 +1,7 @@
 """Cost graphs of well-known models, from formulas: floating point operations, bytes moved, and what autograd saves.
 
-A node takes the longer of its operations at 300 TFLOP/s and its bytes at 3 TB/s, and 3 us to launch; backward takes twice
-the operations where there are weights. Values are two bytes an element.
+A node takes the longer of its operations at 300 TFLOP/s and its bytes at 3 TB/s, and 3 us to launch; backward takes
+twice the operations where there are weights. Values are two bytes an element.
 """
 
 from __future__ import annotations

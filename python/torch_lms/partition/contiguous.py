@@ -26,6 +26,7 @@ Array = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 _CELLS = 2e7  # numbers in all matrices: 160 MB
+_SPREAD_CELLS = 5e6  # the same, where not all cuts fit anyway
 _WORK = 1.2e9  # numbers that all passes may look at
 _MOST_PASSES = 400
 _ROUNDING = 1e-9
@@ -78,7 +79,10 @@ class ContiguousStages:
         self.devices = devices
         self.links = links
         self.model = model
-        self.most_cuts = max(int((most_cells / len(devices)) ** 0.5), 4 * len(devices) + 1)
+        every = int((most_cells / len(devices)) ** 0.5)
+        self.looks_at_all = len(sequence) + 1 <= max(every, 4 * len(devices) + 1)
+        some = int((min(most_cells, _SPREAD_CELLS) / len(devices)) ** 0.5)
+        self.most_cuts = max(some, 4 * len(devices) + 1)
 
     @property
     def capped(self) -> bool:
@@ -109,7 +113,7 @@ class ContiguousStages:
     def _spread(self) -> Ints:
         """All cuts, or of each equal share of time the one that the fewest bytes cross."""
         end = len(self.sequence)
-        if end + 1 <= self.most_cuts:
+        if self.looks_at_all:
             return np.arange(end + 1)
         nbytes = self.sequence.cut_forward_bytes + self.sequence.cut_backward_bytes
         before = self.sequence.time_before_us

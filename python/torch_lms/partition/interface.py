@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch_lms.errors import PartitionError
 from torch_lms.partition.costs import CostGraph, CostModel, DeviceSpec, LinkSpec
 from torch_lms.partition.figures import Figures, measure
+from torch_lms.partition.orders import candidate_orders
 from torch_lms.partition.units import Units, check_partition
 
 __all__ = ["Algorithm", "Partition", "PartitionProblem", "evaluate", "gib", "partition"]
@@ -87,6 +88,11 @@ class PartitionProblem:
         """The graph's active nodes."""
         return Units(self.graph)
 
+    @cached_property
+    def orders(self) -> dict[str, NDArray[np.int64]]:
+        """Topological orders of the units by name, the graph's own first."""
+        return candidate_orders(self.units)
+
     def links_between(self, devices: Sequence[DeviceSpec]) -> list[LinkSpec]:
         """The links that devices in this order pass values over."""
         return [self._link(one.name, other.name) for one, other in itertools.pairwise(devices)]
@@ -105,10 +111,20 @@ class PartitionProblem:
 
     @cached_property
     def lower_bound_us(self) -> float:
-        """No partition has a smaller largest stage time: the mean, or the largest node on the fastest device."""
+        """No partition has a smaller largest stage time.
+
+        The mean, or the largest node on the fastest device; for a graph with only one order on equal devices the best
+        way to cut it, which is found by bisection.
+        """
+        from torch_lms.partition.algorithms.deepspeed import lightest_cuts
+
         speeds = [device.speed for device in self.devices]
         times = self.units.time_us
-        return max(float(times.sum()) / sum(speeds), float(times.max()) / max(speeds))
+        bound = max(float(times.sum()) / sum(speeds), float(times.max()) / max(speeds))
+        if self.units.chain and len(set(speeds)) == 1:
+            marks = [0, *lightest_cuts(times, self.stages), len(times)]
+            bound = max(float(times[start:end].sum()) for start, end in itertools.pairwise(marks)) / speeds[0]
+        return bound
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,8 @@ _LOOKED_AT = 64
 def candidate_orders(units: Units) -> dict[str, Ints]:
     """Different topological orders by name, the graph's own first."""
     orders: dict[str, Ints] = {}
+    if units.chain:
+        return {"given": _given(units)}
     for name, make in (("given", _given), ("depth-first", _depth_first), ("breadth-first", _breadth_first)):
         _add(orders, name, make(units))
     if len(orders) > 1:

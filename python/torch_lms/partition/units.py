@@ -74,6 +74,11 @@ class Units:
         return len(self.nodes)
 
     @cached_property
+    def chain(self) -> bool:
+        """Whether each unit reads the one before it, so that there is only one order."""
+        return all(unit in (0, *(source + 1 for source in inputs)) for unit, inputs in enumerate(self.inputs))
+
+    @cached_property
     def forward_us(self) -> NDArray[np.float64]:
         """Of each unit."""
         return np.array([node.forward_us for node in self.nodes], dtype=np.float64)

@@ -5,7 +5,7 @@ IV and V. A plan's latency is told by its pivot, the stage that the steady phase
 it) + (M - 1) * (F + B of it) + sum(B of stages up to it)``, where transfers count as stages of their own. The pivot is
 first the last stage; going to the front, a stage takes over if its own steady phase is longer than the pivot's and all
 the work between them. The planner grows plans from the front: of all plans with as many stages that end at the same
-layer, the one lives on whose latency with all other layers as one last stage is least.
+layer, the one lives on whose latency is least if all other layers are a last stage, shared by the devices left.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import itertools
 import numpy as np
 from numpy.typing import NDArray
 
-from torch_lms.errors import PartitionError
 from torch_lms.partition.interface import Partition, PartitionProblem, evaluate
 from torch_lms.partition.layers import Layers
 from torch_lms.partition.sequence import UnitSequence
@@ -33,11 +32,7 @@ class DapplePlanner:
     source = "DAPPLE, arXiv:2007.01045, sections IV and V; one device a stage"
 
     def partition(self, problem: PartitionProblem) -> Partition:
-        """See the class.
-
-        Raises:
-            PartitionError: if no plan is found.
-        """
+        """See the class."""
         cuts = _layer_cuts(problem)
         plan, latency = _Planner(problem, cuts).plan()
         reason = f"the plan of least latency, {latency:.1f} us, among cuts between layers"
@@ -89,37 +84,32 @@ class _Planner:
         """The cuts of the best plan, and its latency."""
         stages = self.problem.stages
         end = len(self.cuts) - 1
-        if stages == 1:
-            return [], float(self._latency([0], np.array([end]))[0])
+        latency = float(self._latency([], np.array([0]))[0])
         plans: dict[int, list[int]] = {0: []}
-        latency = np.inf
         for done in range(1, stages):
             grown: dict[int, tuple[float, list[int]]] = {}
             for start, plan in plans.items():
                 ends = np.arange(start + 1, end - (stages - done) + 1)
-                if not len(ends):
-                    continue
-                for cut, cost in zip(ends, self._latency([*plan, -1], ends), strict=True):
+                for cut, cost in zip(ends, self._latency(plan, ends), strict=True):
                     if cost < grown.get(int(cut), (np.inf, []))[0]:
                         grown[int(cut)] = (float(cost), [*plan, int(cut)])
-            plans = {cut: plan for cut, (_, plan) in grown.items()}
-            if done == stages - 1 and grown:
-                latency, best = min(grown.values())
-                return [int(self.cuts[cut]) for cut in best], latency
-        raise PartitionError(f"expected at least {stages} layers to plan, found {end}; use fewer stages")
+            latency = min(grown.values())[0]
+            plans = {cut: plan for cut, (_, plan) in sorted(grown.items(), key=lambda item: item[1][0])}
+        return [int(self.cuts[cut]) for cut in next(iter(plans.values()))], latency
 
     def _latency(self, plan: list[int], ends: NDArray[np.int64]) -> Array:
-        """Of the plan with its last cut at each of some places, and one stage behind it."""
-        last = len(self.cuts) - 1
-        marks = [np.zeros_like(ends), *(np.full_like(ends, cut) for cut in plan[:-1]), ends]
-        if plan[-1] == -1:
-            marks.append(np.full_like(ends, last))
+        """Of the plan with one cut more at each of some places, and one stage behind it on the devices left."""
+        first = np.zeros_like(ends)
+        last = np.full_like(ends, len(self.cuts) - 1)
+        inner = [*(np.full_like(ends, cut) for cut in plan), ends] if self.problem.stages > 1 else []
+        marks = [first, *inner, last]
         forward, backward = [], []
         for stage, (start, stop) in enumerate(itertools.pairwise(marks)):
             if stage > 0:
                 forward.append(self.send[stage - 1][start])
                 backward.append(self.back[stage - 1][start])
-            speed = self.problem.devices[stage].speed
+            devices = self.problem.devices[stage : stage + 1 if stage < len(inner) else None]
+            speed = sum(device.speed for device in devices)
             forward.append((self.forward[stop] - self.forward[start]) / speed)
             backward.append((self.backward[stop] - self.backward[start]) / speed)
         return plan_latency(np.array(forward), np.array(backward), self.problem.cost_model.microbatches)

@@ -10,20 +10,23 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch_lms.errors import PartitionError
 from torch_lms.partition.contiguous import ContiguousStages, Found
 from torch_lms.partition.costs import DeviceSpec
 from torch_lms.partition.interface import Partition, PartitionProblem, evaluate, gib
-from torch_lms.partition.orders import candidate_orders
 from torch_lms.partition.sequence import UnitSequence
 
 __all__ = ["DynamicProgramming", "LeastCaps", "least_caps"]
 
 _MOST_DEVICE_ORDERS = 120
-_ROUGH_CELLS = 1e6
+_CELLS = 2e7
+_QUICK_CELLS = 4e7
+_ROUGH_CELLS = 5e5
+_MOST_SOLVED = 8
+_MOST_SOLVED_LARGE = 2
+_LARGE = 1200  # units
 
 Devices = tuple[DeviceSpec, ...]
 
@@ -41,16 +44,17 @@ class DynamicProgramming:
             PartitionError: if no contiguous stages fit, with the least cap that works.
         """
         best: tuple[Partition, str, Found] | None = None
-        device_orders = _device_orders(problem)
-        for name, order in candidate_orders(problem.units).items():
-            sequence = UnitSequence(problem.units, order)
-            for devices in _worth_trying(problem, sequence, device_orders):
-                found = _stages(problem, sequence, devices).solve()
-                if found is None:
-                    continue
-                made = evaluate(problem, sequence.stages(found.cuts), algorithm=self.name, reason="", devices=devices)
-                if best is None or (made.step_us, made.bottleneck_us) < (best[0].step_us, best[0].bottleneck_us):
-                    best = made, name, found
+        solved = 0
+        for name, sequence, devices in _most_promising_first(problem):
+            found = _stages(problem, sequence, devices).solve()
+            if found is None:
+                continue
+            made = evaluate(problem, sequence.stages(found.cuts), algorithm=self.name, reason="", devices=devices)
+            if best is None or (made.step_us, made.bottleneck_us) < (best[0].step_us, best[0].bottleneck_us):
+                best = made, name, found
+            solved += 1
+            if solved == (_MOST_SOLVED_LARGE if len(problem.units) > _LARGE else _MOST_SOLVED):
+                break
         if best is None:
             raise PartitionError(_nothing_fits(problem))
         made, name, found = best
@@ -85,19 +89,19 @@ def _device_orders(problem: PartitionProblem) -> list[Devices]:
     return list(orders.values())
 
 
-def _worth_trying(
-    problem: PartitionProblem, sequence: UnitSequence, device_orders: Sequence[Devices]
-) -> Iterator[Devices]:
-    """The orders of devices that are best by a rough look, if there are many."""
-    if len(device_orders) <= 2:
-        yield from device_orders
-        return
-    rough = []
-    for index, devices in enumerate(device_orders):
-        found = _stages(problem, sequence, devices, _ROUGH_CELLS).solve()
-        rough.append((math.inf if found is None else found.step_us, index))
-    for _, index in sorted(rough)[:2]:
-        yield device_orders[index]
+def _most_promising_first(problem: PartitionProblem) -> list[tuple[str, UnitSequence, Devices]]:
+    """Every order of nodes with every order of devices; the best by a rough look first, if there are many."""
+    ways = [
+        (name, UnitSequence(problem.units, order), devices)
+        for name, order in problem.orders.items()
+        for devices in _device_orders(problem)
+    ]
+    cuts = min(len(problem.units), int((_CELLS / problem.stages) ** 0.5))
+    if len(ways) <= _MOST_SOLVED and len(ways) * problem.stages * cuts**2 <= _QUICK_CELLS:
+        return ways
+    rough = [_stages(problem, sequence, devices, _ROUGH_CELLS).solve() for _, sequence, devices in ways]
+    steps = [math.inf if found is None else found.step_us for found in rough]
+    return [ways[index] for index in sorted(range(len(ways)), key=lambda index: (steps[index], index))]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +123,7 @@ def least_caps(problem: PartitionProblem) -> LeastCaps:
     """What the devices would have to hold for some contiguous stages to fit."""
     factor = min(
         _stages(problem, UnitSequence(problem.units, order), devices).least_memory()[0]
-        for order in candidate_orders(problem.units).values()
+        for order in problem.orders.values()
         for devices in _device_orders(problem)
     )
     caps = tuple(

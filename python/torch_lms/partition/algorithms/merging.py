@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from torch_lms.partition.interface import Partition, PartitionProblem, evaluate
 from torch_lms.partition.layers import node_costs
-from torch_lms.partition.orders import candidate_orders
 from torch_lms.partition.sequence import UnitSequence
 
 __all__ = ["BottomUpMerging", "merge"]
@@ -33,8 +32,7 @@ class BottomUpMerging:
     def partition(self, problem: PartitionProblem) -> Partition:
         """See the class."""
         units, model = problem.units, problem.cost_model
-        orders = candidate_orders(units)
-        sequence = UnitSequence(units, orders.get("breadth-first", orders["given"]))
+        sequence = UnitSequence(units, problem.orders.get("breadth-first", problem.orders["given"]))
         sizes = node_costs(units, model.parameter_cost_bytes(problem.graph))
         costs = model.time_weight * _shares(units.time_us) + model.memory_weight * _shares(sizes)
         crossing = sequence.cut_forward_bytes + sequence.cut_backward_bytes
