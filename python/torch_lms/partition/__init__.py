@@ -11,6 +11,7 @@ from torch_lms.partition.costs import (
     CostNode,
     DeviceSpec,
     LinkSpec,
+    links_from_profile,
     optimizer_multiplier,
 )
 from torch_lms.partition.interface import Algorithm, Partition, PartitionProblem, partition
@@ -35,6 +36,7 @@ __all__ = [
     "check_partition",
     "find_algorithm",
     "least_caps",
+    "links_from_profile",
     "optimizer_multiplier",
     "partition",
 ]

@@ -7,7 +7,7 @@ the exact ones put time first and keep memory under each device's cap, with a bu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -24,12 +24,14 @@ __all__ = [
     "CostNode",
     "DeviceSpec",
     "LinkSpec",
+    "links_from_profile",
     "optimizer_multiplier",
 ]
 
 SCHEDULES = ("1f1b", "gpipe")
 PASSIVE_KINDS = ("placeholder", "get_attr", "output")
 _FREE_OF_GRADIENT = 1.0
+_GUESSED_BYTES_PER_US = 1e6
 
 # The RFC's table: how many copies of a parameter training keeps: itself, its gradient and the optimizer's state.
 OPTIMIZER_MULTIPLIERS: Mapping[str, float] = {
@@ -157,13 +159,18 @@ class CostGraph:
 
     @classmethod
     def from_profile(cls, profile: Profile) -> CostGraph:
-        """The costs that a profile measured; tied weights come under their first name."""
+        """The costs that a profile measured; tied weights come under their first name.
+
+        Where nothing was timed (a model on the meta device) a node counts by the bytes of its parameters, as the RFC
+        proposes, or of its output if no node has parameters: only the ratios of such times mean something.
+        """
         tied = getattr(profile, "tied", {})
+        guesses = {} if profile.timed else _guessed_times(profile)
         nodes = tuple(
             CostNode(
                 name=node.name,
-                forward_us=node.forward_us,
-                backward_us=node.backward_us,
+                forward_us=guesses.get(node.name, node.forward_us),
+                backward_us=2 * guesses[node.name] if node.name in guesses else node.backward_us,
                 output_bytes=node.output_bytes,
                 gradient_bytes=node.gradient_bytes,
                 parameters=tuple(dict.fromkeys(tied.get(name, name) for name in node.parameters)),
@@ -182,6 +189,15 @@ class CostGraph:
             trainable=profile.trainable,
             optimizer_bytes=profile.optimizer_bytes,
         )
+
+
+def _guessed_times(profile: Profile) -> dict[str, float]:
+    """A time for each node, from sizes alone."""
+    active = [node for node in profile.nodes if node.op not in PASSIVE_KINDS]
+    held = {node.name: sum(profile.parameter_bytes.get(name, 0) for name in node.parameters) for node in active}
+    if not any(held.values()):
+        held = {node.name: node.output_bytes for node in active}
+    return {name: nbytes / _GUESSED_BYTES_PER_US for name, nbytes in held.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,6 +239,24 @@ class LinkSpec:
     def transfer_us(self, nbytes: float) -> float:
         """The time for that many bytes; nothing is sent where there are none."""
         return self.latency_us + nbytes / self.bytes_per_us if nbytes > 0 else 0.0
+
+
+def links_from_profile(profile: Profile, devices: Sequence[DeviceSpec]) -> LinkSpec | dict[tuple[str, str], LinkSpec]:
+    """The links between some devices as a profile measured them; unmeasured pairs get the slowest of these.
+
+    Where the profile has no link between any two of the devices, transfers count as free.
+    """
+    names = list(dict.fromkeys(device.name for device in devices))
+    known = {
+        (link.source, link.target): LinkSpec(bytes_per_us=link.bytes_per_us, latency_us=link.latency_us)
+        for link in profile.links
+        if link.source in names and link.target in names
+    }
+    if not known:
+        return LinkSpec()
+    slowest = min(known.values(), key=lambda link: link.bytes_per_us)
+    pairs = ((source, target) for source in names for target in names if source != target)
+    return {pair: known.get(pair) or known.get(pair[::-1]) or slowest for pair in pairs}
 
 
 @dataclass(frozen=True, kw_only=True)
