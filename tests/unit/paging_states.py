@@ -69,6 +69,8 @@ STATES: dict[str, Place] = {
 def round_trip(tensors: Sequence[torch.Tensor]) -> int:
     """Pages out what may be paged out, waits; returns how many storages were refused."""
     refused = 0
+    if mlms._env_open:
+        mlms.close_swap_env()
     for tensor in tensors:
         try:
             torch_lms.pageout(tensor)

@@ -40,7 +40,7 @@ def _written_at_its_storage(a: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
 def _storage_items_set(a: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
     storage = a.untyped_storage()
     storage[0] = 7
-    storage[4:8] = torch.UntypedStorage([1, 2, 3, 4])
+    storage[4:8] = 9
     return a
 
 
@@ -73,7 +73,7 @@ def _tensor_over_its_storage(a: torch.Tensor, _: torch.Tensor) -> list[torch.Ten
 
 def _typed_storage(a: torch.Tensor, _: torch.Tensor) -> list[Any]:
     typed = torch.storage.TypedStorage(wrap_storage=a.untyped_storage(), dtype=a.dtype, _internal=True)
-    return [typed._getitem(3), typed._size(), bytes(typed._untyped_storage[:4].tolist())]
+    return [typed._getitem(3), typed._size(), typed.tolist()]
 
 
 # --- saving and copying -------------------------------------------------------------------------------
@@ -181,19 +181,18 @@ RAW_KINDS: list[AccessKind] = [
     _raw("read_at_storage", lambda a, _: _read_at(a.untyped_storage().data_ptr(), a.nbytes), cpu_only=True),
     _raw("write_at_data_ptr", _written_at_its_address, cpu_only=True),
     _raw("write_at_storage", _written_at_its_storage, cpu_only=True),
-    _raw("storage_bytes", lambda a, _: bytes(a.untyped_storage().tolist())),
+    _raw("storage_bytes", lambda a, _: bytes(a.untyped_storage().tolist()), vectors),
     _raw("storage_item", lambda a, _: [a.untyped_storage()[i] for i in (0, 5, -1)]),
-    _raw("storage_slice", lambda a, _: bytes(a.untyped_storage()[4:12].tolist())),
     _raw("storage_items_set", _storage_items_set, cpu_only=True),
-    _raw("storage_clone", lambda a, _: bytes(a.untyped_storage().clone().tolist())),
+    _raw("storage_clone", lambda a, _: bytes(a.untyped_storage().clone().tolist()), vectors),
     _raw("storage_copy_", _storage_copied_from_another),
     _raw("storage_fill_", _storage_filled, cpu_only=True),
     _raw("storage_resize_bigger", _storage_resized(1.5)),
     _raw("storage_resize_smaller", _storage_resized(0.5)),
     _raw("storage_resize_to_nothing", _storage_resized(0)),
     _raw("storage_set", _tensor_over_its_storage),
-    _raw("typed_storage", _typed_storage),
-    _raw("storage_deepcopy", lambda a, _: bytes(copy.deepcopy(a.untyped_storage()).tolist())),
+    _raw("typed_storage", _typed_storage, vectors),
+    _raw("storage_deepcopy", lambda a, _: bytes(copy.deepcopy(a.untyped_storage()).tolist()), vectors),
     _raw("copy", lambda a, _: [copy.copy(a).add_(1), a]),
     _raw("deepcopy", lambda a, _: copy.deepcopy(a)),
     _raw("deepcopy_with_alias", _deeply_copied_with_an_alias),
@@ -220,9 +219,9 @@ RAW_KINDS: list[AccessKind] = [
     _raw("numpy_both_ways", _shared_with_numpy, pins=True, cpu_only=True),
     _raw("numpy_of_view", lambda a, _: a.t()[1:3].numpy().copy(), pins=True, cpu_only=True),
     _raw("numpy_forced", lambda a, _: a.requires_grad_().numpy(force=True).copy(), pins=True, cpu_only=True),
-    _raw("array", lambda a, _: np.array(a), pins=True, cpu_only=True),
+    _raw("array", lambda a, _: a.__array__().copy(), pins=True, cpu_only=True),
     _raw("asarray", lambda a, _: np.asarray(a).copy(), pins=True, cpu_only=True),
-    _raw("ufunc", lambda a, _: np.add(a, np.float32(1)), pins=True, cpu_only=True),
+    _raw("ufunc", lambda a, _: np.add(np.asarray(a), np.asarray(a.t())), pins=True, cpu_only=True),
     _raw("numpy_from_dlpack", lambda a, _: np.from_dlpack(a).copy(), pins=True, cpu_only=True),
     _raw("from_dlpack", _shared_by_dlpack, pins=True),
     _raw("to_dlpack", _shared_by_capsule, pins=True),

@@ -12,6 +12,10 @@ from tests.unit.access_kinds import OP_KINDS, AccessKind
 from tests.unit.paging_states import STATES, Place, round_trip, snapshot
 from tests.unit.raw_access_kinds import RAW_KINDS
 
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Sparse:UserWarning", "ignore:The PyTorch API of nested tensors:UserWarning", "ignore:TypedStorage"
+)
+
 KINDS = OP_KINDS + RAW_KINDS
 
 
@@ -33,6 +37,26 @@ def seen(kind: AccessKind, place: Place, *, again: bool) -> Any:
 def test_access_in_every_state_is_bit_equal(kind: AccessKind, state: str, paged: ModuleType) -> None:
     plain = seen(kind, STATES["plain"], again=False)
     assert seen(kind, STATES[state], again=state != "plain") == plain
+
+
+@pytest.mark.parametrize(
+    ("place", "states"),
+    [
+        ("plain", {"resident"}),
+        ("paged_out", {"paged_out"}),
+        ("page_out_enqueued", {"out_queued", "paging_out"}),
+        ("page_out_enqueued_behind_another", {"out_queued", "paging_out"}),
+        ("prefetch_enqueued", {"in_queued", "paging_in"}),
+        ("prefetch_held", {"in_queued"}),
+        ("prefetched", {"resident"}),
+    ],
+)
+def test_states_are_what_they_say(place: str, states: set[str], paged: ModuleType, chaos: bool) -> None:
+    if chaos:
+        pytest.skip("storages go where they like")
+    tensor = torch.randn(100)
+    STATES[place]([tensor])
+    assert paged.swap.state(tensor) in states
 
 
 def test_the_table_has_every_kind_once() -> None:
