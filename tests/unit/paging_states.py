@@ -41,10 +41,11 @@ def _prefetch_enqueued(tensors: Sequence[torch.Tensor]) -> None:
 
 def _prefetch_held(tensors: Sequence[torch.Tensor]) -> None:
     """The page-in queue stands still until the environment is closed, which the `paged` fixture does."""
-    _paged_out(tensors)
     if not mlms._env_open:
         mlms.create_swap_env()
         mlms.prefetch_init()
+    torch_lms.pageout(tensors)
+    mlms.before_prefetch_wait_all()
     for tensor in tensors:
         mlms.need_prefetch(tensor)
 
