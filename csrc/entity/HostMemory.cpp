@@ -3,9 +3,12 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstdint>
-#include <fstream>
-#include <sstream>
+#include <cstdio>
+#include <cstdlib>
+#include <utility>
+#include <vector>
 
 namespace torch_lms {
 namespace {
@@ -25,11 +28,50 @@ struct GroupMemory {
   size_t current_bytes = 0; // of the group with that limit
 };
 
+/// The lines of a file; none if it cannot be read.
+///
+/// By stdio: a process may hold several copies of the C++ library (some packages bring one
+/// linked in), and numbers were seen to be read as 0 through streams in one that did.
+std::vector<std::string> read_lines(const std::string& path) {
+  std::vector<std::string> lines;
+  std::FILE* file = std::fopen(path.c_str(), "re");
+  if (file == nullptr) {
+    return lines;
+  }
+  bool continues = false;
+  char part[256];
+  while (std::fgets(part, sizeof(part), file) != nullptr) {
+    std::string text(part);
+    const bool ends = !text.empty() && text.back() == '\n';
+    if (ends) {
+      text.pop_back();
+    }
+    if (continues) {
+      lines.back() += text;
+    } else {
+      lines.push_back(std::move(text));
+    }
+    continues = !ends;
+  }
+  std::fclose(file);
+  return lines;
+}
+
+/// The number that a text begins with, after spaces; `otherwise` if there is none.
+size_t parse_number(const std::string& text, size_t otherwise) {
+  const size_t first = text.find_first_not_of(" \t");
+  if (first == std::string::npos || text[first] < '0' || text[first] > '9') {
+    return otherwise;
+  }
+  errno = 0;
+  const unsigned long long number = std::strtoull(text.c_str() + first, nullptr, 10);
+  return errno == 0 ? static_cast<size_t>(number) : otherwise;
+}
+
 /// The number in a file; `otherwise` if there is none ("max", no file).
 size_t read_bytes(const std::string& path, size_t otherwise) {
-  std::ifstream file(path);
-  size_t nbytes = 0;
-  return file >> nbytes ? nbytes : otherwise;
+  const std::vector<std::string> lines = read_lines(path);
+  return lines.empty() ? otherwise : parse_number(lines.front(), otherwise);
 }
 
 /// SIZE_MAX for none, which some systems write as 0.
@@ -40,9 +82,8 @@ size_t read_limit_bytes(const std::string& path) {
 
 /// The process's group in the hierarchy of `controller` ("" is version 2).
 std::string group_of(const std::string& root, const std::string& controller) {
-  std::ifstream file(root + "/proc/self/cgroup");
-  std::string line;
-  while (std::getline(file, line)) { // number:controllers:group
+  // number:controllers:group
+  for (const std::string& line : read_lines(root + "/proc/self/cgroup")) {
     const size_t first = line.find(':');
     const size_t second = line.find(':', first + 1);
     if (first == std::string::npos || second == std::string::npos) {
@@ -94,14 +135,10 @@ GroupMemory least_of_groups(const std::string& root) {
 
 /// A value of /proc/meminfo in bytes; `otherwise` if it is not there.
 size_t read_meminfo(const std::string& root, const std::string& wanted, size_t otherwise) {
-  std::ifstream file(root + "/proc/meminfo");
-  std::string line;
-  while (std::getline(file, line)) { // name: kibibytes kB
-    std::istringstream words(line);
-    std::string name;
-    size_t kib = 0;
-    if (words >> name >> kib && name == wanted) {
-      return kib * 1024;
+  for (const std::string& line : read_lines(root + "/proc/meminfo")) { // name: kibibytes kB
+    if (line.compare(0, wanted.size(), wanted) == 0) {
+      const size_t kib = parse_number(line.substr(wanted.size()), SIZE_MAX);
+      return kib == SIZE_MAX ? otherwise : kib * 1024;
     }
   }
   return otherwise;
