@@ -26,12 +26,14 @@ def merge_state_dicts(stages: Iterable[Stage | StateDict]) -> dict[str, Any]:
     """
     merged: dict[str, Any] = {}
     for stage in stages:
+        shared = stage.shared if isinstance(stage, Stage) else {}
         for name, value in (stage.state_dict() if isinstance(stage, Stage) else stage).items():
-            if name in merged and not _same(merged[name], value):
-                raise PartitionError(
-                    f"expected {name!r} equal in all stages that share it, found two values; its gradients were not "
-                    "summed over these stages before the optimizer's step"
-                )
+            for known in (name, *(other for _, other in shared.get(name, ()))):
+                if known in merged and not _same(merged[known], value):
+                    raise PartitionError(
+                        f"expected {name!r} equal in all stages that share it, found two values; its gradients were not "
+                        "summed over these stages before the optimizer's step"
+                    )
             merged.setdefault(name, value)
     return merged
 

@@ -105,7 +105,7 @@ def check_schedule(schedule: Schedule) -> None:
     for stage in range(schedule.stages):
         for microbatch in range(schedule.microbatches):
             kinds = "".join(kind for kind in "FBIW" if counts[Action(stage, kind, microbatch)])
-            if kinds not in ("F", "FB", "FIW"):
+            if kinds not in ("FB", "FIW"):
                 raise PipelineError(
                     f"expected a forward and one backward of stage {stage}, microbatch {microbatch}, found {kinds or 'none'}"
                 )

@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+from collections import namedtuple
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torch_lms.errors import PipelineError
+from torch_lms.pipeline.borders import carrier_metas, describe, example, pack, unpack
+
+CPU = torch.device("cpu")
+Pair = namedtuple("Pair", "left right")
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool]
+
+
+@st.composite
+def tensors(draw: Any) -> torch.Tensor:
+    shape = draw(st.lists(st.integers(0, 4), max_size=4))
+    dtype = draw(st.sampled_from(DTYPES))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    made = torch.randint(-100, 100, shape, generator=generator).to(dtype)
+    if dtype == torch.int64 and made.numel():
+        made = made * (1 << 40)  # bits that a float would lose
+    if made.dim() > 1:
+        made = made.permute(draw(st.permutations(range(made.dim()))))
+    if made.dim() and made.shape[0] > 1 and draw(st.booleans()):
+        made = made[::2]
+    return made
+
+
+numbers = st.one_of(st.booleans(), st.integers(-(2**63), 2**63 - 1), st.floats(allow_nan=False))
+constants = st.sampled_from([None, "name", torch.float16])
+values = st.recursive(
+    st.one_of(tensors(), numbers, constants),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.tuples(inner, inner),
+        st.builds(Pair, inner, inner),
+        st.dictionaries(st.sampled_from("abc"), inner, max_size=3),
+    ),
+    max_leaves=8,
+)
+
+
+def assert_same(one: Any, other: Any) -> None:
+    assert type(one) is type(other)
+    if isinstance(one, torch.Tensor):
+        assert torch.equal(one, other)
+        assert one.dtype == other.dtype
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key, value in one.items():
+            assert_same(value, other[key])
+    elif isinstance(one, (tuple, list)):
+        assert len(one) == len(other)
+        for left, right in zip(one, other):
+            assert_same(left, right)
+    else:
+        assert one == other
+
+
+@given(values)
+@settings(max_examples=200, deadline=None)
+def test_any_value_crosses_unchanged_in_contiguous_floating_carriers(value: Any) -> None:
+    template = describe(value)
+    carriers = pack(template, value, CPU, "stage 0")
+    assert carriers
+    metas = carrier_metas(template)
+    assert [(tuple(c.shape), c.dtype) for c in carriers] == [(shape, dtype) for shape, dtype, _ in metas]
+    assert all(carrier.is_contiguous() and carrier.dtype.is_floating_point for carrier in carriers)
+    assert_same(unpack(template, carriers, CPU), value)
+
+
+@given(values)
+@settings(max_examples=50, deadline=None)
+def test_an_example_is_of_its_template(value: Any) -> None:
+    template = describe(value)
+    pack(template, example(template, CPU), CPU, "stage 0")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.arange(24.0).view(2, 3, 4).transpose(0, 2),
+        torch.arange(120.0).view(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.arange(24.0).view(4, 6)[:, :2],
+        torch.arange(24.0).view(4, 6).chunk(3, 1)[1].transpose(0, 1),
+    ],
+)
+def test_strides_are_the_same_behind_the_border(value: torch.Tensor) -> None:
+    template = describe(value)
+    crossed = unpack(template, pack(template, value, CPU, "stage 0"), CPU)
+    assert crossed.stride() == value.stride()
+    assert torch.equal(crossed, value)
+
+
+def test_a_device_becomes_that_of_the_stage() -> None:
+    template = describe((torch.device("meta"), torch.ones(1)))
+    carriers = pack(template, (torch.device("meta"), torch.ones(1)), CPU, "stage 0")
+    assert unpack(template, carriers, CPU)[0] == CPU
+
+
+@pytest.mark.parametrize(
+    ("first", "later"),
+    [
+        (torch.ones(2, 3), torch.ones(3, 2)),
+        (torch.ones(2), torch.ones(2, dtype=torch.float64)),
+        ("a", "b"),
+        ((1, 2), (1, 2, 3)),
+        ({"a": 1}, {"b": 1}),
+        (1, 1.0),
+        (torch.ones(1), None),
+    ],
+)
+def test_what_is_not_as_in_the_first_step_is_refused(first: Any, later: Any) -> None:
+    with pytest.raises(PipelineError, match="stage 7, as in the first step"):
+        pack(describe(first), later, CPU, "stage 7")

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from torch_lms.errors import PipelineError
+from torch_lms.partition.stages import Argument
+from torch_lms.pipeline.microbatches import cut_batch, name_arguments
+
+ARGUMENTS = (Argument("ids"), Argument("mask", required=False, default=None), Argument("scale", required=False, default=2))
+
+
+def test_tensors_are_cut_and_everything_else_goes_to_each_microbatch() -> None:
+    table = torch.ones(5, 5)
+    values = {"ids": torch.arange(6), "nest": {"a": (torch.arange(6), "x")}, "flag": True, "zero": torch.tensor(3), "t": table}
+    made = cut_batch(values, 3, whole=("t",))
+    assert torch.cat([part["ids"] for part in made]).tolist() == list(range(6))
+    assert [part["nest"]["a"][0].tolist() for part in made] == [[0, 1], [2, 3], [4, 5]]
+    assert all(part["flag"] is True and part["t"] is table and part["zero"].item() == 3 for part in made)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"ids": torch.ones(7)}, "4 microbatches divide, found 7.*batch of 4"),
+        ({"ids": torch.ones(3)}, "found 3.*batch of 4"),
+        ({"ids": torch.ones(8), "mask": torch.ones(4)}, "8 of 'ids' and 4 of 'mask'.*whole="),
+    ],
+)
+def test_batches_that_cannot_be_cut_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(PipelineError, match=message):
+        cut_batch(values, 4)
+
+
+def test_arguments_get_their_names_and_defaults_and_may_be_left_out() -> None:
+    assert name_arguments(ARGUMENTS, (1,), {"scale": 3}) == {"ids": 1, "mask": None, "scale": 3}
+    assert name_arguments(ARGUMENTS, (), {}) == {"mask": None, "scale": 2}
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "message"),
+    [((1, 2, 3, 4), {}, "at most 3"), ((), {"labels": 1}, "'labels'"), ((1,), {"ids": 1}, "'ids' twice")],
+)
+def test_arguments_that_the_model_has_not_are_refused(args: tuple[int, ...], kwargs: dict[str, int], message: str) -> None:
+    with pytest.raises(PipelineError, match=message):
+        name_arguments(ARGUMENTS, args, kwargs)

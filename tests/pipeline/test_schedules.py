@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torch_lms.errors import PipelineError
+from torch_lms.pipeline.actions import Action, Schedule
+from torch_lms.pipeline.schedules import gpipe, interleaved, make_schedule, one_f_one_b
+from torch_lms.pipeline.simulation import check_schedule, in_flight, simulate
+
+GOLDEN = {
+    "gpipe": (
+        gpipe(3, 4),
+        """
+        0F0,0F1,0F2,0F3,0B0,0B1,0B2,0B3
+        1F0,1F1,1F2,1F3,1B0,1B1,1B2,1B3
+        2F0,2F1,2F2,2F3,2B0,2B1,2B2,2B3
+        """,
+    ),
+    "1f1b": (
+        one_f_one_b(3, 5),
+        """
+        0F0,0F1,0F2,0B0,0F3,0B1,0F4,0B2,0B3,0B4
+        1F0,1F1,1B0,1F2,1B1,1F3,1B2,1F4,1B3,1B4
+        2F0,2B0,2F1,2B1,2F2,2B2,2F3,2B3,2F4,2B4
+        """,
+    ),
+    "interleaved": (
+        interleaved(2, 4, 4),
+        """
+        0F0,0F1,2F0,2F1,0F2,2B0,0F3,2B1,2F2,0B0,2F3,0B1,2B2,2B3,0B2,0B3
+        1F0,1F1,3F0,3B0,3F1,3B1,1F2,1B0,1F3,1B1,3F2,3B2,3F3,3B3,1B2,1B3
+        """,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_schedule_is_that_of_its_golden_table(name: str) -> None:
+    schedule, golden = GOLDEN[name]
+    assert schedule.ranks == Schedule.parse(golden.replace(" ", "")).ranks
+
+
+@given(st.integers(1, 9), st.integers(1, 12))
+def test_schedules_keep_the_order_and_say_what_they_hold(stages: int, microbatches: int) -> None:
+    for schedule in (gpipe(stages, microbatches), one_f_one_b(stages, microbatches)):
+        check_schedule(schedule)
+        assert Schedule.parse(str(schedule), schedule.name) == schedule
+    for stage in range(stages):
+        assert in_flight(gpipe(stages, microbatches), stage) == microbatches
+        assert in_flight(one_f_one_b(stages, microbatches), stage) == min(microbatches, stages - stage)
+    slots = 2 * (microbatches + stages - 1)  # the well-known bubble of both
+    assert max(event.end_us for event in simulate(gpipe(stages, microbatches))) == slots
+    assert max(event.end_us for event in simulate(one_f_one_b(stages, microbatches))) == slots
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
+def test_interleaved_schedules_keep_the_order(ranks: int, local: int, rounds: int) -> None:
+    schedule = interleaved(ranks, ranks * local, ranks * rounds)
+    check_schedule(schedule)
+    assert Schedule.parse(str(schedule), schedule.name) == schedule
+
+
+@pytest.mark.skipif(find_spec("torch.distributed.pipelining") is None, reason="this PyTorch has none to compare with")
+@pytest.mark.parametrize(("ranks", "local", "microbatches"), [(2, 2, 4), (2, 3, 4), (4, 2, 8)])
+def test_interleaved_is_the_schedule_of_pytorch(ranks: int, local: int, microbatches: int) -> None:
+    from torch.distributed.pipelining import schedules
+
+    ours = interleaved(ranks, ranks * local, microbatches)
+    for rank in range(ranks):
+        ahead = min(microbatches * local, (local - 1) * ranks + 2 * (ranks - 1 - rank))
+        theirs = schedules._get_1f1b_rank_ops(
+            local,
+            ranks,
+            ahead,
+            microbatches * local - ahead,
+            ahead,
+            rank,
+            lambda step, rank=rank: (step // ranks) % local * ranks + rank,
+            lambda step, rank=rank, ahead=ahead: (local - 1 - (step - ahead) // ranks % local) * ranks + rank,
+        )
+        assert [str(action) for action in ours.ranks[rank]] == [str(action) for action in theirs if action is not None]
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1", "stuck: rank 0 in 0B0, rank 1 in 1F1"),
+        ("0B0,0F0\n1F0,1B0", "stuck"),
+        ("0F0,0F0,0B0\n1F0,1B0", "0F0 2 times"),
+        ("0F0\n1F0,1B0", "stage 0, microbatch 0, found F"),
+        ("0F0,0B0,1B0\n1F0", "1F0 on rank 1"),
+        ("0F0,0W0,0I0\n1F0,1B0", "stuck"),
+    ],
+)
+def test_broken_orders_are_found_without_processes(table: str, message: str) -> None:
+    with pytest.raises(PipelineError, match=message):
+        check_schedule(Schedule.parse(table))
+
+
+def test_a_zero_bubble_table_is_a_schedule_too() -> None:
+    check_schedule(Schedule.parse("0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1I0,1F1,1I1,1W0,1W1"))
+
+
+@pytest.mark.parametrize("text", ["", "F0", "2X0", "2F", "0F0 1F0"])
+def test_what_is_no_action_is_refused(text: str) -> None:
+    with pytest.raises(PipelineError, match=r"action"):
+        Schedule.parse(text)
+
+
+def test_actions_print_and_parse() -> None:
+    assert str(Action(12, "B", 3)) == "12B3"
+    assert Action.parse("12B3") == Action(12, "B", 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "stages", "microbatches", "message"),
+    [
+        ("1f1b", 2, 4, 4, "4 stages on 2 ranks"),
+        ("interleaved", 2, 3, 4, "3 stages on 2 ranks"),
+        ("interleaved", 4, 8, 9, "multiple of the 4 ranks"),
+        ("gpipe", 0, 0, 4, "at least one"),
+        ("pipedream", 2, 2, 2, "'pipedream'"),
+    ],
+)
+def test_numbers_that_do_not_fit_are_refused(
+    name: str, ranks: int, stages: int, microbatches: int, message: str
+) -> None:
+    with pytest.raises(PipelineError, match=message):
+        make_schedule(name, ranks=ranks, stages=stages, microbatches=microbatches)
