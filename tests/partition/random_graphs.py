@@ -20,8 +20,12 @@ __all__ = ["contiguous_placements", "graphs", "make_graph", "measured", "problem
 def make_graph(seed: int, nodes: int) -> CostGraph:
     """A graph with branches, skips, tied parameters, shared storages, unused inputs and dead ends."""
     draw = random.Random(seed)
-    made = [CostNode(name=f"in{index}", kind="placeholder", output_bytes=draw.randint(1, 60), output_storages=(f"i{index}",))
-            for index in range(draw.randint(1, 3))]  # fmt: skip
+    made = [
+        CostNode(
+            name=f"in{index}", kind="placeholder", output_bytes=draw.randint(1, 60), output_storages=(f"i{index}",)
+        )
+        for index in range(draw.randint(1, 3))
+    ]
     made.append(CostNode(name="table", kind="get_attr", parameters=("p0",), output_bytes=99))
     parameters = {f"p{index}": draw.randint(1, 1000) for index in range(nodes // 2 + 1)}
     storages = {f"s{index}": draw.randint(1, 200) for index in range(nodes)} | {f"i{index}": 60 for index in range(3)}
@@ -55,13 +59,19 @@ def graphs(smallest: int = 1, largest: int = 24) -> st.SearchStrategy[CostGraph]
 
 
 @st.composite
-def problems(draw: st.DrawFn, largest: int = 24, stages: int = 5, capped: bool = False) -> PartitionProblem:
+def problems(
+    draw: st.DrawFn,
+    largest: int = 24,
+    stages: int = 5,
+    capped: bool = False,
+    schedules: tuple[str, ...] = ("1f1b", "gpipe"),
+) -> PartitionProblem:
     """Random problems without caps, or with caps around what the stages need."""
     nodes = draw(st.integers(1, largest))
     graph = make_graph(draw(st.integers(0, 10**6)), nodes)
     count = draw(st.integers(1, min(stages, nodes)))
     model = CostModel(
-        schedule=draw(st.sampled_from(["1f1b", "gpipe"])),
+        schedule=draw(st.sampled_from(schedules)),
         microbatches=draw(st.integers(1, 9)),
         overlap_communication=draw(st.booleans()),
         memory_buffer=draw(st.sampled_from([0.0, 0.1])),

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.partition.graphs import chain
-from tests.partition.random_graphs import make_graph, problems
+from tests.partition.random_graphs import make_graph, measured, problems
 from torch_lms.errors import PartitionError
 from torch_lms.partition import (
     CostModel,
@@ -65,8 +65,6 @@ def test_refinement_never_makes_a_step_longer_or_a_stage_overflow(problem: Parti
     names = dict(zip((node.name for node in problem.units.nodes), placed, strict=True))
     assert all(names[source.name] <= names[node.name] for node in problem.units.nodes for source in problem.units.nodes
                if source.name in node.inputs)  # fmt: skip
-    from tests.partition.random_graphs import measured
-
     after = measured(problem, placed)
     assert after.fits
     assert after.step.step_us <= exact.step_us * (1 + 1e-9)

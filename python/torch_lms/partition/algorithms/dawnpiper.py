@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torch_lms.partition.interface import Partition, PartitionProblem, evaluate
+from torch_lms.partition.intervals import StageMatrices, stage_matrices
 from torch_lms.partition.layers import node_costs
 from torch_lms.partition.sequence import UnitSequence
 
@@ -22,6 +23,7 @@ Array = NDArray[np.float64]
 Plan = tuple[float, float, tuple[int, ...]]  # how far over memory, largest stage time, cuts
 
 _MOST_PLANS = 4000
+_MOST_EXACT = 1500
 
 
 class DawnPiper:
@@ -52,6 +54,7 @@ class _Halving:
         self.in_flight = np.array([model.in_flight(stage, problem.stages) for stage in range(problem.stages)])
         depth = max((problem.stages - 1).bit_length(), 1)
         self.tries = max(int((_MOST_PLANS ** (1 / depth)) / 2), 2)
+        self.exact = self._exact_memory(problem, sequence)
         self.known: dict[tuple[int, int, int, int], Plan] = {}
 
     def plan(self, start: int, end: int, first: int, stages: int) -> Plan:
@@ -63,7 +66,17 @@ class _Halving:
 
     def _leaf(self, start: int, end: int, stage: int) -> Plan:
         time_us = float(self.time[end] - self.time[start]) / float(self.speed[stage])
-        return max(float(self._memory(start, end, stage, 1)) / self.usable[stage] - 1, 0.0), time_us, ()
+        memory = float(self._memory(start, end, stage, 1))
+        if self.exact is not None:
+            held = float(self.in_flight[stage] * self.exact.held_bytes[start, end])
+            memory = float(self.exact.static_bytes[start, end] + self.exact.transient_bytes[start, end]) + held
+        return max(memory / self.usable[stage] - 1, 0.0), time_us, ()
+
+    def _exact_memory(self, problem: PartitionProblem, sequence: UnitSequence) -> StageMatrices | None:
+        """Of every contiguous stage, where memory matters and the graph is small enough for that."""
+        if len(sequence) > _MOST_EXACT or all(device.memory_cap_bytes is None for device in problem.devices):
+            return None
+        return stage_matrices(sequence, np.arange(len(sequence) + 1), problem.cost_model)
 
     def _halve(self, start: int, end: int, first: int, stages: int) -> Plan:
         left = stages // 2

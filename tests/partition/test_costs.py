@@ -1,0 +1,260 @@
+"""Costs: the RFC's table and formula, memory of stages, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.partition.graphs import chain
+from tests.partition.pipeline_clock import run_pipeline
+from torch_lms.errors import PartitionError
+from torch_lms.partition import (
+    CostGraph,
+    CostModel,
+    CostNode,
+    DeviceSpec,
+    LinkSpec,
+    PartitionProblem,
+    links_from_profile,
+    optimizer_multiplier,
+    partition,
+)
+from torch_lms.partition.figures import step_time
+from torch_lms.profile.document import LinkProfile, NodeProfile, Profile
+
+FREE = LinkSpec()
+
+
+def devices(count: int, cap: int | None = None) -> tuple[DeviceSpec, ...]:
+    return tuple(DeviceSpec(name=f"cuda:{index}", memory_cap_bytes=cap) for index in range(count))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options", "copies"),
+    [
+        ("SGD", {"lr": 0.1}, 2),
+        ("SGD", {"lr": 0.1, "momentum": 0.9}, 3),
+        ("Adam", {}, 4),
+        ("Adam", {"amsgrad": True}, 5),
+        ("AdamW", {}, 4),
+        ("Adadelta", {}, 4),
+        ("Adagrad", {}, 3),
+        ("RMSprop", {}, 3),
+        ("RMSprop", {"momentum": 0.9, "centered": True}, 5),
+    ],
+)
+def test_the_multiplier_of_an_optimizer_is_the_rfcs(optimizer: str, options: dict[str, float], copies: float) -> None:
+    assert optimizer_multiplier(getattr(torch.optim, optimizer)([torch.zeros(1)], **options)) == copies
+
+
+def test_an_optimizer_that_is_not_in_the_table_must_be_measured() -> None:
+    with pytest.raises(PartitionError, match=r"expected an optimizer among .* found 'lion'"):
+        optimizer_multiplier("lion")
+
+
+@pytest.mark.parametrize(
+    ("trainable", "measured", "expected"),
+    [
+        (None, None, {"a": 400.0, "b": 40.0}),
+        (frozenset({"b"}), None, {"a": 100.0, "b": 40.0}),
+        (None, {"a": 7}, {"a": 207.0, "b": 20.0}),
+        (frozenset({"b"}), {"b": 5}, {"a": 100.0, "b": 25.0}),
+    ],
+)
+def test_a_parameter_costs_its_copies_or_what_was_measured(
+    trainable: frozenset[str] | None, measured: dict[str, int] | None, expected: dict[str, float]
+) -> None:
+    graph = CostGraph(nodes=(), parameter_bytes={"a": 100, "b": 10}, trainable=trainable, optimizer_bytes=measured)
+    assert CostModel(optimizer_multiplier=4).parameter_cost_bytes(graph) == expected
+
+
+def test_the_rfcs_cost_weighs_time_and_memory() -> None:
+    assert CostModel().cost(0.5, 0.25) == pytest.approx(0.6 * 0.5 + 0.4 * 0.25)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "microbatches", "held"), [("1f1b", 8, [4, 3, 2, 1]), ("1f1b", 2, [2, 2, 2, 1]), ("gpipe", 8, [8] * 4)]
+)
+def test_microbatches_in_flight_follow_the_schedule(schedule: str, microbatches: int, held: list[int]) -> None:
+    model = CostModel(schedule=schedule, microbatches=microbatches)
+    assert [model.in_flight(stage, 4) for stage in range(4)] == held
+
+
+def test_a_stages_memory_counts_what_is_shared_once() -> None:
+    """Two nodes of one stage save one storage and share one parameter; the stage behind saves its own."""
+    nodes = (
+        CostNode(name="x", kind="placeholder", output_bytes=10, output_storages=("sx",)),
+        CostNode(name="a", output_bytes=20, inputs=("x",), parameters=("w",), saved=("sx",), output_storages=("sa",)),
+        CostNode(
+            name="b", output_bytes=30, inputs=("a",), parameters=("w",), saved=("sa", "sx"), output_storages=("sb",)
+        ),
+        CostNode(name="c", output_bytes=40, inputs=("b",), parameters=("w",), saved=("sc",), output_storages=("sc",)),
+        CostNode(name="out", kind="output", inputs=("c",)),
+    )
+    storages = {"sx": 10, "sa": 20, "sb": 30, "sc": 40}
+    graph = CostGraph(nodes=nodes, parameter_bytes={"w": 100}, storage_bytes=storages)
+    model = CostModel(optimizer_multiplier=3, microbatches=2)
+    made = partition(PartitionProblem(graph=graph, devices=devices(2), cost_model=model), TwoAndOne())
+    first = 300 + 2 * (10 + 20 + 30) + 30  # parameter, then saved and sent for two microbatches, then working space
+    second = 300 + 1 * (30 + 40) + 40
+    assert made.stage_memory_bytes == (first, second)
+    assert made.cut_bytes == (30,)
+
+
+class TwoAndOne:
+    """Cuts before the last node."""
+
+    name = "two-and-one"
+    source = "this test"
+
+    def partition(self, problem: PartitionProblem) -> object:
+        import numpy as np
+
+        from torch_lms.partition.interface import evaluate
+
+        return evaluate(problem, np.array([0] * (len(problem.units) - 1) + [1]), algorithm=self.name, reason="as told")
+
+
+def test_a_value_that_skips_a_stage_is_carried_through_it() -> None:
+    nodes = (
+        CostNode(name="a", output_bytes=5, gradient_bytes=4, forward_us=1),
+        CostNode(name="b", output_bytes=7, gradient_bytes=6, forward_us=1, inputs=("a",)),
+        CostNode(name="c", output_bytes=9, forward_us=1, inputs=("b", "a")),
+    )
+    made = partition(PartitionProblem(graph=CostGraph(nodes=nodes), devices=devices(3)))
+    assert made.cut_bytes == (9, 9 + 13)
+    assert made.figures.cut_forward_bytes == (5, 12)
+
+
+def test_inputs_of_the_model_cross_no_border() -> None:
+    nodes = (
+        CostNode(name="ids", kind="placeholder", output_bytes=1000),
+        CostNode(name="a", output_bytes=5, forward_us=1, inputs=("ids",)),
+        CostNode(name="b", forward_us=1, inputs=("a", "ids")),
+    )
+    made = partition(PartitionProblem(graph=CostGraph(nodes=nodes), devices=devices(2)))
+    assert made.cut_bytes == (5,)
+    assert made.stage_memory_bytes == (2 * 1005 + 5, 1005)
+
+
+@settings(deadline=None)
+@given(stages=st.integers(1, 6), microbatches=st.integers(1, 12), schedule=st.sampled_from(["1f1b", "gpipe"]))
+def test_the_bubble_of_even_stages_is_the_textbooks(stages: int, microbatches: int, schedule: str) -> None:
+    problem = PartitionProblem(
+        graph=chain([6.0] * stages),
+        devices=devices(stages),
+        links=FREE,
+        cost_model=CostModel(schedule=schedule, microbatches=microbatches),
+    )
+    made = partition(problem)
+    assert made.bubble == pytest.approx((stages - 1) / (microbatches + stages - 1))
+
+
+times = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 20)), min_size=1, max_size=5)
+
+
+@settings(deadline=None, max_examples=200)
+@given(times=times, microbatches=st.integers(1, 12), schedule=st.sampled_from(["1f1b", "gpipe"]))
+def test_a_step_is_predicted_as_long_as_the_schedule_run_action_by_action(
+    times: list[tuple[int, int]], microbatches: int, schedule: str
+) -> None:
+    """GPipe takes exactly what is predicted, 1F1B never more: stages that wait overlap part of the first pass."""
+    import numpy as np
+
+    forward, backward = (np.array(column, dtype=np.float64) for column in zip(*times, strict=True))
+    none = [0] * (len(times) - 1)
+    model = CostModel(schedule=schedule, microbatches=microbatches)
+    predicted = step_time(forward, backward, none, none, [FREE] * len(none), model).step_us
+    run = run_pipeline(forward.tolist(), backward.tolist(), microbatches, schedule)
+    if schedule == "gpipe":
+        assert run == pytest.approx(predicted)
+    else:
+        assert run <= predicted * (1 + 1e-9)
+        assert run >= microbatches * (forward + backward).max()
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_transfers_count_in_the_period_only_where_they_do_not_overlap(overlap: bool) -> None:
+    import numpy as np
+
+    model = CostModel(microbatches=5, overlap_communication=overlap)
+    link = LinkSpec(bytes_per_us=2.0, latency_us=1.0)
+    step = step_time(np.array([3.0, 3.0]), np.array([6.0, 6.0]), [4], [2], [link], model)
+    send, back = 3.0, 2.0
+    assert step.period_us == (9.0 if overlap else 9.0 + send)
+    assert step.step_us == 18.0 + send + back + 4 * step.period_us
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: CostModel(time_weight=0.7), "sum to 1"),
+        (lambda: CostModel(schedule="zigzag"), "1f1b, gpipe, found 'zigzag'"),
+        (lambda: CostModel(microbatches=0), "at least 1 microbatch, found 0"),
+        (lambda: CostModel(memory_buffer=1.0), "memory buffer"),
+        (lambda: CostModel(optimizer_multiplier=0.5), "multiplier of at least 1"),
+        (lambda: DeviceSpec(name="d", speed=0.0), "positive speed of d"),
+        (lambda: DeviceSpec(name="d", memory_cap_bytes=0), "positive memory cap of d"),
+        (lambda: LinkSpec(bytes_per_us=0.0), "positive rate"),
+        (lambda: CostGraph(nodes=(CostNode(name="a"), CostNode(name="a"))), "'a' twice"),
+        (lambda: CostGraph(nodes=(CostNode(name="a", inputs=("z",)),)), "found 'z'"),
+        (lambda: CostGraph(nodes=(CostNode(name="a", parameters=("w",)),)), "size of parameter 'w'"),
+        (lambda: CostGraph(nodes=(CostNode(name="a", saved=("s",)),)), "size of saved storage 's'"),
+        (lambda: CostGraph(nodes=(CostNode(name="a", forward_us=-1.0),)), "at least 0"),
+        (
+            lambda: CostGraph(nodes=(CostNode(name="a", inputs=("b",)), CostNode(name="b", inputs=("a",)))),
+            "found 'a' before its input 'b'; .* cycle",
+        ),
+    ],
+)
+def test_costs_that_make_no_sense_are_refused(make: object, message: str) -> None:
+    with pytest.raises(PartitionError, match=message):
+        make()  # type: ignore[operator]
+
+
+def profile_of(nodes: tuple[NodeProfile, ...], **changes: object) -> Profile:
+    known = {
+        "model": "M", "level": "operator", "notes": (), "device": "cpu", "torch_version": "2", "warmup_runs": 1,
+        "timed_runs": 1, "timed": True, "nodes": nodes, "parameter_bytes": {"w": 8, "v": 24}, "tied": {"t": "w"},
+        "trainable": frozenset({"w"}), "storage_bytes": {"s": 16}, "optimizer_bytes": None, "step_us": 1.0, "links": (),
+    }  # fmt: skip
+    return Profile(**(known | changes))  # type: ignore[arg-type]
+
+
+NODES = (
+    NodeProfile(name="x", op="placeholder", target="x", output_bytes=4),
+    NodeProfile(name="a", op="call_module", target="a", inputs=("x", "x"), forward_us=1.0, backward_us=2.0, module="a",
+                parameters=("t", "w"), saved=("s",), output_bytes=4, output_storages=("s",)),
+    NodeProfile(name="b", op="call_module", target="b", inputs=("a",), parameters=("v",), output_bytes=4),
+    NodeProfile(name="output", op="output", target="output", inputs=("b",)),
+)  # fmt: skip
+
+
+def test_a_profile_becomes_costs_with_tied_weights_under_one_name() -> None:
+    graph = CostGraph.from_profile(profile_of(NODES))
+    assert graph.nodes[1] == CostNode(
+        name="a", forward_us=1.0, backward_us=2.0, output_bytes=4, parameters=("w",), saved=("s",), inputs=("x",),
+        module="a", kind="a", output_storages=("s",),
+    )  # fmt: skip
+    assert [node.kind for node in graph.nodes] == ["placeholder", "a", "b", "output"]
+    assert graph.trainable == {"w"}
+
+
+def test_a_profile_without_times_counts_parameters() -> None:
+    graph = CostGraph.from_profile(profile_of(NODES, timed=False))
+    assert graph.nodes[2].forward_us == 3 * graph.nodes[1].forward_us > 0
+    assert graph.nodes[0].forward_us == 0
+
+
+def test_links_come_from_the_profile_for_the_devices_that_are_used() -> None:
+    measured = (
+        LinkProfile(source="cuda:0", target="cuda:1", bytes_per_us=10.0, latency_us=1.0),
+        LinkProfile(source="cuda:0", target="cpu", bytes_per_us=2.0, latency_us=1.0),
+    )
+    links = links_from_profile(profile_of(NODES, links=measured), devices(3))
+    assert isinstance(links, dict)
+    assert set(links.values()) == {LinkSpec(bytes_per_us=10.0, latency_us=1.0)}
+    assert len(links) == 6
+    assert links_from_profile(profile_of(NODES), devices(3)) == LinkSpec()
