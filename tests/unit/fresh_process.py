@@ -21,6 +21,7 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch._inductor.output_code", "numpy", "pytest", "hypothesis"])
 
 PACKAGE_ROOT = Path(torch_lms.__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 
 
 def _run(answer: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
@@ -46,12 +47,12 @@ def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
     return value
 
 
-def run_python(*arguments: str, root: Path = PACKAGE_ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A new interpreter that finds the package under ``root``, and nothing of chaos mode."""
+def run_python(*arguments: str, root: Path = PACKAGE_ROOT) -> subprocess.CompletedProcess[str]:
+    """A new interpreter in an empty place, with the package under ``root`` and these tests, without chaos mode."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("TORCH_LMS")}
     return subprocess.run(
         [sys.executable, *arguments],
-        env={**clean, "PYTHONPATH": str(root), **environment},
+        env={**clean, "PYTHONPATH": os.pathsep.join([str(root), str(REPOSITORY)])},
         cwd="/",
         capture_output=True,
         text=True,

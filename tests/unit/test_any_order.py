@@ -97,4 +97,4 @@ class AnyOrder(RuleBasedStateMachine):
 
 
 def test_any_order_of_requests_and_uses_leaves_every_bit() -> None:
-    run_state_machine_as_test(AnyOrder, settings=settings(max_examples=25, stateful_step_count=25, deadline=None))
+    run_state_machine_as_test(AnyOrder, settings=settings(max_examples=60, stateful_step_count=25, deadline=None))
