@@ -22,11 +22,9 @@ __all__ = ["DynamicProgramming", "LeastCaps", "least_caps"]
 
 _MOST_DEVICE_ORDERS = 120
 _CELLS = 2e7
-_QUICK_CELLS = 4e7
+_QUICK_CELLS = 8e6
 _ROUGH_CELLS = 5e5
-_MOST_SOLVED = 8
-_MOST_SOLVED_LARGE = 2
-_LARGE = 1200  # units
+_MOST_SOLVED = 2
 
 Devices = tuple[DeviceSpec, ...]
 
@@ -45,7 +43,8 @@ class DynamicProgramming:
         """
         best: tuple[Partition, str, Found] | None = None
         solved = 0
-        for name, sequence, devices in _most_promising_first(problem):
+        ways, enough = _most_promising_first(problem)
+        for name, sequence, devices in ways:
             found = _stages(problem, sequence, devices).solve()
             if found is None:
                 continue
@@ -53,7 +52,7 @@ class DynamicProgramming:
             if best is None or (made.step_us, made.bottleneck_us) < (best[0].step_us, best[0].bottleneck_us):
                 best = made, name, found
             solved += 1
-            if solved == (_MOST_SOLVED_LARGE if len(problem.units) > _LARGE else _MOST_SOLVED):
+            if solved == enough:
                 break
         if best is None:
             raise PartitionError(_nothing_fits(problem))
@@ -89,19 +88,22 @@ def _device_orders(problem: PartitionProblem) -> list[Devices]:
     return list(orders.values())
 
 
-def _most_promising_first(problem: PartitionProblem) -> list[tuple[str, UnitSequence, Devices]]:
-    """Every order of nodes with every order of devices; the best by a rough look first, if there are many."""
+def _most_promising_first(problem: PartitionProblem) -> tuple[list[tuple[str, UnitSequence, Devices]], int]:
+    """Every order of nodes with every order of devices, and how many of them to solve exactly.
+
+    If that is much work, a rough look says which come first.
+    """
     ways = [
         (name, UnitSequence(problem.units, order), devices)
         for name, order in problem.orders.items()
         for devices in _device_orders(problem)
     ]
     cuts = min(len(problem.units), int((_CELLS / problem.stages) ** 0.5))
-    if len(ways) <= _MOST_SOLVED and len(ways) * problem.stages * cuts**2 <= _QUICK_CELLS:
-        return ways
+    if len(ways) * problem.stages * cuts**2 <= _QUICK_CELLS:
+        return ways, len(ways)
     rough = [_stages(problem, sequence, devices, _ROUGH_CELLS).solve() for _, sequence, devices in ways]
     steps = [math.inf if found is None else found.step_us for found in rough]
-    return [ways[index] for index in sorted(range(len(ways)), key=lambda index: (steps[index], index))]
+    return [ways[index] for index in sorted(range(len(ways)), key=lambda index: (steps[index], index))], _MOST_SOLVED
 
 
 @dataclass(frozen=True, kw_only=True)
