@@ -62,7 +62,7 @@ def named_parameters_with_ties(model: nn.Module) -> Iterator[tuple[str, nn.Param
 def has_export() -> bool:
     """Whether `torch.export` gives graphs that can be trained."""
     export = getattr(torch, "export", None)
-    return hasattr(export, "export") and hasattr(export, "export_for_training")
+    return hasattr(export, "export")
 
 
 def tree_flatten(value: Any) -> tuple[list[Any], Any]:
@@ -97,8 +97,7 @@ class _FunctionMode(overrides.TorchFunctionMode):
     """A mode that passes calls on."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
-        super().__init__()
-        self._call = call
+        self._call = call  # the base's own constructor differs between versions and does nothing
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

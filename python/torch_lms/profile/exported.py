@@ -1,0 +1,244 @@
+"""The graph that `torch.export` gives, as a plain one: with the model's own names, structure of outputs and modules."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import logging
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from torch_lms._torch_compat import named_parameters_with_ties
+from torch_lms.profile.arguments import Sample
+from torch_lms.profile.ownership import set_module
+
+__all__ = ["export_graph"]
+
+_PREFIX = "model."
+
+
+@dataclasses.dataclass(frozen=True)
+class _Slot:
+    """Stands for a tensor in the structure of the outputs."""
+
+    index: int
+
+
+class _Entry(nn.Module):
+    """Takes and gives tensors only; the model's names start with ``model.``."""
+
+    def __init__(self, model: nn.Module, sample: Sample) -> None:
+        super().__init__()
+        self.train(model.training)
+        self.model = model
+        self.sample = sample
+        self.outputs = _Outputs()
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Runs the model and notes the structure of what it returns."""
+        found: list[torch.Tensor] = []
+        self.outputs.structure = self.outputs.flatten(self.sample.call(self.model, tensors), found)
+        return tuple(found)
+
+
+class _Outputs:
+    """The structure of what a model returns. No attribute of the module: export would put those back."""
+
+    def __init__(self) -> None:
+        self.structure: Any = None
+        self.unknown: set[str] = set()
+
+    def flatten(self, value: Any, found: list[torch.Tensor]) -> Any:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+            return _Slot(len(found) - 1)
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*(self.flatten(item, found) for item in value))
+        if isinstance(value, list | tuple):
+            return type(value)(self.flatten(item, found) for item in value)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            items = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+            given = {name: item for name, item in items.items() if item is not None}
+            return _Made(type(value), {name: self.flatten(item, found) for name, item in given.items()})
+        if isinstance(value, Mapping):
+            return {name: self.flatten(item, found) for name, item in value.items()}
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return value
+        self.unknown.add(type(value).__name__)
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Made:
+    """Stands for an object that is made of the outputs."""
+
+    type: type
+    fields: Mapping[str, Any]
+
+
+class WithoutGradient(nn.Module):
+    """A part of the model that ran under ``torch.no_grad`` or another mode, kept whole."""
+
+    def __init__(self, graph_module: fx.GraphModule, mode: Any, arguments: tuple[Any, ...]) -> None:
+        super().__init__()
+        self.inside = graph_module
+        self._mode = mode
+        self._arguments = arguments
+
+    def forward(self, *values: Any) -> Any:
+        """Runs the part in its mode."""
+        return self._mode(*self._arguments, self.inside, *values)
+
+
+def export_graph(model: nn.Module, sample: Sample) -> tuple[dict[str, Any], fx.Graph, tuple[str, ...]]:
+    """Exports a model for training; it is not run, and not changed.
+
+    Returns:
+        What the graph's attributes and modules stand for, the graph, and notes.
+    """
+    entry = _Entry(model, sample)
+    with _silence():
+        program = torch.export.export(entry, sample.tensors, strict=False)
+    rebuilt = _Rebuilder(program, model, sample)
+    for node in program.graph.nodes:
+        rebuilt.copy(node)
+    rebuilt.output(entry.outputs.structure)
+    notes = ["the graph is for tensors of the sample's shapes"]
+    if entry.outputs.unknown:
+        notes.append(f"left out of the outputs, since no graph can hold it: {', '.join(sorted(entry.outputs.unknown))}")
+    return rebuilt.attributes, rebuilt.graph, tuple(notes)
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """Keeps back what export logs and prints where it fails; the error says the same."""
+    with (
+        warnings.catch_warnings(),
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(io.StringIO()),
+    ):
+        warnings.simplefilter("ignore")
+        disabled = logging.root.manager.disable
+        logging.disable(logging.CRITICAL)
+        try:
+            yield
+        finally:
+            logging.disable(disabled)
+
+
+class _Rebuilder:
+    """Writes the exported program anew."""
+
+    def __init__(self, program: Any, model: nn.Module, sample: Sample) -> None:
+        self.graph = fx.Graph()
+        self.attributes: dict[str, Any] = {}
+        self._program = program
+        self._own: dict[fx.Node, fx.Node] = {}
+        self._results: tuple[fx.Node, ...] = ()
+        self._first: dict[int, str] = {}
+        for name, parameter in named_parameters_with_ties(model):
+            self._first.setdefault(id(parameter), name)
+        self._model = model
+        inputs = [spec for spec in program.graph_signature.input_specs]
+        names = iter(sample.names)
+        self._placeholders = {spec.arg.name: (spec, next(names) if spec.target is None else "") for spec in inputs}
+        for spec, name in self._placeholders.values():  # all of them, in order, also where they are not used
+            if name:
+                self._argument(spec.arg.name, name)
+
+    def _argument(self, exported: str, name: str) -> None:
+        source = next(node for node in self._program.graph.nodes if node.name == exported)
+        self._own[source] = self.graph.placeholder(name)
+        set_module(self._own[source], "")
+
+    def copy(self, node: fx.Node) -> None:
+        """Copies a node, or notes how it is read."""
+        if node.op == "output":
+            self._results = tuple(node.args[0])  # type: ignore[arg-type]
+        if node.op != "call_function" or self._is_assertion(node):
+            return
+        target = node.target
+        if getattr(target, "namespace", "") == "higher_order":
+            made = self._region(node)
+        else:
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._read)
+            made = self.graph.create_node("call_function", target, args, kwargs, node.name)
+        set_module(made, _exported_module(node))
+        made.meta["stack_trace"] = node.meta.get("stack_trace")
+        self._own[node] = made
+
+    def _is_assertion(self, node: fx.Node) -> bool:
+        return not node.users and "assert" in str(node.target)
+
+    def _read(self, node: fx.Node) -> fx.Node:
+        """The new graph's node for one of the old's; attributes get their node where they are read first."""
+        if node not in self._own:
+            target, value = self._value_of(node)
+            self.attributes[target] = value
+            self._own[node] = self.graph.create_node("get_attr", target)
+            set_module(self._own[node], target.rpartition(".")[0])
+        return self._own[node]
+
+    def _value_of(self, node: fx.Node) -> tuple[str, Any]:
+        if node.op == "get_attr":
+            return str(node.target), getattr(self._program.graph_module, str(node.target))
+        spec, _ = self._placeholders[node.name]
+        name = str(spec.target)
+        if not name.startswith(_PREFIX) or (name in self._program.constants and name not in self._program.state_dict):
+            if not self._is_attribute(name):
+                return name.replace(".", "_"), self._program.constants[name]
+        name = name[len(_PREFIX) :]
+        value = _attribute(self._model, name)
+        return self._first.get(id(value), name), value
+
+    def _is_attribute(self, name: str) -> bool:
+        try:
+            return name.startswith(_PREFIX) and _attribute(self._model, name[len(_PREFIX) :]) is not None
+        except AttributeError:
+            return False
+
+    def _region(self, node: fx.Node) -> fx.Node:
+        """A call of a module for what ran in a mode of its own."""
+        inside = next(index for index, arg in enumerate(node.args) if getattr(arg, "op", "") == "get_attr")
+        source = getattr(self._program.graph_module, str(node.args[inside].target))  # type: ignore[union-attr]
+        name = f"region_{sum(isinstance(value, WithoutGradient) for value in self.attributes.values())}"
+        self.attributes[name] = WithoutGradient(source, node.target, tuple(node.args[:inside]))
+        args = fx.node.map_arg(tuple(node.args[inside + 1 :]), self._read)
+        return self.graph.create_node("call_module", name, args)
+
+    def output(self, structure: Any) -> None:
+        """Ends the graph with the model's own structure of outputs."""
+
+        def build(part: Any) -> Any:
+            if isinstance(part, _Slot):
+                return self._read(self._results[part.index])
+            if isinstance(part, _Made):
+                fields = {name: build(item) for name, item in part.fields.items()}
+                made = self.graph.create_node("call_function", part.type, (), fields)
+                set_module(made, "")
+                return made
+            if isinstance(part, tuple) and hasattr(part, "_fields"):
+                return type(part)(*(build(item) for item in part))
+            if isinstance(part, list | tuple):
+                return type(part)(build(item) for item in part)
+            return {name: build(item) for name, item in part.items()} if isinstance(part, dict) else part
+
+        set_module(self.graph.output(build(structure)), "")
+
+
+def _attribute(model: nn.Module, name: str) -> Any:
+    value: Any = model
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _exported_module(node: fx.Node) -> str:
+    stack = node.meta.get("nn_module_stack") or {}
+    path = str(next(reversed(stack.values()))[0]) if stack else ""
+    return path[len(_PREFIX) :] if path.startswith(_PREFIX) else ""

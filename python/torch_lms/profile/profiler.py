@@ -1,0 +1,266 @@
+"""`profile`: traces a model, runs it, and writes down what each node costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_lms._torch_compat import named_parameters_with_ties
+from torch_lms.errors import ProfileError
+from torch_lms.profile.arguments import Sample, bind_sample
+from torch_lms.profile.devices import device_of, find_device
+from torch_lms.profile.document import LinkProfile, NodeProfile, Profile
+from torch_lms.profile.interpreter import NodeFacts, ProfilingInterpreter, Watcher, graph_facts
+from torch_lms.profile.links import measure_links
+from torch_lms.profile.optimizer_state import measure_optimizer
+from torch_lms.profile.preserving import placed_on, preserved, run_or_explain
+from torch_lms.profile.progress import Progress
+from torch_lms.profile.runtime import OpRecorder
+from torch_lms.profile.sizes import NodeSizes, SizeWatcher
+from torch_lms.profile.steps import backward_of, time_step
+from torch_lms.profile.storages import StorageNames, tensor_bytes
+from torch_lms.profile.timing import RunTimer, make_clock
+from torch_lms.profile.tracing import SOURCES, TracedModel, trace_sample, without_cache
+
+__all__ = ["ProfileConfig", "profile"]
+
+_LAUNCH_BOUND = 1.05
+
+
+@dataclass(frozen=True)
+class ProfileConfig:
+    """How a model is profiled.
+
+    Attributes:
+        warmup_runs: runs before the timed ones; they are left out.
+        timed_runs: runs that the times are means of.
+        device: where the model runs; None means where it is. It is put back afterwards.
+        pieces: whether parameters and values are brought to the device node by node, for models that are larger than
+            it; None means where the model would not fit.
+        links: whether the links between devices are measured.
+        progress: whether a progress bar is shown; None means on terminals.
+        sources: where the graph may come from, see `torch_lms.profile.tracing.trace`.
+
+    Raises:
+        ValueError: for a number of runs that is out of range.
+    """
+
+    warmup_runs: int = 5
+    timed_runs: int = 50
+    device: str | torch.device | None = None
+    pieces: bool | None = None
+    links: bool = True
+    progress: bool | None = None
+    sources: tuple[str, ...] = SOURCES
+
+    def __post_init__(self) -> None:
+        if self.warmup_runs < 0 or self.timed_runs < 1:
+            raise ValueError(
+                f"expected warmup_runs of at least 0 and timed_runs of at least 1, found {self.warmup_runs} and "
+                f"{self.timed_runs}; change them"
+            )
+
+
+def profile(
+    model: nn.Module | TracedModel,
+    *sample_args: Any,
+    optimizer: Any = None,
+    config: ProfileConfig | None = None,
+    **sample_kwargs: Any,
+) -> Profile:
+    """Profiles a model: what each node of its graph costs in time and memory.
+
+    The model is run as it is, in training or evaluation mode, and left as it was: parameters, buffers, gradients and
+    the state of random numbers. The backward starts from the loss, if the model returns one (a scalar, or an attribute
+    ``loss``), else from all of its outputs.
+
+    Args:
+        model: on any device; on the meta device sizes are measured, but no times. A traced model is not traced again.
+        sample_args: what the model is called with; one microbatch.
+        optimizer: an optimizer of this model, or what makes one of a list of parameters, such as
+            ``torch.optim.AdamW``: the state that it keeps for each parameter is measured.
+        config: how often it is run, and where.
+        sample_kwargs: arguments by name; non-tensors are constants.
+
+    Raises:
+        ProfileError: if the model does not run with the sample (names the user's line), or a device is not there.
+    """
+    config = config or ProfileConfig()
+    whole = model.model if isinstance(model, TracedModel) else model
+    if not isinstance(whole, nn.Module):
+        raise ProfileError(f"expected an nn.Module, found {type(whole).__name__}; wrap functions in a module")
+    device = find_device(config.device) if config.device is not None else device_of(whole)
+    sample = bind_sample(whole, sample_args, sample_kwargs).to(device)
+    if config.device is not None and device_of(whole).type == "meta" and device.type != "meta":
+        raise ProfileError(
+            f"expected a model with values to run on {device}, found {type(whole).__name__} on the meta device; "
+            "leave the device out for sizes only, or materialize the model"
+        )
+    traced = model if isinstance(model, TracedModel) else None
+    with ExitStack() as stack:
+        if device_of(whole) != device:
+            stack.enter_context(placed_on(whole, device))
+        stack.enter_context(preserved(whole))
+        progress = stack.enter_context(Progress(config.progress, type(whole).__name__))
+        run = _ProfileRun(whole, sample, device, config, progress)
+        return run.measure(traced, optimizer)
+
+
+class _ProfileRun:
+    """One call of `profile`, step by step."""
+
+    def __init__(
+        self, model: nn.Module, sample: Sample, device: torch.device, config: ProfileConfig, progress: Progress
+    ) -> None:
+        self.model = model
+        self.sample = sample
+        self.device = device
+        self.config = config
+        self.progress = progress
+        self.notes: list[str] = []
+        self.timed = device.type != "meta"
+        self.nodes: list[NodeFacts] = []
+
+    def measure(self, traced: TracedModel | None, optimizer: Any) -> Profile:
+        """Traces, sizes, times, and puts it all together."""
+        with self.progress.phase("tracing"):
+            traced = traced or trace_sample(self.model, self.sample, sources=self.config.sources)
+        self.traced = traced
+        with without_cache(self.model, self.sample, []):
+            storages = StorageNames(self.model)
+            watcher = SizeWatcher(storages)
+            with self.progress.phase("sizes"):
+                self._run(watcher)
+            timer = RunTimer(make_clock(self.device))
+            step_us = self._time(timer) if self.timed else 0.0
+        with self.progress.phase("optimizer"):
+            optimizer_bytes = measure_optimizer(self.model, optimizer)
+        with self.progress.phase("links"):
+            links = measure_links(self.device) if self.config.links and self.timed else ()
+        return self._document(watcher.sizes, timer, storages, step_us, optimizer_bytes, links)
+
+    def _run(self, watcher: Watcher) -> Any:
+        """One forward, node by node."""
+        if self.traced.graph_module is not None:
+            interpreter = ProfilingInterpreter(self.traced, watcher)
+            self.nodes = graph_facts(self.traced)
+            forward: Callable[[], Any] = lambda: interpreter.run_flat(*self._inputs())  # noqa: E731
+        else:
+            recorder = OpRecorder(self.model, self.sample, watcher, self.nodes or None)
+            forward = lambda: recorder.run(self._inputs())  # noqa: E731
+        with torch.enable_grad():
+            output = run_or_explain(self.model, self.sample, forward)
+        if self.traced.graph_module is None:
+            self.nodes = recorder.ops
+        return output
+
+    def _inputs(self) -> tuple[torch.Tensor, ...]:
+        return tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in self.sample.tensors)
+
+    def _time(self, timer: RunTimer) -> float:
+        """All runs: the nodes one by one, then whole steps of the model itself."""
+        config = self.config
+        runs = config.warmup_runs + config.timed_runs
+        with self.progress.phase("nodes", runs) as advance:
+            for index in range(runs):
+                output = self._run(timer)
+                backward = backward_of(output)
+                if backward is None and index == 0:
+                    self.notes.append("no output needs a gradient: there is no backward to time")
+                if backward is not None:
+                    run_or_explain(self.model, self.sample, lambda: timer.backward(backward))
+                del output, backward
+                self._forget_gradients()
+                timer.finish_run(keep=index >= config.warmup_runs)
+                advance()
+        with self.progress.phase("whole steps", runs) as advance:
+            clock = make_clock(self.device)
+            total_us = 0.0
+            for index in range(runs):
+                step_us = run_or_explain(
+                    self.model, self.sample, lambda: time_step(self.model, self.sample, self._inputs(), clock)
+                )
+                self._forget_gradients()
+                total_us += step_us if index >= config.warmup_runs else 0.0
+                advance()
+        return total_us / config.timed_runs
+
+    def _forget_gradients(self) -> None:
+        for parameter in self.model.parameters():
+            parameter.grad = None
+
+    def _document(
+        self,
+        sizes: Mapping[str, NodeSizes],
+        timer: RunTimer,
+        storages: StorageNames,
+        step_us: float,
+        optimizer_bytes: Mapping[str, int] | None,
+        links: Sequence[LinkProfile],
+    ) -> Profile:
+        runs = self.config.timed_runs
+        nodes = tuple(
+            NodeProfile(
+                **{**vars(facts), **vars(sizes.get(facts.name, NodeSizes()))},
+                forward_us=timer.forward_us.get(facts.name, 0.0) / runs,
+                backward_us=timer.backward_us.get(facts.name, 0.0) / runs,
+            )
+            for facts in self.nodes
+        )
+        first, tied = _parameters(self.model)
+        found = Profile(
+            model=type(self.model).__name__,
+            level=self.traced.level,
+            device=_device_name(self.device),
+            torch_version=str(torch.__version__),
+            warmup_runs=self.config.warmup_runs if self.timed else 0,
+            timed_runs=runs if self.timed else 0,
+            timed=self.timed,
+            nodes=nodes,
+            notes=(*self.traced.notes, *self.notes),
+            parameter_bytes={name: tensor_bytes(value) for name, value in first.items()},
+            buffer_bytes={name: tensor_bytes(value) for name, value in self.model.named_buffers()},
+            tied=tied,
+            trainable=frozenset(name for name, value in first.items() if value.requires_grad),
+            storage_bytes=storages.bytes,
+            optimizer_bytes=optimizer_bytes,
+            step_us=step_us,
+            links=tuple(links),
+        )
+        return _with_summary(found)
+
+
+def _with_summary(found: Profile) -> Profile:
+    """Adds notes on what the figures say of themselves."""
+    if not found.timed:
+        return replace(found, notes=(*found.notes, "the model is on the meta device: sizes only, all times are 0"))
+    summed = found.forward_us + found.backward_us
+    if found.device.startswith("cuda") and found.step_us > _LAUNCH_BOUND * summed:
+        more = f"a step takes {found.step_us:.0f} us, its nodes {summed:.0f} us: the device waits for Python"
+        return replace(found, notes=(*found.notes, more))
+    return found
+
+
+def _parameters(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, str]]:
+    """Each parameter under its first name, and the other names of tied ones."""
+    first: dict[int, str] = {}
+    own: dict[str, nn.Parameter] = {}
+    tied: dict[str, str] = {}
+    for name, parameter in named_parameters_with_ties(model):
+        if id(parameter) in first:
+            tied[name] = first[id(parameter)]
+        else:
+            first[id(parameter)] = name
+            own[name] = parameter
+    return own, tied
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"{device} ({torch.cuda.get_device_name(device)})"
+    return str(device)

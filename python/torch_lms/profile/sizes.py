@@ -1,0 +1,70 @@
+"""Sizes from one pass: outputs, and what each node keeps for backward.
+
+What autograd wants to keep is noted and thrown away, so that the pass needs no more memory than inference does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from torch_lms.profile.storages import StorageNames, tensor_bytes, tensors_in
+
+__all__ = ["NodeSizes", "SizeWatcher"]
+
+
+@dataclass(frozen=True)
+class NodeSizes:
+    """What a node gives and keeps; fields as of `torch_lms.profile.document.NodeProfile`."""
+
+    output_bytes: int = 0
+    gradient_bytes: int = 0
+    saved: tuple[str, ...] = ()
+    output_storages: tuple[str, ...] = ()
+    saved_parameters: tuple[str, ...] = ()
+
+
+class SizeWatcher:
+    """Notes the sizes of each node that runs under it.
+
+    Args:
+        storages: gives storages their names.
+
+    Attributes:
+        sizes: by the nodes' names.
+    """
+
+    def __init__(self, storages: StorageNames) -> None:
+        self.sizes: dict[str, NodeSizes] = {}
+        self._storages = storages
+
+    def watch(self, name: str, run: Callable[[], Any]) -> Any:
+        """Runs a node and notes its sizes."""
+        saved: dict[str, None] = {}
+        own: dict[str, None] = {}
+
+        def pack(tensor: torch.Tensor) -> None:
+            own.update(dict.fromkeys(self._storages.model_names(tensor)))
+            saved.update(dict.fromkeys(self._storages.names(tensor, name)))
+
+        with saved_tensors_hooks(pack, _never):
+            value = run()
+        tensors = list({id(tensor): tensor for tensor in tensors_in(value)}.values())
+        self.sizes[name] = NodeSizes(
+            output_bytes=sum(map(tensor_bytes, tensors)),
+            gradient_bytes=sum(tensor_bytes(tensor) for tensor in tensors if tensor.requires_grad),
+            saved=tuple(saved),
+            output_storages=tuple(
+                dict.fromkeys(found for tensor in tensors for found in self._storages.names(tensor, name))
+            ),
+            saved_parameters=tuple(own),
+        )
+        return value
+
+
+def _never(_packed: None) -> torch.Tensor:
+    raise AssertionError("the pass for sizes runs no backward")

@@ -1,0 +1,46 @@
+"""A whole step: forward and backward of a model as training runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_lms.profile.arguments import Sample
+from torch_lms.profile.storages import tensors_in
+from torch_lms.profile.timing import Clock
+
+__all__ = ["backward_of", "roots_of", "time_step"]
+
+
+def roots_of(output: Any) -> list[torch.Tensor]:
+    """Where a backward starts: the loss, if there is one, else all outputs that need a gradient."""
+    loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    if isinstance(loss, torch.Tensor) and loss.requires_grad and loss.numel() == 1:
+        return [loss]
+    found = {id(tensor): tensor for tensor in tensors_in(output) if tensor.requires_grad and tensor.grad_fn is not None}
+    return list(found.values())
+
+
+def backward_of(output: Any) -> Callable[[], None] | None:
+    """The backward of a model's output, with gradients of one; None where nothing needs a gradient."""
+    roots = roots_of(output)
+    if not roots:
+        return None
+    gradients = [torch.ones_like(root) for root in roots]
+    return lambda: torch.autograd.backward(roots, gradients)
+
+
+def time_step(model: nn.Module, sample: Sample, tensors: Sequence[torch.Tensor], clock: Clock) -> float:
+    """Runs a step and returns its time in microseconds."""
+    clock.lead()
+    start = clock.mark()
+    with torch.enable_grad():
+        backward = backward_of(sample.call(model, tensors))
+    if backward is not None:
+        backward()
+    end = clock.mark()
+    clock.wait()
+    return clock.elapsed_us(start, end)

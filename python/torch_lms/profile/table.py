@@ -1,0 +1,77 @@
+"""A profile for people."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch_lms.errors import ProfileError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from torch_lms.profile.document import Profile
+
+__all__ = ["profile_table"]
+
+
+def profile_table(profile: Profile, limit: int | None = None) -> RenderableType:
+    """See `torch_lms.profile.document.Profile.table`.
+
+    Raises:
+        ProfileError: if `rich` is not installed.
+    """
+    try:
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+    except ImportError as error:
+        raise ProfileError("expected rich for tables, found none; install it: pip install rich") from error
+    table = Table(title=f"{profile.model} on {profile.device}, level {profile.level}")
+    for heading in ("node", "what", "module"):
+        table.add_column(heading, overflow="fold")
+    for heading in ("fwd us", "bwd us", "output", "saved", "params"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    nodes = [node for node in profile.nodes if node.op not in ("get_attr", "output")]
+    if limit is not None and limit < len(nodes):
+        slowest = sorted(nodes, key=lambda node: node.forward_us + node.backward_us, reverse=True)[:limit]
+        nodes = [node for node in nodes if node in slowest]
+    for node in nodes:
+        saved = sum(profile.storage_bytes[name] for name in node.saved)
+        parameters = sum(profile.parameter_bytes[name] for name in node.parameters)
+        times = [f"{time:.1f}" if profile.timed else "-" for time in (node.forward_us, node.backward_us)]
+        sizes = [_size(nbytes) for nbytes in (node.output_bytes, saved, parameters)]
+        table.add_row(node.name, _short(node.target), node.module, *times, *sizes)
+    return Group(table, *(Text(line) for line in _summary(profile)))
+
+
+def _short(target: str) -> str:
+    """An op without its namespace."""
+    return target.removeprefix("aten.").removeprefix("torch.").removeprefix("torch._C._nn.")
+
+
+def _summary(profile: Profile) -> list[str]:
+    optimizer = sum((profile.optimizer_bytes or {}).values())
+    lines = [
+        f"parameters {_size(sum(profile.parameter_bytes.values()))}, kept for backward {_size(profile.saved_bytes)}, "
+        f"optimizer {_size(optimizer) if profile.optimizer_bytes is not None else 'not given'}"
+    ]
+    if profile.timed:
+        summed = profile.forward_us + profile.backward_us
+        lines.append(
+            f"nodes: forward {profile.forward_us:.0f} us, backward {profile.backward_us:.0f} us, sum {summed:.0f} us; "
+            f"whole step {profile.step_us:.0f} us (means of {profile.timed_runs} runs after {profile.warmup_runs})"
+        )
+    lines += [
+        f"link {link.source} to {link.target}: {link.bytes_per_us / 1e3:.1f} GB/s, {link.latency_us:.1f} us"
+        for link in profile.links
+    ]
+    return lines + [f"note: {note}" for note in profile.notes]
+
+
+def _size(nbytes: Any) -> str:
+    value = float(nbytes)
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} GiB"

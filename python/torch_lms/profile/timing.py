@@ -1,0 +1,162 @@
+"""When each node's computation starts and ends, forward and backward, without waiting for the device in between.
+
+One run is a line of marks. A mark in the forward stands behind each node; a mark in the backward stands where the
+gradient of a node's output is complete and its own backward begins. The time from one mark to the next is that node's:
+
+    forward    | embed | linear | relu | ...        each mark ends the node before it
+    backward   | ... | relu | linear | embed |      each mark starts the node behind it
+
+Autograd runs the functions of a backward in the reverse order in which the forward made them, so that all between two
+marks belongs to one node, the accumulation of its parameters' gradients included.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from torch_lms.profile.storages import tensors_in
+
+__all__ = ["Clock", "RunTimer", "make_clock"]
+
+# A device is kept busy for a while after so many marks, so that Python is ahead of it and gaps between launches are not
+# taken for the time of nodes.
+_MARKS_PER_LEAD = 128
+_LEAD_CYCLES = 8_000_000  # about 4 ms
+
+
+class Clock(Protocol):
+    """Marks points in time on a device."""
+
+    def mark(self) -> Any:
+        """A point in time, behind all work given to the device so far."""
+
+    def lead(self) -> None:
+        """Lets Python get ahead of the device."""
+
+    def elapsed_us(self, start: Any, end: Any) -> float:
+        """Time between two marks; only after `wait`."""
+
+    def wait(self) -> None:
+        """Waits until the device has passed all marks; they may be used again."""
+
+
+class _HostClock:
+    """For devices on which a call returns when its work is done."""
+
+    def mark(self) -> int:
+        return time.perf_counter_ns()
+
+    def lead(self) -> None:
+        pass
+
+    def elapsed_us(self, start: int, end: int) -> float:
+        return (end - start) / 1e3
+
+    def wait(self) -> None:
+        pass
+
+
+class _CudaClock:
+    """Events on the current stream, made once and used in each run."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._events: list[Any] = []
+        self._used = 0
+
+    def mark(self) -> Any:
+        if self._used == len(self._events):
+            self._events.append(torch.cuda.Event(enable_timing=True))
+        event = self._events[self._used]
+        self._used += 1
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def lead(self) -> None:
+        sleep: Callable[[int], None] = torch.cuda._sleep
+        sleep(_LEAD_CYCLES)
+
+    def elapsed_us(self, start: Any, end: Any) -> float:
+        return float(start.elapsed_time(end)) * 1e3
+
+    def wait(self) -> None:
+        torch.cuda.synchronize(self._device)
+        self._used = 0
+
+
+def make_clock(device: torch.device) -> Clock:
+    """The clock of a device."""
+    return _CudaClock(device) if device.type == "cuda" else _HostClock()
+
+
+class RunTimer:
+    """Times the nodes of one run after the other, and keeps sums.
+
+    Args:
+        clock: of the device that runs.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self.forward_us: dict[str, float] = defaultdict(float)
+        self.backward_us: dict[str, float] = defaultdict(float)
+        self._clock = clock
+        self._spans: list[tuple[dict[str, float], str, Any, Any]] = []
+        self._marks = 0
+        self._functions: set[Any] = set()
+        self._running: str | None = None
+        self._start: Any = None
+
+    def watch(self, name: str, run: Callable[[], Any]) -> Any:
+        """Runs a node's forward and prepares its backward for being timed."""
+        start = self._mark()
+        value = run()
+        self._spans.append((self.forward_us, name, start, self._clock.mark()))
+        for tensor in tensors_in(value):
+            function = tensor.grad_fn if tensor.requires_grad else None
+            if function is not None:
+                self._hook(name, tensor, function)
+        return value
+
+    def _hook(self, name: str, tensor: torch.Tensor, function: Any) -> None:
+        """Marks where the node's backward begins, unless another node has made the tensor."""
+        if (function, name) not in self._functions and function in self._functions:
+            return
+        self._functions |= {function, (function, name)}
+        tensor.register_hook(lambda _gradient: self._enter(name))
+
+    def backward(self, run: Callable[[], None]) -> None:
+        """Runs the backward of what has run forward."""
+        self._running, self._start = None, None
+        run()
+        self._leave(self._clock.mark())
+
+    def _enter(self, name: str) -> None:
+        """A node's backward begins; that of the node before it has ended."""
+        if name != self._running:
+            self._leave(self._clock.mark())
+            self._running, self._start = name, self._mark()
+
+    def _leave(self, end: Any) -> None:
+        if self._running is not None:
+            self._spans.append((self.backward_us, self._running, self._start, end))
+
+    def _mark(self) -> Any:
+        if self._marks % _MARKS_PER_LEAD == 0:
+            self._clock.lead()
+        self._marks += 1
+        return self._clock.mark()
+
+    def finish_run(self, keep: bool) -> None:
+        """Adds the run's times to the sums, or leaves them out: then it was for warming up."""
+        self._clock.wait()
+        if keep:
+            for sums, name, start, end in self._spans:
+                sums[name] += self._clock.elapsed_us(start, end)
+        self._spans.clear()
+        self._functions.clear()
+        self._marks = 0

@@ -1,0 +1,207 @@
+"""From a model to a graph: as fine as can be had, and with notes on what stood in the way.
+
+The ladder, from the finest on; each step down says which line of the user's code is why:
+
+1. operator: torch.fx on the model's own forward; where that fails, `torch.export`, if this PyTorch has it.
+2. opened: containers are opened and their children traced; a child that cannot be traced stays whole.
+3. module: all that is left are the model's own children, whole.
+4. runtime: no graph; the ops are noted as they run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx, nn
+
+from torch_lms._torch_compat import has_export, named_parameters_with_ties
+from torch_lms.errors import ProfileError
+from torch_lms.profile.arguments import Sample, bind_sample
+from torch_lms.profile.exported import export_graph
+from torch_lms.profile.source_lines import blame, first_line
+from torch_lms.profile.symbolic import SymbolicFailure, trace_symbolically
+
+__all__ = ["SOURCES", "TracedModel", "trace", "trace_sample", "without_cache"]
+
+SOURCES = ("symbolic", "export", "opened", "runtime")
+_MAX_LEAVES = 64  # kinds of modules that are kept whole before the model is given up
+
+
+@dataclass(frozen=True)
+class TracedModel:
+    """A model's graph.
+
+    Attributes:
+        graph_module: the graph with the model's own parameters under their own names; None at runtime level.
+        level: ``operator``, ``opened``, ``module`` or ``runtime``.
+        model: what was traced.
+        sample: what it was traced for.
+        notes: what could not be traced and why.
+        ops: at runtime level, the names of the ops as they ran, in order.
+    """
+
+    graph_module: fx.GraphModule | None
+    level: str
+    model: nn.Module
+    sample: Sample
+    notes: tuple[str, ...] = ()
+    ops: tuple[str, ...] = field(default=())
+
+    @property
+    def name(self) -> str:
+        """The model's class."""
+        return type(self.model).__name__
+
+    def arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> tuple[Any, ...]:
+        """The graph's arguments from those of the model, as of `Sample.flatten`."""
+        return self.sample.flatten(args, kwargs or {})
+
+
+def trace(
+    model: nn.Module,
+    sample_args: Sequence[Any],
+    sample_kwargs: Mapping[str, Any] | None = None,
+    *,
+    sources: Collection[str] = SOURCES,
+) -> TracedModel:
+    """Traces a model; it is run only where no graph can be had.
+
+    Args:
+        model: on any device, the meta device included.
+        sample_args: what it is called with. Tensors become arguments of the graph, all else is constant in it.
+        sample_kwargs: the same by name.
+        sources: where the graph may come from; without ``"runtime"`` there is a graph or an error.
+
+    Raises:
+        ProfileError: for arguments that the model does not take, or if no source is left; names the user's line.
+    """
+    if not isinstance(model, nn.Module):
+        raise ProfileError(f"expected an nn.Module, found {type(model).__name__}; wrap functions in a module")
+    unknown = sorted(set(sources) - set(SOURCES))
+    if unknown:
+        raise ProfileError(f"expected sources among {', '.join(SOURCES)}, found {unknown}; leave them out")
+    return trace_sample(model, bind_sample(model, sample_args, sample_kwargs or {}), sources=sources)
+
+
+def trace_sample(model: nn.Module, sample: Sample, *, sources: Collection[str] = SOURCES) -> TracedModel:
+    """The same for arguments that are bound already."""
+    notes: list[str] = []
+    with without_cache(model, sample, notes):
+        for source in SOURCES:
+            if source in sources:
+                found = _ATTEMPTS[source](model, sample, notes)
+                if found is not None:
+                    return found
+    raise ProfileError(
+        f"expected a model that can be traced, found {type(model).__name__}, which cannot: {'; '.join(notes)}"
+    )
+
+
+def _from_symbols(model: nn.Module, sample: Sample, notes: list[str]) -> TracedModel | None:
+    try:
+        graph = trace_symbolically(model, sample)
+        return TracedModel(_build(model, model, graph), "operator", model, sample, tuple(notes))
+    except SymbolicFailure as failure:
+        notes.append(_explain("torch.fx cannot trace", failure.path, failure.error))
+    return None
+
+
+def _from_export(model: nn.Module, sample: Sample, notes: list[str]) -> TracedModel | None:
+    if not has_export():
+        return None
+    try:
+        attributes, graph, more = export_graph(model, sample)
+        graph_module = _build(model, attributes, graph)
+    except Exception as error:
+        notes.append(_explain("torch.export cannot trace", "", error))
+        return None
+    return TracedModel(graph_module, "operator", model, sample, (*notes, *more))
+
+
+def _from_children(model: nn.Module, sample: Sample, notes: list[str]) -> TracedModel | None:
+    """Keeps modules whole where tracing fails, until it does not; modules of one class share their fate."""
+    leaves: set[str] = set()
+    kept: list[str] = []
+    for _ in range(_MAX_LEAVES):
+        try:
+            graph = trace_symbolically(model, sample, frozenset(leaves))
+        except SymbolicFailure as failure:
+            if not failure.path or failure.path in leaves:
+                return None
+            kind = type(model.get_submodule(failure.path))
+            leaves |= {path for path, module in model.named_modules() if path and type(module) is kind}
+            kept.append(_explain(f"kept whole: {kind.__name__}, first as", failure.path, failure.error))
+            continue
+        level = "module" if _is_coarse(graph) else "opened"
+        return TracedModel(_build(model, model, graph), level, model, sample, (*notes, *kept))
+    return None
+
+
+def _from_runtime(model: nn.Module, sample: Sample, notes: list[str]) -> TracedModel | None:
+    from torch_lms.profile.runtime import record_ops
+
+    ops = tuple(op.name for op in record_ops(model, sample))
+    notes = [*notes, "no graph: the ops are those of one run with the sample"]
+    return TracedModel(None, "runtime", model, sample, tuple(notes), ops)
+
+
+_ATTEMPTS: Mapping[str, Any] = {
+    "symbolic": _from_symbols,
+    "export": _from_export,
+    "opened": _from_children,
+    "runtime": _from_runtime,
+}
+
+
+def _is_coarse(graph: fx.Graph) -> bool:
+    """Whether nothing was opened: all that is computed are whole modules."""
+    return all(node.op == "call_module" for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output"))
+
+
+def _build(model: nn.Module, root: nn.Module | dict[str, Any], graph: fx.Graph) -> fx.GraphModule:
+    """A graph module that holds the model's own tensors, each as persistent as in the model."""
+    _use_first_names(model, graph)
+    graph.lint()
+    graph_module = fx.GraphModule(root, graph, type(model).__name__)
+    graph_module.train(model.training)
+    persistent = {name for name, _ in model.named_buffers() if name in model.state_dict(keep_vars=True)}
+    for prefix, module in graph_module.named_modules():
+        for name in module._buffers:
+            if (f"{prefix}.{name}" if prefix else name) not in persistent:
+                module._non_persistent_buffers_set.add(name)
+    return graph_module
+
+
+def _use_first_names(model: nn.Module, graph: fx.Graph) -> None:
+    """Tied parameters come under their first name."""
+    first: dict[int, str] = {}
+    names = {name: first.setdefault(id(parameter), name) for name, parameter in named_parameters_with_ties(model)}
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            node.target = names.get(str(node.target), node.target)
+
+
+def _explain(what: str, path: str, error: Exception) -> str:
+    place = f" at {blame(error)}" if blame(error) else ""
+    return f"{what} {repr(path) if path else 'the model'}{place}: {first_line(error)}"
+
+
+@contextmanager
+def without_cache(model: nn.Module, sample: Sample, notes: list[str]) -> Iterator[None]:
+    """Turns off the key-value caches of Hugging Face models, which no training step uses."""
+    configs = {id(config): config for config in (getattr(module, "config", None) for module in model.modules())}
+    cached = [config for config in configs.values() if getattr(config, "use_cache", None) is True]
+    if "use_cache" in sample.constants:
+        cached = []
+    if cached:
+        notes.append("use_cache is off")
+    try:
+        for config in cached:
+            config.use_cache = False
+        yield
+    finally:
+        for config in cached:
+            config.use_cache = True
