@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import threading
 from collections.abc import Callable
 from types import ModuleType
 
@@ -181,30 +180,6 @@ def test_an_environment_inside_of_automatic_mode_leaves_that_on() -> None:
         env.pageout(tensor)
     assert torch_lms.swap.is_enabled()
     assert torch.equal(tensor, copy)
-
-
-def test_environments_of_several_threads_leave_every_bit() -> None:
-    wrong: list[object] = []
-
-    def page(seed: int) -> None:
-        tensor = torch.full((10_000,), float(seed))
-        try:
-            for count in range(50):
-                with SwapEnv() as env:
-                    env.pageout(tensor)
-                    tensor.add_(1)
-                    env.prefetch(tensor)
-                if not torch.equal(tensor, torch.full_like(tensor, float(seed + count + 1))):
-                    wrong.append((seed, count))
-        except Exception as error:
-            wrong.append(error)
-
-    threads = [threading.Thread(target=page, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
 
 
 # --- the end of the interpreter ---------------------------------------------------------------------------
