@@ -1,0 +1,253 @@
+#include <c10/core/impl/SwapEnvironment.h>
+
+#include <algorithm>
+#include <exception>
+#include <string>
+#include <utility>
+
+#include <c10/core/impl/Error.h>
+
+namespace c10 {
+namespace impl {
+namespace {
+
+constexpr size_t kMaxInFlightBytes = size_t{1} << 30;
+
+void begin_worker() {
+  mark_swap_worker();
+  for (const SwapDeviceType& devices : swap_device_types()) {
+    if (devices.prepare_worker != nullptr) {
+      devices.prepare_worker();
+    }
+  }
+}
+
+// The memory of a storage is the pager's while it moves, and freeing it needs neither
+// Python's lock nor the thread that runs ops: the workers commit.
+
+void commit_pageout(torch_lms::FinishedTransfer& finished) {
+  if (finished.out != nullptr && finished.out->host != nullptr) {
+    std::unique_ptr<torch_lms::DeviceBlock> garbage;
+    finished.entity->commit_pageout(finished.out, &garbage);
+  }
+}
+
+void commit_pagein(torch_lms::FinishedTransfer& finished) {
+  if (finished.in != nullptr) {
+    finished.entity->commit_pagein(finished.in);
+  }
+}
+
+[[noreturn]] void refuse(const StorageImpl& storage, const std::string& why) {
+  throw torch_lms::PageoutRefused(
+      "expected a tensor that can be paged out, found one of " + std::to_string(storage.nbytes()) +
+      " bytes on " + storage.device().str() + ": " + why +
+      "; leave it where it is, or page out a copy of it (tensor.clone())");
+}
+
+} // namespace
+
+SwapEnvironment& SwapEnvironment::get() {
+  static auto* environment = new SwapEnvironment();
+  return *environment;
+}
+
+SwapEnvironment::SwapEnvironment()
+    : out_(
+          torch_lms::TransferDirection::kOut,
+          kMaxInFlightBytes,
+          &begin_worker,
+          &commit_pageout),
+      in_(torch_lms::TransferDirection::kIn, kMaxInFlightBytes, &begin_worker, &commit_pagein) {}
+
+// --- open and close -------------------------------------------------------------
+
+void SwapEnvironment::check_open() const {
+  if (!is_open()) {
+    throw torch_lms::Error(
+        "expected an open swap environment, found none; call torch.cuda.create_swap_env() first");
+  }
+}
+
+void SwapEnvironment::open(size_t host_limit_bytes) {
+  std::lock_guard<std::mutex> lock(open_mutex_);
+  if (is_open()) {
+    throw torch_lms::Error(
+        "expected no open swap environment, found one; call torch.cuda.close_swap_env() first");
+  }
+  const SwapDeviceTypes& types = swap_device_types();
+  if (std::none_of(types.begin(), types.end(), [](const SwapDeviceType& devices) {
+        return devices.make != nullptr;
+      })) {
+    throw torch_lms::Error(
+        "expected a PyTorch built with CUDA, found one without; rebuild it, or set "
+        "TORCH_SWAP_CPU=1 before the program starts to page main memory out to files, for tests");
+  }
+  {
+    std::lock_guard<std::mutex> devices_lock(devices_mutex_);
+    host_limit_bytes_ = host_limit_bytes;
+    for (const auto& device : devices_) {
+      if (device != nullptr) {
+        device->set_host_limit(host_limit_bytes);
+      }
+    }
+  }
+  in_.open();
+  out_.start_actions();
+  open_.store(true, std::memory_order_release);
+}
+
+void SwapEnvironment::close() {
+  std::lock_guard<std::mutex> lock(open_mutex_);
+  check_open();
+  open_.store(false, std::memory_order_release);
+  std::exception_ptr failed;
+  const auto attempt = [&failed](const std::function<void()>& step) {
+    try {
+      step();
+    } catch (...) {
+      failed = failed != nullptr ? failed : std::current_exception();
+    }
+  };
+  attempt([this] { out_.wait_and_stop_actions(); });
+  attempt([this] { wait_pageins(/*stop=*/true); });
+  attempt([this] { pagein_all(); });
+  if (failed != nullptr) {
+    std::rethrow_exception(failed);
+  }
+}
+
+void SwapEnvironment::wait_pageins(bool stop) {
+  in_.start_actions();
+  try {
+    stop ? in_.wait_and_stop_actions() : in_.wait_actions();
+  } catch (const torch_lms::NoRoom&) {
+    // A prefetch that cannot be followed is no failure: the access will page in.
+  }
+}
+
+void SwapEnvironment::pagein_all() {
+  std::vector<std::weak_ptr<EntityPaging>> pagings;
+  {
+    std::lock_guard<std::mutex> lock(pagings_mutex_);
+    pagings = pagings_;
+  }
+  std::exception_ptr failed;
+  for (const auto& weak : pagings) {
+    const std::shared_ptr<EntityPaging> paging = weak.lock();
+    if (paging == nullptr) {
+      continue;
+    }
+    std::lock_guard<std::mutex> lock(paging->mutex());
+    if (paging->entity()->gone() ||
+        paging->entity()->state() == torch_lms::EntityState::kResident) {
+      continue;
+    }
+    try {
+      paging->pagein_locked();
+    } catch (...) {
+      failed = std::current_exception();
+    }
+  }
+  if (failed != nullptr) {
+    std::rethrow_exception(failed);
+  }
+}
+
+// --- queues ----------------------------------------------------------------------
+
+void SwapEnvironment::prefetch_init() {
+  check_open();
+  wait_pageins(/*stop=*/true);
+  in_.open();
+}
+
+void SwapEnvironment::prefetch_all() {
+  check_open();
+  in_.start_actions();
+}
+
+void SwapEnvironment::wait_pageouts() {
+  check_open();
+  out_.wait_actions();
+}
+
+bool SwapEnvironment::pageout(StorageImpl& storage) {
+  check_open();
+  if (storage.nbytes() == 0) {
+    return false;
+  }
+  SwapDevice& device = find_device(storage.device());
+  return find_or_install_pager(storage, device).pageout(storage.data_ptr_without_pagein());
+}
+
+bool SwapEnvironment::prefetch(StorageImpl& storage) {
+  check_open();
+  auto* pager = dynamic_cast<EntityPager*>(storage.pager());
+  return pager != nullptr && pager->prefetch();
+}
+
+torch_lms::EntityState SwapEnvironment::state(const StorageImpl& storage) const {
+  const auto* pager = dynamic_cast<const EntityPager*>(storage.pager());
+  return pager != nullptr ? pager->paging()->entity()->state()
+                          : torch_lms::EntityState::kResident;
+}
+
+// --- devices and pagers ------------------------------------------------------------
+
+SwapDevice& SwapEnvironment::find_device(Device device) {
+  const SwapDeviceType& type = swap_device_types()[static_cast<size_t>(device.type())];
+  if (type.make == nullptr) {
+    throw torch_lms::PageoutRefused(
+        "expected a tensor on a CUDA device, found one on " + device.str() +
+        "; only device memory can be paged out (main memory too, for tests, with "
+        "TORCH_SWAP_CPU=1)");
+  }
+  const size_t index = device.is_cuda() ? static_cast<size_t>(device.index()) + 1 : 0;
+  TORCH_CHECK_INDEX(index < kMaxDevices, "expected at most 64 CUDA devices");
+  std::lock_guard<std::mutex> lock(devices_mutex_);
+  std::unique_ptr<SwapDevice>& found = devices_[index];
+  if (found == nullptr) {
+    found.reset(type.make(device.index()));
+    found->set_host_limit(host_limit_bytes_);
+  }
+  return *found;
+}
+
+EntityPager& SwapEnvironment::find_or_install_pager(StorageImpl& storage, SwapDevice& device) {
+  auto* pager = dynamic_cast<EntityPager*>(storage.pager());
+  if (pager != nullptr && pager->paging()->entity()->nbytes() != storage.nbytes()) {
+    // Resized in place since: what has been one entity is another now.
+    DataPtr data = storage.set_data_ptr(DataPtr(nullptr, storage.device()));
+    storage.set_data_ptr_noswap(std::move(data));
+    pager = nullptr;
+  }
+  if (pager == nullptr) {
+    if (!device.owns(storage.data_ptr_without_pagein())) {
+      refuse(
+          storage,
+          "its memory does not belong to PyTorch's allocator for the device (shared, foreign or "
+          "IPC memory, an uncached allocation, or a C++ object)");
+    }
+    auto made = std::make_unique<EntityPager>(device, storage.nbytes(), SwapQueues{out_, in_});
+    remember(made->paging());
+    pager = dynamic_cast<EntityPager*>(storage.install_pager(std::move(made)));
+    if (pager == nullptr) {
+      refuse(storage, "another pager keeps it");
+    }
+  }
+  return *pager;
+}
+
+void SwapEnvironment::remember(const std::shared_ptr<EntityPaging>& paging) {
+  std::lock_guard<std::mutex> lock(pagings_mutex_);
+  if (pagings_.size() >= prune_at_) {
+    const auto expired = [](const std::weak_ptr<EntityPaging>& weak) { return weak.expired(); };
+    pagings_.erase(std::remove_if(pagings_.begin(), pagings_.end(), expired), pagings_.end());
+    prune_at_ = std::max(size_t{1024}, 2 * pagings_.size());
+  }
+  pagings_.push_back(paging);
+}
+
+} // namespace impl
+} // namespace c10

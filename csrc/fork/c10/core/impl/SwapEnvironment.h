@@ -1,0 +1,84 @@
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include <c10/core/StorageImpl.h>
+#include <c10/core/impl/CudaEntityTransferQueue.h>
+#include <c10/core/impl/EntityPager.h>
+#include <c10/core/impl/SwapDevice.h>
+
+namespace c10 {
+namespace impl {
+
+/// The context of transfers: two queues with a worker each. One object, made on first use,
+/// never destroyed. Storages that are paged out stay usable when it is closed.
+///
+/// Thread-safe: every method may be called from any thread. None needs Python's lock, and
+/// callers that hold it let go of it first.
+class C10_API SwapEnvironment {
+ public:
+  static SwapEnvironment& get();
+
+  /// Opens the environment; `host_limit_bytes` is that of the memory for paged-out bytes, 0
+  /// for a part of what the machine has. Throws Error if it is open.
+  void open(size_t host_limit_bytes);
+
+  /// Waits for all transfers, stops the workers and pages everything in. Rethrows what
+  /// failed on the way; the environment is closed then, too. Throws Error if it is not open.
+  void close();
+
+  bool is_open() const noexcept {
+    return open_.load(std::memory_order_acquire);
+  }
+
+  /// From now on prefetches wait for `prefetch_all`. Waits for those under way.
+  void prefetch_init();
+
+  /// Starts the queue of page-ins.
+  void prefetch_all();
+
+  /// Waits until all page-outs are over. Rethrows what failed.
+  void wait_pageouts();
+
+  /// Enqueues a page-out. Returns false where there is nothing to do. Throws PageoutRefused.
+  bool pageout(StorageImpl& storage);
+
+  /// Enqueues a page-in. Returns false where there is nothing to do.
+  bool prefetch(StorageImpl& storage);
+
+  /// Where the bytes of a storage are. For tests and for looking.
+  torch_lms::EntityState state(const StorageImpl& storage) const;
+
+ private:
+  SwapEnvironment();
+
+  static constexpr size_t kMaxDevices = 65; // the CPU, then CUDA devices
+
+  void check_open() const;
+  SwapDevice& find_device(Device device);
+  EntityPager& find_or_install_pager(StorageImpl& storage, SwapDevice& device);
+  void remember(const std::shared_ptr<EntityPaging>& paging);
+  void pagein_all();
+  void wait_pageins(bool stop);
+
+  std::atomic<bool> open_{false};
+  std::mutex open_mutex_; // one thread opens or closes
+  torch_lms::CudaEntityTransferQueue out_;
+  torch_lms::CudaEntityTransferQueue in_;
+
+  std::mutex devices_mutex_;
+  size_t host_limit_bytes_ = 0;
+  std::array<std::unique_ptr<SwapDevice>, kMaxDevices> devices_;
+
+  std::mutex pagings_mutex_;
+  std::vector<std::weak_ptr<EntityPaging>> pagings_;
+  size_t prune_at_ = 1024;
+};
+
+} // namespace impl
+} // namespace c10
