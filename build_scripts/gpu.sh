@@ -27,7 +27,7 @@ access() { python3 -m pytest -q -x --maxfail=20 -p no:cacheprovider -m gpu tests
 every_op() { python3 -m pytest -q --maxfail=20 -p no:cacheprovider -m gpu tests/gpu/test_every_op_cuda.py; }
 doctor() { python3 -m torch_lms doctor; }
 train() {
-  python3 -m torch_lms train --model gpt --device cuda --layers 12 --width 1024 --batch 16 --tokens 1024 --steps 4 \
+  python3 -m torch_lms train --model gpt --device cuda --layers 12 --width 768 --batch 16 --tokens 512 --steps 4 \
     --limit 50% --output "$out/timeline.svg" --json "$out/train.json"
 }
 transfers() { python3 -m benchmarks.transfers --output-dir "$out"; }

@@ -10,6 +10,7 @@
 #include <entity/FreeWindow.h>
 #include <torch/csrc/autograd/graph_task.h>
 
+#include <extension/ErrorText.h>
 #include <extension/Pager.h>
 
 namespace torch_lms {
@@ -128,7 +129,7 @@ void MemoryPressure::keep_error() {
   try {
     std::rethrow_exception(error);
   } catch (const std::exception& caught) {
-    last_error_ = caught.what();
+    last_error_ = text_of(caught);
   }
 }
 

@@ -12,6 +12,7 @@
 #include <entity/CudaEntityStorageImpl.h>
 #include <entity/Error.h>
 
+#include <extension/ErrorText.h>
 #include <extension/Fork.h>
 #include <extension/MemoryPressure.h>
 #include <extension/OpObserver.h>
@@ -277,7 +278,7 @@ bool Pager::use(const EntityPtr& entity) {
           entity->nbytes(),
           " bytes that an op uses; the op works on the host copy, which is right but slow. Raise "
           "the limit, or use smaller batches. (",
-          error.what(),
+          text_of(error),
           ") Further cases are counted in torch_lms.stats().host_served.");
       return false;
     }
