@@ -1,0 +1,142 @@
+"""How evenly each algorithm cuts known models: the largest stage time over the mean, beside the least that is possible.
+
+The models are cost graphs from formulas (``tests/partition/graphs.py``), so this runs anywhere. torchgpipe's own block
+partition is in the table where its package is installed: ``pip install --no-deps torchgpipe``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from benchmarks.results import Result
+from tests.partition.graphs import GRAPHS, amoebanet, gpt
+from torch_lms.partition import (
+    CostGraph,
+    CostModel,
+    DeviceSpec,
+    LinkSpec,
+    PartitionProblem,
+    algorithm_names,
+    find_algorithm,
+    partition,
+)
+from torch_lms.partition.figures import measure
+from torch_lms.partition.layers import Layers, node_costs
+
+STAGES = (2, 4, 8)
+LINK = LinkSpec(bytes_per_us=2e5, latency_us=5.0)  # NVLink, 200 GB/s each way
+TARGET = 1.03
+TARGET_S = 10.0
+NANOSECONDS = 1000
+GPIPE = ("torchgpipe_time", "torchgpipe_size")
+COLUMNS = [
+    ("graph", "Model", "{}"),
+    ("nodes", "Nodes", "{}"),
+    ("stages", "Stages", "{}"),
+    ("bound", "Least possible", "{:.3f}"),
+    *((name, name.replace("_", " "), "{:.3f}") for name in (*algorithm_names(), *GPIPE)),
+]
+
+
+def problem_of(graph: CostGraph, stages: int, cap: int | None = None) -> PartitionProblem:
+    """Equal devices, four microbatches a stage."""
+    devices = tuple(DeviceSpec(name=f"cuda:{index}", memory_cap_bytes=cap) for index in range(stages))
+    model = CostModel(microbatches=4 * stages)
+    return PartitionProblem(graph=graph, devices=devices, links=LINK, cost_model=model)
+
+
+def gpipe_balance() -> Callable[[list[int], int], list[int]] | None:
+    """The function of torchgpipe that both ``balance_by_time`` and ``balance_by_size`` end in; None without the package."""
+    try:
+        return importlib.import_module("torchgpipe.balance").balance_cost  # type: ignore[no-any-return]
+    except ImportError:
+        return None
+
+
+def gpipe_figures(problem: PartitionProblem) -> dict[str, tuple[float, float]]:
+    """Ratio and step of torchgpipe's balances of the same layers."""
+    balance = gpipe_balance()
+    if balance is None:
+        return {}
+    units = problem.units
+    layers = Layers.of(units, problem.stages)
+    sizes = node_costs(units, problem.cost_model.parameter_cost_bytes(problem.graph))
+    found = {}
+    for name, costs in zip(GPIPE, (units.time_us * NANOSECONDS, sizes), strict=True):
+        counts = balance([int(cost) for cost in layers.sums(costs)], problem.stages)
+        placed = layers.stages([int(cut) for cut in np.cumsum(counts)[:-1]])
+        links = problem.links_between(problem.devices)
+        figures = measure(units, placed, problem.devices, links, problem.cost_model)
+        times = figures.stage_time_us
+        found[name] = (max(times) * len(times) / sum(times), figures.step.step_us)
+    return found
+
+
+def add_model(result: Result, name: str, graph: CostGraph, stages: int) -> None:
+    """One row: every algorithm on one model and number of stages."""
+    problem = problem_of(graph, stages)
+    made = {algorithm: find_algorithm(algorithm).partition(problem) for algorithm in algorithm_names()}
+    figures = {algorithm: (one.imbalance, one.step_us) for algorithm, one in made.items()} | gpipe_figures(problem)
+    bound = problem.lower_bound_us * stages / float(problem.units.time_us.sum())
+    row: dict[str, Any] = {algorithm: ratio for algorithm, (ratio, _) in figures.items()}
+    steps_us = {algorithm: step_us for algorithm, (_, step_us) in figures.items()}
+    result.add(graph=name, nodes=len(problem.units), stages=stages, bound=bound, steps_us=steps_us, **row)
+    ratio, step_us = figures["auto"]
+    what = f"{name} on {stages} stages"
+    reached = ratio <= max(TARGET, bound * (1 + 1e-9))
+    result.check(f"{what}, largest stage over mean", f"{TARGET} or the least possible, {bound:.3f}", ratio, reached)
+    worst = max(step_us / one for algorithm, one in steps_us.items() if algorithm != "auto")
+    result.check(f"{what}, step of auto over the best other's", "1", worst, worst <= 1 + 1e-9)
+    uneven = max(ratio / one for algorithm, (one, _) in figures.items() if algorithm != "auto")
+    result.check(f"{what}, unevenness of auto over the best other's", "1.001", uneven, uneven <= 1.001)
+
+
+def add_large(result: Result, name: str, graph: CostGraph) -> None:
+    """How long 10,000 nodes take."""
+    problem = problem_of(graph, STAGES[-1])
+    begin = time.perf_counter()
+    made = partition(problem)
+    spent_s = time.perf_counter() - begin
+    row = {"graph": name, "nodes": len(problem.units), "stages": STAGES[-1], "auto": made.imbalance, "spent_s": spent_s}
+    result.add(**row)
+    result.check(
+        f"{name}, {len(problem.units)} nodes into {STAGES[-1]} stages", f"{TARGET_S} s", spent_s, spent_s <= TARGET_S
+    )
+
+
+def add_capped(result: Result, name: str, graph: CostGraph, stages: int) -> None:
+    """Whether auto trains under a cap that the simple algorithms run out of."""
+    simple = ("uniform", "parameters", "balance_by_time")
+    free = problem_of(graph, stages)
+    needs = [max(find_algorithm(one).partition(free).stage_memory_bytes) for one in simple]
+    cap = int(0.95 * min(needs) / (1 - free.cost_model.memory_buffer))
+    made = partition(problem_of(graph, stages, cap))
+    what = f"{name} on {stages} stages, 5 % below what {', '.join(simple)} need"
+    result.check(what, "fits", "fits" if made.fits else "does not fit", made.fits)
+
+
+def main() -> None:
+    """Fills the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", default="benchmarks/results")
+    given = parser.parse_args()
+    title = "Largest stage time over the mean, by algorithm"
+    result = Result(name="partition_balance", title=title, columns=COLUMNS, readme=False)
+    for name, make in GRAPHS.items():
+        graph = make()
+        for stages in STAGES:
+            add_model(result, name, graph, stages)
+    add_large(result, "GPT, 830 layers", gpt(layers=830))
+    add_large(result, "AmoebaNet, 285 cells", amoebanet(cells=285))
+    add_capped(result, "ResNet-152", GRAPHS["ResNet-152"](), 4)
+    result.write(given.output)
+
+
+if __name__ == "__main__":
+    main()
