@@ -30,7 +30,7 @@ def _page_out_enqueued(tensors: Sequence[torch.Tensor]) -> None:
 
 
 def _page_out_enqueued_behind_another(tensors: Sequence[torch.Tensor]) -> None:
-    torch_lms.pageout(torch.ones(1 << 20, device=tensors[0].device if tensors else None))
+    torch_lms.pageout(torch.ones(1 << 18, device=tensors[0].device if tensors else None))
     torch_lms.pageout(tensors)
 
 
