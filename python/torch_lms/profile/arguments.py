@@ -57,12 +57,12 @@ class Sample:
             raise ProfileError(
                 f"expected arguments of the sample's structure ({self.describe()}), found others; trace the model again"
             )
-        for mine, given in zip(own, leaves):
+        for mine, given in zip(own, leaves, strict=True):
             if not isinstance(mine, torch.Tensor) and mine is not given and mine != given:
                 raise ProfileError(
                     f"expected {mine!r}, a constant of the graph, found {given!r}; trace the model again for this value"
                 )
-        return tuple(leaf for mine, leaf in zip(own, leaves) if isinstance(mine, torch.Tensor))
+        return tuple(leaf for mine, leaf in zip(own, leaves, strict=True) if isinstance(mine, torch.Tensor))
 
     def to(self, device: torch.device) -> Sample:
         """The same sample with its tensors, and devices among its constants, on another device."""
@@ -77,7 +77,7 @@ class Sample:
         """Names, types and shapes, for messages."""
         shapes = [
             f"{name}: {str(tensor.dtype).split('.')[-1]}{list(tensor.shape)}"
-            for name, tensor in zip(self.names, self.tensors)
+            for name, tensor in zip(self.names, self.tensors, strict=True)
         ]
         return ", ".join([*shapes, *(f"{name}={value!r}" for name, value in self.constants.items())])
 

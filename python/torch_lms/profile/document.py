@@ -176,7 +176,8 @@ def _same(value: Any) -> Any:
 
 def _node(document: Mapping[str, Any]) -> NodeProfile:
     tuples = {name for name, kind in ((field_.name, field_.type) for field_ in fields(NodeProfile)) if "tuple" in kind}
-    return NodeProfile(**{name: tuple(value) if name in tuples else value for name, value in document.items()})
+    values: dict[str, Any] = {name: tuple(value) if name in tuples else value for name, value in document.items()}
+    return NodeProfile(**values)
 
 
 _READERS: Mapping[str, Any] = {

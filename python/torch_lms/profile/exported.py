@@ -144,7 +144,7 @@ class _Rebuilder:
         for name, parameter in named_parameters_with_ties(model):
             self._first.setdefault(id(parameter), name)
         self._model = model
-        inputs = [spec for spec in program.graph_signature.input_specs]
+        inputs = list(program.graph_signature.input_specs)
         names = iter(sample.names)
         self._placeholders = {spec.arg.name: (spec, next(names) if spec.target is None else "") for spec in inputs}
         for spec, name in self._placeholders.values():  # all of them, in order, also where they are not used
@@ -189,9 +189,8 @@ class _Rebuilder:
             return str(node.target), getattr(self._program.graph_module, str(node.target))
         spec, _ = self._placeholders[node.name]
         name = str(spec.target)
-        if not name.startswith(_PREFIX) or (name in self._program.constants and name not in self._program.state_dict):
-            if not self._is_attribute(name):
-                return name.replace(".", "_"), self._program.constants[name]
+        if not self._is_attribute(name):  # a constant that the model made while it was traced
+            return name.replace(".", "_"), self._program.constants[name]
         name = name[len(_PREFIX) :]
         value = _attribute(self._model, name)
         return self._first.get(id(value), name), value

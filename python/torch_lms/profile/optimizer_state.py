@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ def measure_optimizer(model: nn.Module, optimizer: Any) -> Mapping[str, int] | N
         return None
     if not isinstance(optimizer, torch.optim.Optimizer) and not callable(optimizer):
         raise ProfileError(
-            f"expected an optimizer or what makes one, such as torch.optim.AdamW, found {optimizer!r}; pass one of these"
+            f"expected an optimizer or what makes one, such as torch.optim.AdamW, found {optimizer!r}; pass one"
         )
     found: dict[str, int] = {}
     seen: set[int] = set()
@@ -56,14 +57,14 @@ def _state_bytes(optimizer: Any, parameter: nn.Parameter) -> int | None:
         return sum(map(tensor_bytes, tensors_in(dict(state))))
     for group in optimizer.param_groups:
         if any(parameter is other for other in group["params"]):
-            return _measure(lambda parameters: _copy_of(optimizer, group, parameters), parameter)
+            return _measure(partial(_copy_of, optimizer, group), parameter)
     return None
 
 
 def _copy_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameters: list[nn.Parameter]) -> Any:
     """An optimizer of the same class and options for other parameters, without state and hooks."""
     twin = object.__new__(type(optimizer))
-    hooks = {name: OrderedDict() for name in vars(optimizer) if name.endswith("_hooks")}
+    hooks: dict[str, Any] = {name: OrderedDict() for name in vars(optimizer) if name.endswith("_hooks")}
     kept = {name: value for name, value in vars(optimizer).items() if name != "step"}  # schedulers wrap it
     vars(twin).update({**kept, **hooks, "state": defaultdict(dict)})
     twin.param_groups = [{**group, "params": parameters}]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import statistics
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +32,7 @@ from torch_lms.profile.tracing import SOURCES, TracedModel, trace_sample, withou
 __all__ = ["ProfileConfig", "profile"]
 
 _LAUNCH_BOUND = 1.05
+_NO_BACKWARD = "no output needs a gradient: there is no backward to time"
 
 
 @dataclass(frozen=True)
@@ -146,49 +149,45 @@ class _ProfileRun:
 
     def _run(self, watcher: Watcher) -> Any:
         """One forward, node by node."""
-        if self.traced.graph_module is not None:
-            interpreter = ProfilingInterpreter(self.traced, watcher)
-            self.nodes = graph_facts(self.traced)
-            forward: Callable[[], Any] = lambda: interpreter.run_flat(*self._inputs())  # noqa: E731
-        else:
-            recorder = OpRecorder(self.model, self.sample, watcher, self.nodes or None)
-            forward = lambda: recorder.run(self._inputs())  # noqa: E731
         with torch.enable_grad():
-            output = run_or_explain(self.model, self.sample, forward)
-        if self.traced.graph_module is None:
+            if self.traced.graph_module is not None:
+                self.nodes = self.nodes or graph_facts(self.traced)
+                interpreter = ProfilingInterpreter(self.traced, watcher)
+                return run_or_explain(self.model, self.sample, partial(interpreter.run_flat, *self._inputs()))
+            recorder = OpRecorder(self.model, self.sample, watcher, self.nodes or None)
+            output = run_or_explain(self.model, self.sample, partial(recorder.run, self._inputs()))
             self.nodes = recorder.ops
-        return output
+            return output
 
     def _inputs(self) -> tuple[torch.Tensor, ...]:
         return tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in self.sample.tensors)
 
     def _time(self, timer: RunTimer) -> float:
         """All runs: the nodes one by one, then whole steps of the model itself."""
-        config = self.config
-        runs = config.warmup_runs + config.timed_runs
+        warmup, runs = self.config.warmup_runs, self.config.warmup_runs + self.config.timed_runs
         with self.progress.phase("nodes", runs) as advance:
             for index in range(runs):
-                output = self._run(timer)
-                backward = backward_of(output)
-                if backward is None and index == 0:
-                    self.notes.append("no output needs a gradient: there is no backward to time")
-                if backward is not None:
-                    run_or_explain(self.model, self.sample, lambda: timer.backward(backward))
-                del output, backward
-                self._forget_gradients()
-                timer.finish_run(keep=index >= config.warmup_runs)
+                self._time_nodes(timer, keep=index >= warmup)
                 advance()
+        clock = make_clock(self.device)
+        times_us = []
         with self.progress.phase("whole steps", runs) as advance:
-            clock = make_clock(self.device)
-            total_us = 0.0
-            for index in range(runs):
-                step_us = run_or_explain(
-                    self.model, self.sample, lambda: time_step(self.model, self.sample, self._inputs(), clock)
-                )
+            for _ in range(runs):
+                step = partial(time_step, self.model, self.sample, self._inputs(), clock)
+                times_us.append(run_or_explain(self.model, self.sample, step))
                 self._forget_gradients()
-                total_us += step_us if index >= config.warmup_runs else 0.0
                 advance()
-        return total_us / config.timed_runs
+        return statistics.fmean(times_us[warmup:])
+
+    def _time_nodes(self, timer: RunTimer, keep: bool) -> None:
+        """One forward and backward, node by node."""
+        backward = backward_of(self._run(timer))
+        if backward is not None:
+            run_or_explain(self.model, self.sample, partial(timer.backward, backward))
+        elif _NO_BACKWARD not in self.notes:
+            self.notes.append(_NO_BACKWARD)
+        self._forget_gradients()
+        timer.finish_run(keep)
 
     def _forget_gradients(self) -> None:
         for parameter in self.model.parameters():

@@ -1,10 +1,11 @@
-"""What cannot be had as a graph: the ops of PyTorch's Python interface, as they run, and where their inputs come from."""
+"""What cannot be had as a graph: ops of PyTorch's Python interface, as they run, and where their inputs come from."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,9 +62,9 @@ class OpRecorder:
         Raises:
             ProfileError: if it runs other ops than before.
         """
-        for name, tensor in zip(self._sample.names, tensors):
+        for name, tensor in zip(self._sample.names, tensors, strict=True):
             self._add(NodeFacts(name=name, op="placeholder", target=name))
-            self._note_output(name, self._watcher.watch(name, lambda tensor=tensor: tensor))
+            self._note_output(name, self._watcher.watch(name, partial(_same, tensor)))
         with self._hooks(), function_mode(self._call):
             output = self._sample.call(self._model, tensors)
         made = tuple(dict.fromkeys(maker for maker in map(self._maker, tensors_in(output)) if maker))
@@ -155,6 +156,10 @@ class OpRecorder:
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 class _NoWatcher:

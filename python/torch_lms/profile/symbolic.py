@@ -6,6 +6,8 @@ become nodes, containers of ``torch.nn`` are opened, and each node knows the mod
 
 from __future__ import annotations
 
+import builtins
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
@@ -17,7 +19,7 @@ from torch import fx, nn
 from torch_lms.profile.arguments import Sample
 from torch_lms.profile.ownership import set_module
 
-__all__ = ["SymbolicFailure", "trace_symbolically"]
+__all__ = ["SymbolicError", "trace_symbolically"]
 
 # They take no tensor, so no proxy sees them; and what they give must be new in each run of the graph.
 _CONSTRUCTORS = (
@@ -26,7 +28,7 @@ _CONSTRUCTORS = (
 )
 
 
-class SymbolicFailure(Exception):
+class SymbolicError(Exception):
     """Tracing has failed in a module.
 
     Attributes:
@@ -52,14 +54,14 @@ def trace_symbolically(model: nn.Module, sample: Sample, leaves: frozenset[str] 
         The graph; each node is noted to belong to its module (`torch_lms.profile.ownership.module_of`).
 
     Raises:
-        SymbolicFailure: if that is not possible.
+        SymbolicError: if that is not possible.
     """
     tracer = _Tracer(sample, leaves)
     try:
-        with _constructors_as_nodes(tracer):
+        with _tracing_aids(tracer):
             return tracer.trace(model)
     except Exception as error:
-        raise SymbolicFailure(tracer.failed or "", error) from error
+        raise SymbolicError(tracer.failed or "", error) from error
 
 
 class _Tracer(fx.Tracer):
@@ -104,8 +106,8 @@ class _Tracer(fx.Tracer):
 
 
 @contextmanager
-def _constructors_as_nodes(tracer: fx.Tracer) -> Iterator[None]:
-    originals = {name: getattr(torch, name) for name in _CONSTRUCTORS}
+def _tracing_aids(tracer: fx.Tracer) -> Iterator[None]:
+    """Makes nodes of constructors, and lets symbols pass for tensors where the model asks."""
 
     def as_node(original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(original)
@@ -114,10 +116,24 @@ def _constructors_as_nodes(tracer: fx.Tracer) -> Iterator[None]:
 
         return create
 
+    originals: list[tuple[Any, str, Any]] = [(torch, name, getattr(torch, name)) for name in _CONSTRUCTORS]
+    for module, name, original in originals:
+        setattr(module, name, as_node(original))
+    originals.append((builtins, "isinstance", isinstance))
+    builtins.isinstance = _isinstance  # type: ignore[assignment]
     try:
-        for name, original in originals.items():
-            setattr(torch, name, as_node(original))
         yield
     finally:
-        for name, original in originals.items():
-            setattr(torch, name, original)
+        for module, name, original in originals:
+            setattr(module, name, original)
+
+
+_ORIGINAL_ISINSTANCE = isinstance
+
+
+def _isinstance(value: Any, classes: Any) -> bool:
+    """A symbol is a tensor to the model, though not to torch.fx; a wrong answer would trace the wrong branch."""
+    if type(value) is fx.Proxy and not sys._getframe(1).f_globals.get("__name__", "").startswith("torch.fx"):
+        wanted = classes if _ORIGINAL_ISINSTANCE(classes, tuple) else (classes,)
+        return torch.Tensor in wanted or _ORIGINAL_ISINSTANCE(value, classes)
+    return _ORIGINAL_ISINSTANCE(value, classes)

@@ -22,7 +22,7 @@ from torch_lms.errors import ProfileError
 from torch_lms.profile.arguments import Sample, bind_sample
 from torch_lms.profile.exported import export_graph
 from torch_lms.profile.source_lines import blame, first_line
-from torch_lms.profile.symbolic import SymbolicFailure, trace_symbolically
+from torch_lms.profile.symbolic import SymbolicError, trace_symbolically
 
 __all__ = ["SOURCES", "TracedModel", "trace", "trace_sample", "without_cache"]
 
@@ -92,7 +92,7 @@ def trace_sample(model: nn.Module, sample: Sample, *, sources: Collection[str] =
     with without_cache(model, sample, notes):
         for source in SOURCES:
             if source in sources:
-                found = _ATTEMPTS[source](model, sample, notes)
+                found: TracedModel | None = _ATTEMPTS[source](model, sample, notes)
                 if found is not None:
                     return found
     raise ProfileError(
@@ -104,7 +104,7 @@ def _from_symbols(model: nn.Module, sample: Sample, notes: list[str]) -> TracedM
     try:
         graph = trace_symbolically(model, sample)
         return TracedModel(_build(model, model, graph), "operator", model, sample, tuple(notes))
-    except SymbolicFailure as failure:
+    except SymbolicError as failure:
         notes.append(_explain("torch.fx cannot trace", failure.path, failure.error))
     return None
 
@@ -128,7 +128,7 @@ def _from_children(model: nn.Module, sample: Sample, notes: list[str]) -> Traced
     for _ in range(_MAX_LEAVES):
         try:
             graph = trace_symbolically(model, sample, frozenset(leaves))
-        except SymbolicFailure as failure:
+        except SymbolicError as failure:
             if not failure.path or failure.path in leaves:
                 return None
             kind = type(model.get_submodule(failure.path))
@@ -192,8 +192,8 @@ def _explain(what: str, path: str, error: Exception) -> str:
 @contextmanager
 def without_cache(model: nn.Module, sample: Sample, notes: list[str]) -> Iterator[None]:
     """Turns off the key-value caches of Hugging Face models, which no training step uses."""
-    configs = {id(config): config for config in (getattr(module, "config", None) for module in model.modules())}
-    cached = [config for config in configs.values() if getattr(config, "use_cache", None) is True]
+    configs: list[Any] = [module.config for module in model.modules() if hasattr(module, "config")]
+    cached = [config for config in configs if getattr(config, "use_cache", None) is True]
     if "use_cache" in sample.constants:
         cached = []
     if cached:
