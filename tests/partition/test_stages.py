@@ -10,9 +10,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.partition.random_programs import WIDTH, random_partition, random_program
 from torch import fx, nn
 
+from tests.partition.random_programs import WIDTH, random_partition, random_program
 from torch_lms.errors import PartitionError
 from torch_lms.partition.materialize import materialize
 from torch_lms.partition.stages import run_stages, split
@@ -294,3 +294,13 @@ def test_a_device_that_is_not_there_is_named(device: str, message: str) -> None:
     (stage,) = split(*cut_tied(Tied(), 1))
     with pytest.raises(PartitionError, match=message):
         materialize(stage, device)
+
+
+def test_devices_that_a_trace_wrote_down_move_along() -> None:
+    graph = fx.Graph()
+    made = graph.call_function(torch.ones, (3,), {"device": torch.device("meta")})
+    graph.output(graph.call_module("layer", (made,)))
+    root = nn.Module()
+    root.layer = nn.Linear(3, 3, device="meta")
+    (stage,) = split(fx.GraphModule(root, graph), {node.name: 0 for node in graph.nodes})
+    assert materialize(stage, "cpu")().device == torch.device("cpu")

@@ -14,7 +14,17 @@ from torch_lms.pipeline.borders import carrier_metas, describe, example, pack, u
 CPU = torch.device("cpu")
 Pair = namedtuple("Pair", "left right")
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool]
+DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    torch.float64,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+]
 
 
 @st.composite

@@ -6,15 +6,27 @@ import pytest
 import torch
 
 from torch_lms.errors import PipelineError
-from torch_lms.partition.stages import Argument
+from torch_lms.partition.arguments import Argument
 from torch_lms.pipeline.microbatches import cut_batch, name_arguments
 
-ARGUMENTS = (Argument("ids"), Argument("mask", required=False, default=None), Argument("scale", required=False, default=2))
+ARGUMENTS = (
+    Argument("ids"),
+    Argument("mask", required=False),
+    Argument("scale", required=False, default=2),
+    Argument("flag", required=False, default=True, constant=True),
+    Argument("pair", parts=("pair_0", "pair_1")),
+)
 
 
 def test_tensors_are_cut_and_everything_else_goes_to_each_microbatch() -> None:
     table = torch.ones(5, 5)
-    values = {"ids": torch.arange(6), "nest": {"a": (torch.arange(6), "x")}, "flag": True, "zero": torch.tensor(3), "t": table}
+    values = {
+        "ids": torch.arange(6),
+        "nest": {"a": (torch.arange(6), "x")},
+        "flag": True,
+        "zero": torch.tensor(3),
+        "t": table,
+    }
     made = cut_batch(values, 3, whole=("t",))
     assert torch.cat([part["ids"] for part in made]).tolist() == list(range(6))
     assert [part["nest"]["a"][0].tolist() for part in made] == [[0, 1], [2, 3], [4, 5]]
@@ -37,12 +49,23 @@ def test_batches_that_cannot_be_cut_are_refused(values: dict[str, Any], message:
 def test_arguments_get_their_names_and_defaults_and_may_be_left_out() -> None:
     assert name_arguments(ARGUMENTS, (1,), {"scale": 3}) == {"ids": 1, "mask": None, "scale": 3}
     assert name_arguments(ARGUMENTS, (), {}) == {"mask": None, "scale": 2}
+    left, right = torch.ones(1), torch.ones(2)
+    nest = name_arguments(ARGUMENTS, (), {"pair": {"a": left, "b": (right, 7)}, "flag": True})
+    assert (nest["pair_0"] is left, nest["pair_1"] is right, "flag" in nest) == (True, True, False)
 
 
 @pytest.mark.parametrize(
     ("args", "kwargs", "message"),
-    [((1, 2, 3, 4), {}, "at most 3"), ((), {"labels": 1}, "'labels'"), ((1,), {"ids": 1}, "'ids' twice")],
+    [
+        ((1, 2, 3, 4, 5, 6), {}, "at most 5"),
+        ((), {"labels": 1}, "'labels'"),
+        ((1,), {"ids": 1}, "'ids' twice"),
+        ((), {"flag": False}, "flag=True.*found False"),
+        ((), {"pair": [torch.ones(1)]}, "2 tensors in 'pair'.*found 1"),
+    ],
 )
-def test_arguments_that_the_model_has_not_are_refused(args: tuple[int, ...], kwargs: dict[str, int], message: str) -> None:
+def test_arguments_that_the_graph_has_not_are_refused(
+    args: tuple[int, ...], kwargs: dict[str, Any], message: str
+) -> None:
     with pytest.raises(PipelineError, match=message):
         name_arguments(ARGUMENTS, args, kwargs)

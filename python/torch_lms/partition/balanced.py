@@ -35,7 +35,7 @@ class BalanceConfig:
     Attributes:
         profile: how to profile; by default on the first device that this process has.
         cost: schedule, microbatches and weights.
-        links: between the devices, by their names as given.
+        links: between the devices, by their names as given; by default as profiled, where that was done.
         memory_cap_bytes: of each device; by default what a CUDA device has and no cap elsewhere.
         materialize: whether to move stages to their devices.
         state_dict: of a model on the meta device.
@@ -47,7 +47,7 @@ class BalanceConfig:
 
     profile: ProfileConfig | None = None
     cost: CostModel = field(default_factory=CostModel)
-    links: LinkSpec | Mapping[tuple[str, str], LinkSpec] = field(default_factory=LinkSpec)
+    links: LinkSpec | Mapping[tuple[str, str], LinkSpec] | None = None
     memory_cap_bytes: int | None = None
     materialize: bool = True
     state_dict: Mapping[str, Any] | None = None
@@ -55,7 +55,9 @@ class BalanceConfig:
 
     def __post_init__(self) -> None:
         if self.memory_cap_bytes is not None and self.memory_cap_bytes <= 0:
-            raise ValueError(f"expected a positive memory cap, found {self.memory_cap_bytes}; None means the device's own")
+            raise ValueError(
+                f"expected a positive memory cap, found {self.memory_cap_bytes}; None means the device's own"
+            )
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,7 @@ def plan_balanced_partition(
         split(traced, {})  # says what could not be traced
     profile = found = None
     if _rank() == 0:
-        profile = _profile(model, sample_input, sample_kwargs, optimizer, config)
+        profile = _profile(traced, sample_input, sample_kwargs, optimizer, config)
         found = _partition(profile, devices, places, algorithm, optimizer, config)
     if _ranks() > 1:
         told = [found]
@@ -153,7 +155,7 @@ def plan_balanced_partition(
 
 
 def _profile(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], optimizer: Any, config: BalanceConfig
+    model: TracedModel, args: Sequence[Any], kwargs: Mapping[str, Any], optimizer: Any, config: BalanceConfig
 ) -> Profile:
     from torch_lms.profile.profiler import ProfileConfig, profile
 
@@ -179,10 +181,23 @@ def _partition(
     specs = tuple(
         DeviceSpec(name=str(device), memory_cap_bytes=_cap(place, config)) for device, place in zip(devices, places)
     )
-    problem = PartitionProblem(graph=CostGraph.from_profile(profile), devices=specs, links=config.links, cost_model=cost)
+    links = config.links or _measured_links(
+        profile, {str(place.device): spec.name for place, spec in zip(places, specs)}
+    )
+    problem = PartitionProblem(graph=CostGraph.from_profile(profile), devices=specs, links=links, cost_model=cost)
     if algorithm == "auto" and not profile.timed:
         algorithm = _UNTIMED_ALGORITHM
     return partition(problem, algorithm)
+
+
+def _measured_links(profile: Profile, names: Mapping[str, str]) -> LinkSpec | Mapping[tuple[str, str], LinkSpec]:
+    """The profiled links between the devices, if all of them are there; else transfers are free."""
+    found = {
+        (names[link.source], names[link.target]): LinkSpec(bytes_per_us=link.bytes_per_us, latency_us=link.latency_us)
+        for link in profile.links
+        if link.source in names and link.target in names
+    }
+    return found if len(found) == len(names) * (len(names) - 1) and found else LinkSpec()
 
 
 def _cap(place: Placement, config: BalanceConfig) -> int | None:
@@ -198,7 +213,8 @@ def _placements(devices: Sequence[str]) -> list[Placement]:
     if _ranks() == 1:
         return places
     return [
-        place if place.rank is not None else Placement(place.device, stage % _ranks()) for stage, place in enumerate(places)
+        place if place.rank is not None else Placement(place.device, stage % _ranks())
+        for stage, place in enumerate(places)
     ]
 
 

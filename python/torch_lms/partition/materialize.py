@@ -61,7 +61,9 @@ def materialize(
     _own_tensors(stage, target)
     if fresh:
         _initialise(stage, fresh, state_dict, init_fn)
-        stage.set_code(with_device(stage.generated, "meta", target))
+    if stage.device is not None and stage.device != target:
+        stage.set_code(with_device(stage.generated, stage.device, target))
+        stage.device = target
     if state_dict is not None:
         _load(stage, state_dict)
         fresh = {name for name in fresh if find_entry(state_dict, stage, name) is None}

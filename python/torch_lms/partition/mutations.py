@@ -18,8 +18,39 @@ from torch_lms.errors import PartitionError
 __all__ = ["check_order", "mutated"]
 
 _VIEW_METHODS = frozenset(
-    "T as_strided chunk contiguous data detach diagonal expand expand_as flatten float getitem movedim narrow permute real "
-    "reshape select split squeeze swapaxes t to transpose type unbind unflatten unfold unsqueeze view view_as".split()
+    [
+        "T",
+        "as_strided",
+        "chunk",
+        "contiguous",
+        "data",
+        "detach",
+        "diagonal",
+        "expand",
+        "expand_as",
+        "flatten",
+        "float",
+        "getitem",
+        "movedim",
+        "narrow",
+        "permute",
+        "real",
+        "reshape",
+        "select",
+        "split",
+        "squeeze",
+        "swapaxes",
+        "t",
+        "to",
+        "transpose",
+        "type",
+        "unbind",
+        "unflatten",
+        "unfold",
+        "unsqueeze",
+        "view",
+        "view_as",
+    ]
 )
 _INPLACE_OPERATORS = frozenset(
     getattr(operator, name) for name in dir(operator) if name.startswith("i") and hasattr(operator, f"__{name}__")

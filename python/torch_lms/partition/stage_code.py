@@ -18,7 +18,6 @@ from torch import fx
 __all__ = ["StageCode", "generate", "owner", "with_device"]
 
 _ASSIGNED = re.compile(r"^    (\w+)(?: : [^=]+)? = ")
-_DEVICE = re.compile(r"device\(type='(?P<type>\w+)'(?:, index=\d+)?\)")
 
 
 class StageCode:
@@ -100,14 +99,9 @@ def owner(node: fx.Node) -> str:
     return str(path)
 
 
-def with_device(code: StageCode, replaced: str, device: torch.device) -> StageCode:
-    """The code with constant devices of type ``replaced`` exchanged for another device.
+def with_device(code: StageCode, replaced: torch.device, device: torch.device) -> StageCode:
+    """The code with one constant device exchanged for another.
 
-    A tracer writes down where tensors are made. Those of a model on the meta device are to be made where its
-    parameters go.
+    A tracer writes down where tensors are made. Those of a model on one device are to be made where its parameters go.
     """
-
-    def exchange(found: re.Match[str]) -> str:
-        return repr(device) if found.group("type") == replaced else found.group(0)
-
-    return StageCode(_DEVICE.sub(exchange, code.source), code.names, code.title)
+    return StageCode(code.source.replace(repr(replaced), repr(device)), code.names, code.title)

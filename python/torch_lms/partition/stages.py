@@ -21,29 +21,15 @@ from torch import fx, nn
 
 from torch_lms.errors import PartitionError
 from torch_lms.partition import installation, mutations
+from torch_lms.partition.arguments import Argument, bind_arguments, find_arguments
 from torch_lms.partition.stage_code import StageCode, generate
 
 if TYPE_CHECKING:
     from torch_lms.profile.tracing import TracedModel
 
-__all__ = ["Argument", "Stage", "bind_arguments", "run_stages", "split"]
+__all__ = ["Stage", "run_stages", "split"]
 
 _COMPUTED = ("call_function", "call_method", "call_module")
-
-
-@dataclass(frozen=True)
-class Argument:
-    """One argument of the model.
-
-    Attributes:
-        name: in the model's ``forward``.
-        required: whether it has no default.
-        default: used where it is not given.
-    """
-
-    name: str
-    required: bool = True
-    default: Any = None
 
 
 class Stage(nn.Module):
@@ -59,6 +45,7 @@ class Stage(nn.Module):
         arguments: all arguments of the model.
         nodes: names of the graph's nodes that it computes, in order.
         shared: parameters and buffers that other stages have too: own name to (stage, name there).
+        device: that the code makes tensors on where the trace wrote one down; None where that is not known.
     """
 
     def __init__(self, *, index: int, count: int, code: StageCode, borders: _Borders) -> None:
@@ -71,6 +58,7 @@ class Stage(nn.Module):
         self.arguments = borders.arguments
         self.nodes = tuple(node.name for node in borders.nodes[index])
         self.shared: dict[str, tuple[tuple[int, str], ...]] = {}
+        self.device: torch.device | None = None
         self.set_code(code)
 
     def set_code(self, code: StageCode) -> None:
@@ -144,12 +132,16 @@ def split(
     modules = dict(graph_module.named_modules())
     mutations.check_order(graph, modules, placed)
     borders = _find_borders(graph, placed, count)
+    borders.arguments = find_arguments(graph, traced)
     name = type(model).__name__ if model is not None else str(getattr(traced, "name", "model"))
     stages = []
     for index in range(count):
         code = generate(_stage_graph(graph, borders, index), f"stage {index} of {count} of {name}")
         stages.append(Stage(index=index, count=count, code=code, borders=borders))
     installation.install(stages, graph_module, borders.nodes, model)
+    devices = {value.device for _, value in installation.named_tensors(graph_module)}
+    for stage in stages:
+        stage.device = devices.copy().pop() if len(devices) == 1 else None
     return stages
 
 
@@ -209,7 +201,6 @@ def _find_borders(graph: fx.Graph, placed: Mapping[fx.Node, int], count: int) ->
         borders.incoming.append(tuple(node.name for node, last in reach.items() if placed[node] < index <= last))
         borders.outgoing.append(tuple(node.name for node, last in reach.items() if placed[node] <= index < last))
         borders.feeds.append(tuple(str(node.target) for node in arguments if index in users(node)))
-    borders.arguments = tuple(Argument(str(node.target), not node.args, *node.args) for node in arguments)
     return borders
 
 
@@ -241,33 +232,6 @@ def _stage_graph(graph: fx.Graph, borders: _Borders, index: int) -> fx.Graph:
         output = next(node for node in graph.nodes if node.op == "output")
         made.output(fx.node.map_arg(output.args[0], copy))
     return made
-
-
-def bind_arguments(arguments: Sequence[Argument], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Gives each argument of the model its value.
-
-    Raises:
-        PartitionError: for too many, unknown, doubled or missing arguments.
-    """
-    names = [argument.name for argument in arguments]
-    if len(args) > len(names):
-        raise PartitionError(
-            f"expected at most {len(names)} arguments ({', '.join(names)}), found {len(args)}; leave some out"
-        )
-    values = dict(zip(names, args))
-    for name, value in kwargs.items():
-        if name not in names:
-            raise PartitionError(f"expected arguments among {', '.join(names)}, found {name!r}; it was not traced")
-        if name in values:
-            raise PartitionError(f"expected each argument once, found {name!r} twice; give it by place or by name")
-        values[name] = value
-    for argument in arguments:
-        if argument.name in values:
-            continue
-        if argument.required:
-            raise PartitionError(f"expected a value for {argument.name!r}, found none; give all of {', '.join(names)}")
-        values[argument.name] = argument.default
-    return values
 
 
 def run_stages(stages: Sequence[Stage], *args: Any, **kwargs: Any) -> Any:

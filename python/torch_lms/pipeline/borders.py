@@ -132,7 +132,9 @@ def carrier_metas(template: Any) -> list[tuple[tuple[int, ...], torch.dtype, boo
     """Shape, type and whether it has a gradient, of each carrier."""
     leaves = list(_leaves(template))
     tensors = [slot for slot in leaves if isinstance(slot, TensorSlot)]
-    metas = [(tuple(slot.shape[dim] for dim in slot.order), _carrier(slot.dtype), slot.differentiable) for slot in tensors]
+    metas = [
+        (tuple(slot.shape[dim] for dim in slot.order), _carrier(slot.dtype), slot.differentiable) for slot in tensors
+    ]
     numbers = sum(isinstance(slot, NumberSlot) for slot in leaves)
     if numbers or not metas:  # something always crosses, so that the stages after it know when to run
         metas.append(((max(numbers, 1),), torch.float64, False))
@@ -204,7 +206,11 @@ def unpack(template: Any, carriers: Sequence[torch.Tensor], device: torch.device
             return _from_carrier(slot, next(tensors))
         if isinstance(slot, NumberSlot):
             number = next(numbers)
-            return struct.unpack("<d", struct.pack("<q", number))[0] if isinstance(slot.value, float) else type(slot.value)(number)
+            return (
+                struct.unpack("<d", struct.pack("<q", number))[0]
+                if isinstance(slot.value, float)
+                else type(slot.value)(number)
+            )
         return _rebuild(slot, rebuild, device)
 
     return rebuild(template)

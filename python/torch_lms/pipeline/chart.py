@@ -13,7 +13,12 @@ from torch_lms.pipeline.simulation import Event, simulate
 __all__ = ["draw_charts", "predict"]
 
 _COLORS = {FORWARD: "#4c8fd0", BACKWARD: "#59a869", INPUT_BACKWARD: "#8cc99a", WEIGHT_BACKWARD: "#d9a441"}
-_MEANINGS = {FORWARD: "forward", BACKWARD: "backward", INPUT_BACKWARD: "backward of inputs", WEIGHT_BACKWARD: "of weights"}
+_MEANINGS = {
+    FORWARD: "forward",
+    BACKWARD: "backward",
+    INPUT_BACKWARD: "backward of inputs",
+    WEIGHT_BACKWARD: "of weights",
+}
 _MOST_LABELS = 400
 
 
@@ -37,7 +42,9 @@ def predict(
     borders = [0.0] * (schedule.stages - 1) if transfer_us is None else list(transfer_us)
     found = len(forward_us), len(backward_us), len(borders)
     if found != (schedule.stages, schedule.stages, schedule.stages - 1):
-        raise PipelineError(f"expected times of {schedule.stages} stages and of the borders between them, found {found}")
+        raise PipelineError(
+            f"expected times of {schedule.stages} stages and of the borders between them, found {found}"
+        )
 
     def duration(action: Action) -> float:
         if action.kind == FORWARD:
@@ -72,7 +79,9 @@ def draw_charts(charts: Mapping[str, Sequence[Event]], path: str | Path, *, titl
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise PipelineError("expected matplotlib for pictures, found none; install it: pip install matplotlib") from error
+        raise PipelineError(
+            "expected matplotlib for pictures, found none; install it: pip install matplotlib"
+        ) from error
     ranks = 1 + max(event.rank for events in charts.values() for event in events)
     figure = Figure(figsize=(12, len(charts) * (0.9 + 0.45 * ranks) + 0.6), layout="constrained")
     rows = figure.subplots(len(charts), 1, sharex=True, squeeze=False)[:, 0]
@@ -93,13 +102,17 @@ def _draw(axes: Any, heading: str, events: Sequence[Event], ranks: int) -> None:
     for event in events:
         start, width = (event.start_us - begin_us) / 1e3, (event.end_us - event.start_us) / 1e3
         shade = 1.0 if event.action.stage // ranks % 2 == 0 else 0.65  # a rank's stages apart
-        axes.barh(event.rank, width, left=start, height=0.8, color=_COLORS[event.action.kind], alpha=shade, edgecolor="white")
+        axes.barh(
+            event.rank, width, left=start, height=0.8, color=_COLORS[event.action.kind], alpha=shade, edgecolor="white"
+        )
         if len(events) <= _MOST_LABELS:
             axes.text(start + width / 2, event.rank, str(event.action.microbatch), ha="center", va="center", fontsize=7)
     axes.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
     axes.invert_yaxis()
     idle = 1 - sum(event.end_us - event.start_us for event in events) / (ranks * max(end_us - begin_us, 1e-9))
-    axes.set_title(f"{heading}: {(end_us - begin_us) / 1e3:.2f} ms, {100 * max(0.0, idle):.0f} % idle", loc="left", fontsize=10)
+    axes.set_title(
+        f"{heading}: {(end_us - begin_us) / 1e3:.2f} ms, {100 * max(0.0, idle):.0f} % idle", loc="left", fontsize=10
+    )
     axes.spines[["top", "right"]].set_visible(False)
 
 

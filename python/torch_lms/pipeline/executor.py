@@ -43,7 +43,12 @@ class Executor:
     """
 
     def __init__(
-        self, boundary: Boundary, schedule: Schedule, directions: tuple[Any, Any], liveness: Liveness, recorder: Recorder
+        self,
+        boundary: Boundary,
+        schedule: Schedule,
+        directions: tuple[Any, Any],
+        liveness: Liveness,
+        recorder: Recorder,
     ) -> None:
         self._boundary, self._schedule, self._liveness, self._recorder = boundary, schedule, liveness, recorder
         self._groups = dict(zip((FORWARD, BACKWARD), directions))

@@ -7,6 +7,7 @@ for a rank that will not answer learns its number and its reason instead of a ti
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import selectors
@@ -29,6 +30,7 @@ Value = TypeVar("Value")
 _HELLO = struct.Struct("<16si")
 _LENGTH = struct.Struct("<i")
 _CONNECT_S = 60.0
+_LEFT_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,9 @@ class Failure:
 
     def error(self) -> PipelineError:
         """As an exception."""
-        return PipelineError(f"expected all ranks to go on, found that rank {self.rank} {self.reason}; see its own output")
+        return PipelineError(
+            f"expected all ranks to go on, found that rank {self.rank} {self.reason}; see its own output"
+        )
 
 
 class Liveness:
@@ -131,10 +135,12 @@ class Liveness:
                 outcome.append(result)
                 self._changed.notify_all()
 
-        threading.Thread(target=work, name="torch_lms wait", daemon=True).start()
+        waiting = threading.Thread(target=work, name="torch_lms wait", daemon=True)
+        waiting.start()
         with self._changed:
             self._changed.wait_for(lambda: bool(outcome) or self._failure is not None)
         if not outcome:
+            atexit.register(_end_with, waiting)
             self.check()
         succeeded, value = outcome[0]
         if not succeeded:
@@ -178,6 +184,18 @@ class Liveness:
                 return
         print(f"torch_lms: {self._failure.error() if self._failure else ''}", file=sys.stderr, flush=True)
         os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _end_with(waiting: threading.Thread) -> None:
+    """Ends the process while a thread may still be in a wait: Python cannot end it, and would abort on its return.
+
+    The wait returns as soon as the rank at its other end is gone, so a short while is enough as a rule.
+    """
+    waiting.join(_LEFT_S)
+    if waiting.is_alive():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 def _read_last_words(connection: socket.socket) -> bytes | None:

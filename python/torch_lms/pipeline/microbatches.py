@@ -7,30 +7,22 @@ from typing import Any
 
 import torch
 
-from torch_lms.errors import PipelineError
-from torch_lms.partition.stages import Argument
+from torch_lms.errors import PartitionError, PipelineError
+from torch_lms.partition.arguments import Argument, bind_arguments
 
 __all__ = ["cut_batch", "name_arguments", "to_device"]
 
 
 def name_arguments(arguments: Sequence[Argument], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The given arguments of the model by name, with defaults; a rank may leave out what its stages do not use.
+    """The given arguments of the graph by name, with defaults; a rank may leave out what its stages do not use.
 
     Raises:
-        PipelineError: for too many, unknown or doubled arguments.
+        PipelineError: for too many, unknown or doubled arguments, or another value of a constant.
     """
-    names = [argument.name for argument in arguments]
-    if len(args) > len(names):
-        raise PipelineError(f"expected at most {len(names)} arguments ({', '.join(names)}), found {len(args)}; leave some out")
-    values = {argument.name: argument.default for argument in arguments if not argument.required}
-    values.update(zip(names, args))
-    for name, value in kwargs.items():
-        if name not in names:
-            raise PipelineError(f"expected arguments among {', '.join(names)}, found {name!r}; the model was traced without it")
-        if name in names[: len(args)]:
-            raise PipelineError(f"expected each argument once, found {name!r} twice; give it by place or by name")
-        values[name] = value
-    return values
+    try:
+        return bind_arguments(arguments, args, kwargs, partial=True)
+    except PartitionError as error:
+        raise PipelineError(str(error)) from error
 
 
 def cut_batch(values: Mapping[str, Any], microbatches: int, whole: Sequence[str] = ()) -> list[dict[str, Any]]:
@@ -50,7 +42,9 @@ def cut_batch(values: Mapping[str, Any], microbatches: int, whole: Sequence[str]
             _map(value, lambda tensor, name=name: sizes.setdefault(tensor.shape[0], name))  # type: ignore[misc]
     if len(sizes) > 1:
         found = " and ".join(f"{size} of {name!r}" for size, name in sizes.items())
-        raise PipelineError(f"expected one batch size in all tensors, found {found}; name those that are no batch in whole=")
+        raise PipelineError(
+            f"expected one batch size in all tensors, found {found}; name those that are no batch in whole="
+        )
     size = next(iter(sizes), microbatches)
     if size % microbatches:
         raise PipelineError(

@@ -70,7 +70,9 @@ class PipelineConfig:
         if self.executor not in _EXECUTORS:
             raise ValueError(f"expected an executor among {', '.join(_EXECUTORS)}, found {self.executor!r}; choose one")
         if self.microbatches < 1 or self.grace_s <= 0:
-            raise ValueError(f"expected positive microbatches and grace, found {self}; give at least 1 and some seconds")
+            raise ValueError(
+                f"expected positive microbatches and grace, found {self}; give at least 1 and some seconds"
+            )
 
     @property
     def uses_torch(self) -> bool:
@@ -86,7 +88,9 @@ class PipelineConfig:
                 f"take executor='own' and a schedule among {', '.join(_OWN_SCHEDULES)}"
             )
         if self.executor == "own" and self.schedule not in _OWN_SCHEDULES:
-            raise PipelineError(f"expected gpipe or 1f1b for executor='own', found {self.schedule!r}; choose one of these")
+            raise PipelineError(
+                f"expected gpipe or 1f1b for executor='own', found {self.schedule!r}; choose one of these"
+            )
         return available and self.executor != "own"
 
 
@@ -142,7 +146,8 @@ class Pipeline:
             for stage in self.stages:
                 materialize(stage, self.device, state_dict=state_dict, init_fn=init_fn)
         self._boundaries = [
-            Boundary(stage, self.device, loss, self.config.microbatches, self.config.seed is not None) for stage in self.stages
+            Boundary(stage, self.device, loss, self.config.microbatches, self.config.seed is not None)
+            for stage in self.stages
         ]
         self._has_loss_function = loss is not None
         self._stage_count = len(stages)
@@ -210,7 +215,9 @@ class Pipeline:
                 self._liveness.run(lambda: dist.all_gather_object(gathered, own, group=self._control))
         finally:
             self._timeline.enabled = False
-        return sorted((event for events in gathered for event in events), key=lambda event: (event.start_us, event.rank))
+        return sorted(
+            (event for events in gathered for event in events), key=lambda event: (event.start_us, event.rank)
+        )
 
     def close(self) -> None:
         """Says goodbye to the other ranks; they may end before or after this one."""
@@ -242,8 +249,12 @@ class Pipeline:
         if target is not None:
             values[_TARGET] = target
         if target is None and self._has_loss_function and self._boundaries[-1].is_last:
-            raise PipelineError("expected target= for the loss function on the last rank, found none; give it to step()")
-        needed = {name for stage in self.stages for name in stage.feeds} | ({_TARGET} if self._boundaries[-1].is_last else set())
+            raise PipelineError(
+                "expected target= for the loss function on the last rank, found none; give it to step()"
+            )
+        needed = {name for stage in self.stages for name in stage.feeds} | (
+            {_TARGET} if self._boundaries[-1].is_last else set()
+        )
         own = cut_batch(values, self.config.microbatches, self.config.whole)
         first = None if self.config.seed is None else self.config.seed + self._step * self.config.microbatches
         made = []

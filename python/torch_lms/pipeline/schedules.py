@@ -37,7 +37,9 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
     Source: Narayanan et al. 2019 (PipeDream), flushed at the end of each step as in PipeDream-Flush.
     """
     _check(stages, microbatches)
-    return Schedule.of("1f1b", [_alternate(stage, min(microbatches, stages - stage), microbatches) for stage in range(stages)])
+    return Schedule.of(
+        "1f1b", [_alternate(stage, min(microbatches, stages - stage), microbatches) for stage in range(stages)]
+    )
 
 
 def _alternate(stage: int, ahead: int, microbatches: int) -> list[Action]:
@@ -59,14 +61,18 @@ def interleaved(ranks: int, stages: int, microbatches: int) -> Schedule:
     """
     _check(stages, microbatches)
     if ranks < 1 or stages % ranks:
-        raise PipelineError(f"expected stages that the ranks divide, found {stages} stages on {ranks} ranks; change one")
+        raise PipelineError(
+            f"expected stages that the ranks divide, found {stages} stages on {ranks} ranks; change one"
+        )
     rounds = max(1, microbatches // ranks)
     if microbatches % rounds:
         raise PipelineError(
             f"expected microbatches in {rounds} equal rounds, found {microbatches}; take a multiple of the {ranks} ranks"
         )
     per_round, local = microbatches // rounds, stages // ranks
-    return Schedule.of("interleaved", [_interleave(rank, ranks, local, per_round, microbatches) for rank in range(ranks)])
+    return Schedule.of(
+        "interleaved", [_interleave(rank, ranks, local, per_round, microbatches) for rank in range(ranks)]
+    )
 
 
 def _interleave(rank: int, ranks: int, local: int, per_round: int, microbatches: int) -> list[Action]:

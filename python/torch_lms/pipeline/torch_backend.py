@@ -24,6 +24,7 @@ SCHEDULES = {
     "interleaved": "ScheduleInterleaved1F1B",
     "zero_bubble": "ScheduleInterleavedZeroBubble",
 }
+_SINGLE = ("gpipe", "1f1b")  # one stage on each rank
 
 
 def is_available() -> bool:
@@ -54,19 +55,20 @@ class TorchBackend:
         self._has_last = any(boundary.is_last for boundary in boundaries)
         made = [_make_stage(boundary, recorder) for boundary in boundaries]
         rule = getattr(pipelining, SCHEDULES[name])
-        single = name in ("gpipe", "1f1b")
+        single = name in _SINGLE
         try:
             # Boundary divides the loss, so that gradients need no scaling.
             self._schedule = rule(made[0] if single else made, microbatches, loss_fn=_take_loss, scale_grads=False)
         except (ValueError, AssertionError) as error:
-            raise PipelineError(f"expected numbers that {SCHEDULES[name]} takes, found: {error}; change microbatches") from error
+            raise PipelineError(
+                f"expected numbers that {SCHEDULES[name]} takes, found: {error}; change microbatches"
+            ) from error
         self.schedule = self._as_data(name, ranks, boundaries[0].stage.count, microbatches)
 
     def _as_data(self, name: str, ranks: int, stages: int, microbatches: int) -> Schedule:
-        order = getattr(self._schedule, "pipeline_order", None)
-        if order:
-            return Schedule.from_torch(name, order)
-        return make_schedule(name, ranks=ranks, stages=stages, microbatches=microbatches)
+        if name in _SINGLE:
+            return make_schedule(name, ranks=ranks, stages=stages, microbatches=microbatches)
+        return Schedule.from_torch(name, self._schedule.pipeline_order)
 
     def step(self) -> list[torch.Tensor]:
         """Runs the schedule once; returns the microbatches' losses where the last stage is."""

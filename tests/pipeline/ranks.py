@@ -1,0 +1,64 @@
+"""Starts ranks as processes with a hard limit in time, and is what they run: ``python -m tests.pipeline.ranks``."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a rank ended; a status below 0 is a signal."""
+
+    status: int
+    output: str
+
+
+def run_ranks(scenario: str, world: int, tmp_path: Path, *, timeout_s: float = 90) -> list[Ended]:
+    """Runs ``module:function`` on ranks over Gloo; whoever runs too long is killed, with status -9."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([*(path for path in sys.path if path), str(ROOT)]),
+        "OMP_NUM_THREADS": "1",
+        "TORCH_LMS_CHAOS": "0",
+    }
+    meeting = tmp_path / "meeting"
+    logs = [tmp_path / f"rank{rank}.log" for rank in range(world)]
+    processes = []
+    for rank, log in enumerate(logs):
+        words = [sys.executable, "-m", "tests.pipeline.ranks", scenario, str(rank), str(world), str(meeting)]
+        with log.open("w") as output:
+            processes.append(
+                subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=ROOT)
+            )
+    end = time.monotonic() + timeout_s
+    for process in processes:
+        try:
+            process.wait(max(0.0, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    return [Ended(process.returncode, log.read_text()) for process, log in zip(processes, logs)]
+
+
+def main() -> None:
+    import torch
+    import torch.distributed as dist
+
+    scenario, rank, world, meeting = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
+    module, _, name = scenario.partition(":")
+    getattr(importlib.import_module(module), name)(rank, world)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,260 @@
+"""What the ranks of the tests do."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import fx, nn
+from torch.nn import functional
+
+from torch_lms.errors import LmsError
+from torch_lms.partition.stages import Stage, split
+from torch_lms.partition.state_dicts import merge_state_dicts
+from torch_lms.pipeline.runner import Pipeline, PipelineConfig
+from torch_lms.pipeline.torch_backend import is_available
+
+VOCABULARY, WIDTH, TOKENS, BATCH, SEED = 13, 8, 5, 4, 70
+
+
+class Block(nn.Module):
+    """Attention with dropout, then an MLP that works in place and holds a batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(WIDTH, 3 * WIDTH)
+        self.drop = nn.Dropout(0.2)
+        self.relu = nn.ReLU(inplace=True)
+        self.norm = nn.BatchNorm1d(TOKENS)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor, width: int) -> torch.Tensor:
+        q, k, v = (self.mix(x).narrow(-1, start * width, width) for start in range(3))
+        scores = (q @ k.transpose(1, 2)).masked_fill(mask, -1e9).softmax(-1)
+        return x + self.norm(self.relu(self.drop(scores) @ v))
+
+
+class TinyGPT(nn.Module):
+    """A mask and a width cross borders, weights are tied, and the loss may be the model's own."""
+
+    def __init__(self, own_loss: bool, layers: int = 3) -> None:
+        super().__init__()
+        self.own_loss = own_loss
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(layers))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.embed(ids)
+        mask = torch.ones_like(x @ x.transpose(1, 2), dtype=torch.bool).triu(1)
+        width = x.size(-1)
+        for block in self.blocks:
+            x = block(x, mask, width)
+        logits = self.head(x).flatten(0, 1)
+        return functional.cross_entropy(logits, targets.flatten()) if self.own_loss else logits  # type: ignore[union-attr]
+
+
+def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(logits, targets.flatten())
+
+
+def made(own_loss: bool) -> TinyGPT:
+    torch.manual_seed(3)
+    return TinyGPT(own_loss)
+
+
+def cut(model: nn.Module, stages: int) -> list[Stage]:
+    concrete = {} if getattr(model, "own_loss", True) else {"targets": None}
+    traced = fx.symbolic_trace(model, concrete_args=concrete)
+    nodes = [node.name for node in traced.graph.nodes if node.op.startswith("call_")]
+    return split(traced, {name: index * stages // len(nodes) for index, name in enumerate(nodes)}, model=model)
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(VOCABULARY, (BATCH, TOKENS), generator=generator)
+    return ids, ids.roll(-1, 1)
+
+
+def single_device(microbatches: int, steps: int = 2) -> tuple[TinyGPT, list[torch.Tensor]]:
+    """The same training in one process, a microbatch after the other."""
+    model = made(own_loss=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        parts = []
+        for index, (ids, targets) in enumerate(zip(*(tensor.chunk(microbatches) for tensor in batch()))):
+            torch.manual_seed(SEED + step * microbatches + index)
+            loss = model(ids, targets) / microbatches if microbatches > 1 else model(ids, targets)
+            loss.backward()
+            parts.append(loss.detach())
+        optimizer.step()
+        losses.append(torch.stack(parts).sum())
+    return model, losses
+
+
+def check_equal(schedule: str, executor: str, stages: int, microbatches: int, own_loss: bool) -> None:
+    """Two steps of the pipeline are those of one device; bit for bit with one microbatch."""
+    model, losses = single_device(microbatches)
+    config = PipelineConfig(schedule=schedule, executor=executor, microbatches=microbatches, seed=SEED)
+    ids, targets = batch()
+    with Pipeline(cut(made(own_loss), stages), loss=None if own_loss else loss_of, config=config) as pipeline:
+        optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1, momentum=0.9)
+        for expected in losses:
+            optimizer.zero_grad()
+            loss = pipeline.step(ids, targets) if own_loss else pipeline.step(ids, target=targets)
+            optimizer.step()
+            assert (loss is not None) == (pipeline.stages[-1].index == stages - 1)
+            if loss is not None:
+                close(loss, expected, microbatches)
+        states: list[dict[str, torch.Tensor]] = [{}] * dist.get_world_size()
+        dist.all_gather_object(states, pipeline.state_dict())
+    merged = merge_state_dicts(states)
+    assert merged.keys() == model.state_dict().keys()
+    for name, value in model.state_dict().items():
+        close(merged[name], value, microbatches)
+
+
+def close(found: torch.Tensor, expected: torch.Tensor, microbatches: int) -> None:
+    if microbatches == 1:
+        assert torch.equal(found, expected), (found, expected)
+    else:
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def equal_to_single_device(rank: int, world: int) -> None:
+    """Every schedule of every executor that there is."""
+    cases = [("gpipe", "own", 2, 1, True), ("1f1b", "own", 2, 4, True), ("gpipe", "own", 2, 4, False)]
+    if is_available():
+        cases += [("gpipe", "torch", 2, 1, False), ("1f1b", "torch", 2, 4, True), ("gpipe", "torch", 2, 2, True)]
+        cases += [
+            ("interleaved", "torch", 4, 4, True),
+            ("zero_bubble", "torch", 4, 4, True),
+            ("interleaved", "torch", 4, 2, False),
+        ]
+        cases += [("zero_bubble", "torch", 2, 2, False)]
+    for case in cases:
+        check_equal(*case)
+        if rank == 0:
+            print("equal", *case, flush=True)
+
+
+def measured_steps(rank: int, world: int) -> None:
+    """All ranks get all events, in an order that the schedule allows."""
+    for executor in ["own", "torch"] if is_available() else ["own"]:
+        config = PipelineConfig(microbatches=4, executor=executor, seed=SEED)
+        with Pipeline(cut(made(True), 2), config=config) as pipeline:
+            pipeline.step(*batch())
+            before = [parameter.grad.clone() for parameter in pipeline.parameters()]
+            for parameter in pipeline.parameters():
+                parameter.grad = None
+            pipeline._step = 0
+            events = pipeline.measured(*batch())
+            assert all(torch.equal(old, new.grad) for old, new in zip(before, pipeline.parameters()))
+            ran, meant = sorted(event.action for event in events), sorted(action for _, action in pipeline.schedule)
+            assert ran == meant, (executor, list(map(str, ran)), list(map(str, meant)))
+            for own, actions in enumerate(pipeline.schedule.ranks):
+                ran = sorted((event for event in events if event.rank == own), key=lambda event: event.start_us)
+                assert [event.action for event in ran] == list(actions)
+
+
+def _fails_in_stage() -> None:
+    if dist.get_rank() == dist.get_world_size() - 1:
+        raise ArithmeticError("no more numbers")
+
+
+def _dies_in_stage() -> None:
+    if dist.get_rank() == dist.get_world_size() - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _train_until(function: Callable[[], None], executor: str) -> None:
+    """The last rank's stage fails in the second step."""
+    model = made(True)
+    stages = cut(model, dist.get_world_size())
+    with Pipeline(stages, config=PipelineConfig(microbatches=4, executor=executor, grace_s=10)) as pipeline:
+        pipeline.step(*batch())
+        run = pipeline.stages[0]._run
+
+        def run_after(stage: Stage, *values: torch.Tensor, **feeds: torch.Tensor) -> object:
+            function()
+            return run(stage, *values, **feeds)
+
+        pipeline.stages[0]._run = run_after
+        pipeline.step(*batch())
+
+
+def dies_under_own(rank: int, world: int) -> None:
+    _train_until(_dies_in_stage, "own")
+
+
+def dies_under_torch(rank: int, world: int) -> None:
+    _train_until(_dies_in_stage, "torch")
+
+
+def fails_under_own(rank: int, world: int) -> None:
+    _train_until(_fails_in_stage, "own")
+
+
+def batch_that_does_not_divide(rank: int, world: int) -> None:
+    """Only rank 0 has a batch to complain of; the others hear of it."""
+    with Pipeline(cut(made(False), 2), loss=loss_of, config=PipelineConfig(microbatches=3, executor="own")) as pipeline:
+        ids, targets = batch()
+        pipeline.step(*([ids] if rank == 0 else []), target=targets[:3] if rank else None)
+
+
+def device_that_is_not_there(rank: int, world: int) -> None:
+    try:
+        Pipeline(cut(made(True), 2), device="cuda:77" if rank == 1 else "cpu")
+    except LmsError as error:
+        assert "cuda:77" in str(error)
+        assert rank == 1 or "rank 1 failed" in str(error)
+    else:
+        raise AssertionError("no error")
+
+
+def more_stages_than_fit(rank: int, world: int) -> None:
+    messages = []
+    for stages, config in [(3, PipelineConfig()), (4, PipelineConfig()), (1, PipelineConfig())]:
+        try:
+            Pipeline(cut(made(True), stages), config=config)
+        except RuntimeError as error:
+            messages.append(str(error))
+    assert len(messages) == 3, messages
+    assert "found 3" in messages[0]
+    assert "one stage on each rank" in messages[1]
+    assert "found 1" in messages[2]
+
+
+def stages_in_pytorch_alone(rank: int, world: int) -> None:
+    """A stage is what torch.distributed.pipelining takes as it is."""
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh())
+    inputs: Sequence[torch.Tensor] = torch.rand(4, 4), torch.rand(4, 4)
+    functional.mse_loss(model(inputs[0]), inputs[1]).backward()
+    expected = {name: value.grad.clone() for name, value in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    stage = cut(model, 2)[rank]
+    schedule = ScheduleGPipe(PipelineStage(stage, rank, 2, torch.device("cpu")), 2, loss_fn=functional.mse_loss)
+    if rank == 0:
+        schedule.step(inputs[0])
+    else:
+        schedule.step(target=inputs[1])
+    for name, value in stage.named_parameters():
+        torch.testing.assert_close(value.grad, expected[name])
+
+
+def all_is_well(rank: int, world: int) -> None:
+    """Everything after which the ranks go on."""
+    equal_to_single_device(rank, world)
+    measured_steps(rank, world)
+    more_stages_than_fit(rank, world)
+    device_that_is_not_there(rank, world)
+    if is_available():
+        stages_in_pytorch_alone(rank, world)
