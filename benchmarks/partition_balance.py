@@ -52,7 +52,7 @@ def problem_of(graph: CostGraph, stages: int, cap: int | None = None) -> Partiti
 
 
 def gpipe_balance() -> Callable[[list[int], int], list[int]] | None:
-    """The function of torchgpipe that both ``balance_by_time`` and ``balance_by_size`` end in; None without the package."""
+    """What both of torchgpipe's ``balance_by_time`` and ``balance_by_size`` end in; None without the package."""
     try:
         return importlib.import_module("torchgpipe.balance").balance_cost  # type: ignore[no-any-return]
     except ImportError:

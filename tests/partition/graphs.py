@@ -54,17 +54,18 @@ class Maker:
         moved_us = _ELEMENT * (read + elements) / _BYTES_PER_US
         forward = max(flops / _FLOPS_PER_US, moved_us) + _LAUNCH_US
         backward = max((2 if weight else 2.5) * flops / _FLOPS_PER_US, 2 * moved_us) + _LAUNCH_US
-        parameters = (tied,) if tied else (f"{module}.{kind}.weight",) if weight else ()
-        if weight and not tied:
-            self.parameters[parameters[0]] = _ELEMENT * weight
+        own = tied or f"{module}.{kind}.weight"
+        if weight:
+            self.parameters.setdefault(own, _ELEMENT * weight)
         saved = list(inputs[:1] if saves is None else saves) + [name] * saves_output
         self.elements[name] = elements
         for one in [*saved, name]:
             self.storages.setdefault(one, _ELEMENT * self.elements[one])
+        kept = tuple(dict.fromkeys(saved))
         self.nodes.append(
             CostNode(
                 name=name, forward_us=forward, backward_us=backward, output_bytes=_ELEMENT * elements,
-                gradient_bytes=_ELEMENT * elements, parameters=parameters, saved=tuple(dict.fromkeys(saved)),
+                gradient_bytes=_ELEMENT * elements, parameters=(own,) if weight else (), saved=kept,
                 inputs=tuple(dict.fromkeys(inputs)), module=module, kind=kind, output_storages=(name,),
             )
         )  # fmt: skip

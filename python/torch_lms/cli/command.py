@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 
 from rich.console import Console
 
 from torch_lms.cli.arguments import make_parser, train_options
 from torch_lms.cli.doctor import doctor
+from torch_lms.cli.partition import run_partition
 from torch_lms.cli.train import train
 from torch_lms.errors import LmsError
 
@@ -21,6 +23,8 @@ def run(arguments: Sequence[str] | None) -> int:
     console = Console()
     if given.command == "doctor":
         return doctor(console, as_json=given.json)
+    if given.command == "partition":
+        return _run_partition(given, parser, console)
     try:
         options = train_options(given)
     except (ValueError, RuntimeError) as error:
@@ -30,3 +34,13 @@ def run(arguments: Sequence[str] | None) -> int:
     except LmsError as error:
         Console(stderr=True).print(f"torch_lms: {error}", markup=False, highlight=False)
         return 1
+
+
+def _run_partition(given: argparse.Namespace, parser: argparse.ArgumentParser, console: Console) -> int:
+    try:
+        return run_partition(given, console)
+    except LmsError as error:
+        Console(stderr=True).print(f"torch_lms: {error}", markup=False, highlight=False)
+        return 1
+    except ValueError as error:
+        parser.error(str(error))

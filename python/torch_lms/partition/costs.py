@@ -269,8 +269,8 @@ class CostModel:
     with computing, of the transfers of one direction; where they do not, a stage also waits for what it receives.
     Under GPipe, which turns once, the period is the slowest forward and the slowest backward. The bubble is the share
     of the devices' time in which they do not compute: ``1 - m * sum(t) / (p * step)``; with equal stages and free
-    transfers that is the well-known ``(p - 1) / (m + p - 1)``. Without transfers a GPipe step takes exactly this. One of
-    1F1B takes at most this where backward is the same multiple of forward in every stage: slow stages in front hide
+    transfers that is the well-known ``(p - 1) / (m + p - 1)``. Without transfers a GPipe step takes exactly this. One
+    of 1F1B takes at most this where backward is the same multiple of forward in every stage: slow stages in front hide
     some of the first pass. Where that multiple differs it may take longer, at most as long as under GPipe.
 
     Note [Stage memory]: parameters with gradient and optimizer state, once for each stage that uses them; for each

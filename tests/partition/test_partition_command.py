@@ -1,0 +1,76 @@
+"""``python -m torch_lms partition``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from torch_lms.cli import main
+from torch_lms.profile.document import NodeProfile, Profile
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> Path:
+    """Six equal layers with a parameter and an activation each."""
+    nodes = [NodeProfile(name="x", op="placeholder", target="x", output_bytes=1 << 20)]
+    for index in range(6):
+        nodes.append(
+            NodeProfile(
+                name=f"layers_{index}", op="call_module", target=f"layers.{index}", inputs=(nodes[-1].name,),
+                module=f"layers.{index}", forward_us=100.0, backward_us=200.0, output_bytes=1 << 20,
+                gradient_bytes=1 << 20, parameters=(f"layers.{index}.weight",), saved=(f"s{index}",),
+            )
+        )  # fmt: skip
+    nodes.append(NodeProfile(name="output", op="output", target="output", inputs=(nodes[-1].name,)))
+    weights = {f"layers.{index}.weight": 1 << 22 for index in range(6)}
+    document = Profile(
+        model="Six", level="module", notes=(), device="cpu", torch_version="2", warmup_runs=1, timed_runs=1, timed=True,
+        nodes=tuple(nodes), parameter_bytes=weights, tied={}, trainable=frozenset(weights),
+        storage_bytes={f"s{index}": 1 << 20 for index in range(6)}, optimizer_bytes=None, step_us=1800.0, links=(),
+    )  # fmt: skip
+    path = tmp_path / "profile.json"
+    document.save(path)
+    return path
+
+
+def test_partition_shows_and_writes_stages(profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written, picture = tmp_path / "stages.json", tmp_path / "stages.png"
+    words = ["--stages=3", "--cap=1GiB", "--compare", f"--json={written}", f"--output={picture}", "--link-gb-per-s=50"]
+    assert main(["partition", str(profile), *words]) == 0
+    shown = capsys.readouterr().out
+    assert "auto: dp" in shown
+    assert "stage 2: stage2, 2 nodes from layers_4 to layers_5, 0.600 ms a microbatch" in shown
+    document = json.loads(written.read_text())
+    assert document["stage_of"]["layers_3"] == 1
+    assert len(document["algorithms"]) == 12
+    assert picture.stat().st_size > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "message"),
+    [
+        (["--stages=7"], 1, "expected at most as many stages as nodes"),
+        (["--stages=2", "--cap=1MiB"], 1, "the least cap that works for every device is"),
+        (["--stages=2", "--algorithm=best"], 1, "expected an algorithm among"),
+        (["--stages=2", "--optimizer=lion"], 1, "expected an optimizer among"),
+        (["--stages=2", "--speed=1,2,3"], 2, "expected 1 or 2 values for --speed, found 3"),
+        ([], 2, "expected --devices or --stages"),
+        (["--devices=cuda:0,cuda:0,cpu", "--speed=0"], 1, "expected a positive speed"),
+    ],
+)
+def test_partition_refuses_what_cannot_be(
+    profile: Path, capsys: pytest.CaptureFixture[str], words: list[str], status: int, message: str
+) -> None:
+    try:
+        found = main(["partition", str(profile), *words])
+    except SystemExit as end:
+        found = int(end.code or 0)
+    assert found == status
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_profile_that_is_not_there_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["partition", str(tmp_path / "none.json"), "--stages=2"]) == 1
+    assert "expected a profile in" in capsys.readouterr().err
