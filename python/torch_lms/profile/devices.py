@@ -7,7 +7,7 @@ from torch import nn
 
 from torch_lms.errors import ProfileError
 
-__all__ = ["device_of", "find_device"]
+__all__ = ["device_of", "find_device", "fits"]
 
 
 def find_device(name: str | torch.device) -> torch.device:
@@ -49,3 +49,12 @@ def device_of(model: nn.Module) -> torch.device:
         names = ", ".join(sorted(map(str, found)))
         raise ProfileError(f"expected a model on one device, found {type(model).__name__} on {names}; move it to one")
     return next(iter(found), torch.device("cpu"))
+
+
+def fits(model: nn.Module, device: torch.device) -> bool:
+    """Whether a model on another device has room on this one, with its gradients; activations are not known yet."""
+    if device.type != "cuda" or device_of(model) == device:
+        return True
+    needed = sum(tensor.numel() * tensor.element_size() * (1 + tensor.requires_grad) for tensor in model.parameters())
+    free, _ = torch.cuda.mem_get_info(device)
+    return needed <= free

@@ -1,19 +1,22 @@
 """Profiles a model that is larger than its device: parameters and values come to the device node by node.
 
-Each node runs alone: its parameters and inputs are brought to the device, it runs forward and backward as often as it is
-timed, and its outputs go back to the host. Nothing but one node is ever on the device. Sizes are noted in the first run.
+Each node runs alone: its parameters and inputs are brought to the device, it runs forward and backward as often as it
+is timed, and its outputs go back to the host. No more than one node is ever on the device. Sizes are noted in the first
+run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
-from torch_lms._torch_compat import named_parameters_with_ties
+from torch_lms._torch_compat import tree_map
 from torch_lms.errors import ProfileError
 from torch_lms.profile.preserving import placed_on
 from torch_lms.profile.sizes import SizeWatcher
@@ -22,4 +25,145 @@ from torch_lms.profile.storages import StorageNames, tensors_in
 from torch_lms.profile.timing import RunTimer
 from torch_lms.profile.tracing import TracedModel
 
-__all__ = ["PiecewiseRun"]
+__all__ = ["PieceByPiece", "Pieces"]
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """What a run piece by piece needs.
+
+    Attributes:
+        device: where each node runs.
+        warmup_runs: of each node.
+        timed_runs: of each node.
+        storages: names of storages; copies get the names of their originals.
+        sizes: notes the sizes.
+        timer: notes the times.
+        advance: is called after each node.
+    """
+
+    device: torch.device
+    warmup_runs: int
+    timed_runs: int
+    storages: StorageNames
+    sizes: SizeWatcher
+    timer: RunTimer
+    advance: Callable[[], None]
+
+
+class PieceByPiece(fx.Interpreter):
+    """Runs a graph whose parameters and values stay where they are, each node on another device.
+
+    Args:
+        traced: the graph.
+        pieces: where and how often nodes run.
+
+    Raises:
+        ProfileError: if there is no graph.
+    """
+
+    def __init__(self, traced: TracedModel, pieces: Pieces) -> None:
+        if traced.graph_module is None:
+            raise ProfileError(
+                f"expected a model with a graph to run it piece by piece, found {traced.name}, which has none: "
+                f"{'; '.join(traced.notes)}; use a device that it fits"
+            )
+        super().__init__(traced.graph_module)
+        self._pieces = pieces
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Runs a node as often as it is timed; gives its value on the host."""
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        method = getattr(self, n.op)
+        if n.op == "output":
+            return method(n.target, args, kwargs)
+        pieces = self._pieces
+        if n.op in ("placeholder", "get_attr") or isinstance(n.target, type):  # nothing is computed
+            return pieces.sizes.watch(n.name, partial(method, n.target, args, kwargs))
+        with ExitStack() as stack:
+            if n.op == "call_module":
+                self._bring_module(stack, self.fetch_attr(str(n.target)))
+            node = _NodeOnDevice(self._pieces, n.name, partial(method, n.target), args, kwargs)
+            value = node.run_all()
+        pieces.advance()
+        return value
+
+    def _bring_module(self, stack: ExitStack, module: nn.Module) -> None:
+        storages = self._pieces.storages
+        names = [(tensor, storages.model_names(tensor)) for tensor in [*module.parameters(), *module.buffers()]]
+        stack.enter_context(placed_on(module, self._pieces.device))
+        for tensor, own in names:
+            for name in own:
+                storages.alias_model(tensor, name)
+
+
+class _NodeOnDevice:
+    """One node, its inputs on the device."""
+
+    def __init__(self, pieces: Pieces, name: str, call: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        self._pieces = pieces
+        self._name = name
+        self._call = call
+        self._args = args
+        self._kwargs = kwargs
+        self._inputs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        for tensor in tensors_in((args, kwargs)):
+            if id(tensor) not in self._inputs:
+                self._inputs[id(tensor)] = (tensor, self._bring(tensor))
+
+    def _bring(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().to(self._pieces.device).requires_grad_(tensor.requires_grad)
+
+    def _copies(self) -> dict[int, torch.Tensor]:
+        """Inputs that the node may change in place."""
+        copies = {}
+        for key, (host, leaf) in self._inputs.items():
+            copies[key] = leaf if isinstance(host, nn.Parameter) else leaf.clone()
+            self._alias(copies[key], host)
+        return copies
+
+    def _alias(self, copy: torch.Tensor, host: torch.Tensor) -> None:
+        storages = self._pieces.storages
+        for name in storages.model_names(host):
+            storages.alias_model(copy, name)
+        for name in storages.names(host, self._name):
+            storages.alias(copy, name)
+
+    def run_all(self) -> Any:
+        """Sizes, then warm-up, then timed runs; gives the value on the host."""
+        value, copies = self._run(self._pieces.sizes.watch)
+        value = self._to_host(value)
+        for key, (host, _) in self._inputs.items():
+            if copies[key]._version > 1:  # changed in place: one version is the clone's own
+                host.detach().copy_(copies[key].detach())
+        del copies
+        timer = self._pieces.timer
+        for runs, keep in ((self._pieces.warmup_runs, False), (self._pieces.timed_runs, True)):
+            for _ in range(runs):
+                result, _ = self._run(timer.watch)
+                backward = backward_of(result)
+                if backward is not None:
+                    timer.backward(backward)
+                for _, leaf in self._inputs.values():
+                    leaf.grad = None
+            timer.finish_run(keep)
+        return value
+
+    def _run(self, watch: Callable[[str, Callable[[], Any]], Any]) -> tuple[Any, dict[int, torch.Tensor]]:
+        copies = self._copies()
+
+        def swap(value: Any) -> Any:
+            return copies.get(id(value), value) if isinstance(value, torch.Tensor) else value
+
+        args, kwargs = fx.node.map_aggregate((self._args, self._kwargs), swap)
+        return watch(self._name, lambda: self._call(args, kwargs)), copies
+
+    def _to_host(self, value: Any) -> Any:
+        def bring(item: Any) -> Any:
+            if not isinstance(item, torch.Tensor):
+                return item
+            host = item.detach().cpu() if item.device.type != "cpu" else item.detach().clone()
+            self._alias(host, item)
+            return host.requires_grad_(item.requires_grad)
+
+        return tree_map(bring, value)

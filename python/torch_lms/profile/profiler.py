@@ -15,11 +15,12 @@ from torch import nn
 from torch_lms._torch_compat import named_parameters_with_ties
 from torch_lms.errors import ProfileError
 from torch_lms.profile.arguments import Sample, bind_sample
-from torch_lms.profile.devices import device_of, find_device
+from torch_lms.profile.devices import device_of, find_device, fits
 from torch_lms.profile.document import LinkProfile, NodeProfile, Profile
 from torch_lms.profile.interpreter import NodeFacts, ProfilingInterpreter, Watcher, graph_facts
 from torch_lms.profile.links import measure_links
 from torch_lms.profile.optimizer_state import measure_optimizer
+from torch_lms.profile.piecewise import PieceByPiece, Pieces
 from torch_lms.profile.preserving import placed_on, preserved, run_or_explain
 from torch_lms.profile.progress import Progress
 from torch_lms.profile.runtime import OpRecorder
@@ -98,7 +99,8 @@ def profile(
     if not isinstance(whole, nn.Module):
         raise ProfileError(f"expected an nn.Module, found {type(whole).__name__}; wrap functions in a module")
     device = find_device(config.device) if config.device is not None else device_of(whole)
-    sample = bind_sample(whole, sample_args, sample_kwargs).to(device)
+    pieces = config.pieces if config.pieces is not None else not fits(whole, device)
+    sample = bind_sample(whole, sample_args, sample_kwargs).to(device_of(whole) if pieces else device)
     if config.device is not None and device_of(whole).type == "meta" and device.type != "meta":
         raise ProfileError(
             f"expected a model with values to run on {device}, found {type(whole).__name__} on the meta device; "
@@ -106,11 +108,11 @@ def profile(
         )
     traced = model if isinstance(model, TracedModel) else None
     with ExitStack() as stack:
-        if device_of(whole) != device:
+        if device_of(whole) != device and not pieces:
             stack.enter_context(placed_on(whole, device))
         stack.enter_context(preserved(whole))
         progress = stack.enter_context(Progress(config.progress, type(whole).__name__))
-        run = _ProfileRun(whole, sample, device, config, progress)
+        run = _ProfileRun(whole, sample, device, replace(config, pieces=pieces), progress)
         return run.measure(traced, optimizer)
 
 
@@ -134,18 +136,35 @@ class _ProfileRun:
         with self.progress.phase("tracing"):
             traced = traced or trace_sample(self.model, self.sample, sources=self.config.sources)
         self.traced = traced
+        storages = StorageNames(self.model)
+        watcher = SizeWatcher(storages)
+        timer = RunTimer(make_clock(self.device))
         with without_cache(self.model, self.sample, []):
-            storages = StorageNames(self.model)
-            watcher = SizeWatcher(storages)
-            with self.progress.phase("sizes"):
-                self._run(watcher)
-            timer = RunTimer(make_clock(self.device))
-            step_us = self._time(timer) if self.timed else 0.0
+            if self.config.pieces and self.timed:
+                step_us = self._time_pieces(watcher, storages, timer)
+            else:
+                with self.progress.phase("sizes"):
+                    self._run(watcher)
+                step_us = self._time(timer) if self.timed else 0.0
         with self.progress.phase("optimizer"):
             optimizer_bytes = measure_optimizer(self.model, optimizer)
         with self.progress.phase("links"):
             links = measure_links(self.device) if self.config.links and self.timed else ()
         return self._document(watcher.sizes, timer, storages, step_us, optimizer_bytes, links)
+
+    def _time_pieces(self, sizes: SizeWatcher, storages: StorageNames, timer: RunTimer) -> float:
+        """Sizes and times with one node at a time on the device; there is no whole step to time."""
+        self.nodes = graph_facts(self.traced) if self.traced.graph_module is not None else []
+        config = self.config
+        with self.progress.phase("nodes", len(self.nodes)) as advance, torch.enable_grad():
+            interpreter = PieceByPiece(
+                self.traced,
+                Pieces(self.device, config.warmup_runs, config.timed_runs, storages, sizes, timer, advance),
+            )
+            run_or_explain(self.model, self.sample, partial(interpreter.run, *self._inputs()))
+        self._forget_gradients()
+        self.notes.append("profiled piece by piece: step_us is the sum of the nodes' times")
+        return (sum(timer.forward_us.values()) + sum(timer.backward_us.values())) / config.timed_runs
 
     def _run(self, watcher: Watcher) -> Any:
         """One forward, node by node."""

@@ -120,7 +120,7 @@ def _tracing_aids(tracer: fx.Tracer) -> Iterator[None]:
     for module, name, original in originals:
         setattr(module, name, as_node(original))
     originals.append((builtins, "isinstance", isinstance))
-    builtins.isinstance = _isinstance  # type: ignore[assignment]
+    builtins.isinstance = _isinstance
     try:
         yield
     finally:
@@ -132,8 +132,8 @@ _ORIGINAL_ISINSTANCE = isinstance
 
 
 def _isinstance(value: Any, classes: Any) -> bool:
-    """A symbol is a tensor to the model, though not to torch.fx; a wrong answer would trace the wrong branch."""
-    if type(value) is fx.Proxy and not sys._getframe(1).f_globals.get("__name__", "").startswith("torch.fx"):
+    """A symbol is a tensor to the model, though not to PyTorch; a wrong answer would trace the wrong branch."""
+    if type(value) is fx.Proxy and sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] != "torch":
         wanted = classes if _ORIGINAL_ISINSTANCE(classes, tuple) else (classes,)
         return torch.Tensor in wanted or _ORIGINAL_ISINSTANCE(value, classes)
     return _ORIGINAL_ISINSTANCE(value, classes)
