@@ -9,6 +9,7 @@ import torch
 
 import torch_lms
 from torch_lms.cli.partition import add_partition
+from torch_lms.cli.profile import add_profile
 from torch_lms.cli.run import Paging
 from torch_lms.cli.train import TrainOptions
 from torch_lms.cli.workload import MODELS, Workload
@@ -26,6 +27,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_train(commands.add_parser("train", help="train without a limit and under one, and compare"))
     doctor = commands.add_parser("doctor", help="show what is installed and what works here")
     doctor.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    add_profile(commands.add_parser("profile", help="measure what each node of a model costs in time and memory"))
     add_partition(commands.add_parser("partition", help="cut a profiled model into the stages of a pipeline"))
     return parser
 

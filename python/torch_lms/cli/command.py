@@ -10,10 +10,13 @@ from rich.console import Console
 from torch_lms.cli.arguments import make_parser, train_options
 from torch_lms.cli.doctor import doctor
 from torch_lms.cli.partition import run_partition
+from torch_lms.cli.profile import run_profile
 from torch_lms.cli.train import train
 from torch_lms.errors import LmsError
 
 __all__ = ["run"]
+
+_COMMANDS = {"partition": run_partition, "profile": run_profile}
 
 
 def run(arguments: Sequence[str] | None) -> int:
@@ -23,8 +26,8 @@ def run(arguments: Sequence[str] | None) -> int:
     console = Console()
     if given.command == "doctor":
         return doctor(console, as_json=given.json)
-    if given.command == "partition":
-        return _run_partition(given, parser, console)
+    if given.command in _COMMANDS:
+        return _run(given, parser, console)
     try:
         options = train_options(given)
     except (ValueError, RuntimeError) as error:
@@ -36,9 +39,9 @@ def run(arguments: Sequence[str] | None) -> int:
         return 1
 
 
-def _run_partition(given: argparse.Namespace, parser: argparse.ArgumentParser, console: Console) -> int:
+def _run(given: argparse.Namespace, parser: argparse.ArgumentParser, console: Console) -> int:
     try:
-        return run_partition(given, console)
+        return _COMMANDS[given.command](given, console)
     except LmsError as error:
         Console(stderr=True).print(f"torch_lms: {error}", markup=False, highlight=False)
         return 1

@@ -14,10 +14,11 @@ from torch import fx, nn
 from torch_lms._torch_compat import named_parameters_with_ties
 from torch_lms.errors import ProfileError
 from torch_lms.profile.ownership import module_of
+from torch_lms.profile.preserving import NodeError
 from torch_lms.profile.storages import tensor_bytes, tensors_in
 from torch_lms.profile.tracing import TracedModel, trace_sample
 
-__all__ = ["NodeFacts", "ProfilingInterpreter", "Watcher", "graph_facts"]
+__all__ = ["NodeFacts", "ProfilingInterpreter", "Watcher", "describe_node", "graph_facts"]
 
 
 class Watcher(Protocol):
@@ -100,7 +101,10 @@ class ProfilingInterpreter(fx.Interpreter):
         method = getattr(self, n.op)
         if n.op == "output":
             return method(n.target, args, kwargs)
-        return self._watcher.watch(n.name, lambda: method(n.target, args, kwargs))
+        try:
+            return self._watcher.watch(n.name, lambda: method(n.target, args, kwargs))
+        except Exception as error:
+            raise NodeError(describe_node(n)) from error
 
     def get_costs(self) -> dict[str, float]:
         """Seconds of each module of the last run, by qualified name, in the order of execution."""
@@ -127,6 +131,14 @@ class _PlainClock:
         self._into.execution_times_sec[name] = time.perf_counter() - start
         self._into.activation_sizes[name] = sum(tensor_bytes(tensor) for tensor in found)
         return value
+
+
+def describe_node(node: fx.Node) -> str:
+    """A node, its module and the user's line, as far as they are known, for messages."""
+    path = module_of(node)
+    lines = [line.strip() for line in str(node.meta.get("stack_trace") or "").splitlines()]
+    text = f"node {node.name!r}" + (f" of module {path!r}" if path else "")
+    return text + (f" ({' '.join(lines[-2:])})" if lines else "")
 
 
 def graph_facts(traced: TracedModel) -> list[NodeFacts]:

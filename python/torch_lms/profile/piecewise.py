@@ -18,7 +18,8 @@ from torch import fx, nn
 
 from torch_lms._torch_compat import tree_map
 from torch_lms.errors import ProfileError
-from torch_lms.profile.preserving import placed_on
+from torch_lms.profile.interpreter import describe_node
+from torch_lms.profile.preserving import NodeError, placed_on
 from torch_lms.profile.sizes import SizeWatcher
 from torch_lms.profile.steps import backward_of
 from torch_lms.profile.storages import StorageNames, tensors_in
@@ -80,11 +81,13 @@ class PieceByPiece(fx.Interpreter):
         pieces = self._pieces
         if n.op in ("placeholder", "get_attr") or isinstance(n.target, type):  # nothing is computed
             return pieces.sizes.watch(n.name, partial(method, n.target, args, kwargs))
-        with ExitStack() as stack:
-            if n.op == "call_module":
-                self._bring_module(stack, self.fetch_attr(str(n.target)))
-            node = _NodeOnDevice(self._pieces, n.name, partial(method, n.target), args, kwargs)
-            value = node.run_all()
+        try:
+            with ExitStack() as stack:
+                if n.op == "call_module":
+                    self._bring_module(stack, self.fetch_attr(str(n.target)))
+                value = _NodeOnDevice(pieces, n.name, partial(method, n.target), args, kwargs).run_all()
+        except Exception as error:
+            raise NodeError(describe_node(n)) from error
         pieces.advance()
         return value
 

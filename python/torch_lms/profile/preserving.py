@@ -13,7 +13,7 @@ from torch_lms.errors import ProfileError
 from torch_lms.profile.arguments import Sample
 from torch_lms.profile.source_lines import blame, first_line
 
-__all__ = ["placed_on", "preserved", "run_or_explain"]
+__all__ = ["NodeError", "placed_on", "preserved", "run_or_explain"]
 
 
 @contextmanager
@@ -35,6 +35,18 @@ def preserved(model: nn.Module) -> Iterator[None]:
             parameter.grad = gradient
 
 
+class NodeError(Exception):
+    """A node of a graph has failed; its cause is what was raised.
+
+    Attributes:
+        place: the node, its module, and the user's line if it is known.
+    """
+
+    def __init__(self, place: str) -> None:
+        super().__init__(place)
+        self.place = place
+
+
 def run_or_explain(model: nn.Module, sample: Sample, run: Callable[[], Any]) -> Any:
     """Runs something of the user's.
 
@@ -45,15 +57,16 @@ def run_or_explain(model: nn.Module, sample: Sample, run: Callable[[], Any]) -> 
         return run()
     except ProfileError:
         raise
-    except Exception as error:
-        place = blame(error)
+    except Exception as raised:
+        error = raised.__cause__ if isinstance(raised, NodeError) and raised.__cause__ else raised
+        place = blame(error) or (raised.place if isinstance(raised, NodeError) else "")
         raise ProfileError(
             f"expected {type(model).__name__} to run with the sample ({sample.describe()}), found "
             f"{first_line(error)}{f' at {place}' if place else ''}; {_advice(error)}"
         ) from error
 
 
-def _advice(error: Exception) -> str:
+def _advice(error: BaseException) -> str:
     if "out of memory" in str(error):
         return "profile it piece by piece: ProfileConfig(pieces=True), or with a smaller sample"
     if isinstance(error, NotImplementedError):

@@ -46,7 +46,9 @@ def profile_table(profile: Profile, limit: int | None = None) -> RenderableType:
 
 def _short(target: str) -> str:
     """An op without its namespace."""
-    return target.removeprefix("aten.").removeprefix("torch.").removeprefix("torch._C._nn.")
+    for prefix in ("aten.", "torch.nn.functional.", "torch._C._nn.", "torch.", "builtins.", "_operator."):
+        target = target[len(prefix) :] if target.startswith(prefix) else target
+    return target[: -len(".default")] if target.endswith(".default") else target
 
 
 def _summary(profile: Profile) -> list[str]:
