@@ -26,6 +26,8 @@ __all__ = ["BalanceConfig", "BalancedPlan", "create_balanced_partition", "plan_b
 
 # What counts where nothing was timed, because the model is on the meta device.
 _UNTIMED_ALGORITHM = "parameters"
+# Where links were not measured: about what Gloo does between two processes of one machine.
+_LOOPBACK = LinkSpec(bytes_per_us=1000.0, latency_us=100.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +116,7 @@ def create_balanced_partition(
     )
     stages = split(plan.traced, plan.partition.stage_of, model=model)
     if config.materialize:
-        for stage, place in zip(stages, _placements(plan.partition.devices)):
+        for stage, place in zip(stages, _placements(plan.partition.devices), strict=False):
             if place.is_local(_rank()):
                 materialize(stage, place.device, state_dict=config.state_dict, init_fn=config.init_fn)
     return stages
@@ -139,6 +141,7 @@ def plan_balanced_partition(
     for place in places:
         if place.is_local(_rank()):
             find_device(place.device)
+    sample_input, sample_kwargs = _distinct(sample_input, sample_kwargs)
     traced = trace(model, sample_input, sample_kwargs)
     if traced.graph_module is None:
         split(traced, {})  # says what could not be traced
@@ -152,6 +155,19 @@ def plan_balanced_partition(
         found = told[0]
     assert found is not None
     return BalancedPlan(traced, profile, found)
+
+
+def _distinct(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Copies a tensor that is given twice: a tracer may take two arguments of one tensor for one argument."""
+    seen: set[int] = set()
+
+    def copied(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or id(value) not in seen:
+            seen.add(id(value))
+            return value
+        return value.clone()
+
+    return tuple(copied(value) for value in args), {name: copied(value) for name, value in kwargs.items()}
 
 
 def _profile(
@@ -179,10 +195,11 @@ def _partition(
 
         cost = replace(cost, optimizer_multiplier=optimizer_multiplier(optimizer))
     specs = tuple(
-        DeviceSpec(name=str(device), memory_cap_bytes=_cap(place, config)) for device, place in zip(devices, places)
+        DeviceSpec(name=str(device), memory_cap_bytes=_cap(place, config))
+        for device, place in zip(devices, places, strict=False)
     )
     links = config.links or _measured_links(
-        profile, {str(place.device): spec.name for place, spec in zip(places, specs)}
+        profile, {str(place.device): spec.name for place, spec in zip(places, specs, strict=False)}
     )
     problem = PartitionProblem(graph=CostGraph.from_profile(profile), devices=specs, links=links, cost_model=cost)
     if algorithm == "auto" and not profile.timed:
@@ -191,13 +208,15 @@ def _partition(
 
 
 def _measured_links(profile: Profile, names: Mapping[str, str]) -> LinkSpec | Mapping[tuple[str, str], LinkSpec]:
-    """The profiled links between the devices, if all of them are there; else transfers are free."""
+    """The profiled links between the devices, if all of them are there; else a guess."""
     found = {
         (names[link.source], names[link.target]): LinkSpec(bytes_per_us=link.bytes_per_us, latency_us=link.latency_us)
         for link in profile.links
         if link.source in names and link.target in names
     }
-    return found if len(found) == len(names) * (len(names) - 1) and found else LinkSpec()
+    if found and len(found) == len(names) * (len(names) - 1):
+        return found
+    return _LOOPBACK
 
 
 def _cap(place: Placement, config: BalanceConfig) -> int | None:

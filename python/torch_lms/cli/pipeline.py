@@ -1,0 +1,170 @@
+"""``torchrun --nproc-per-node 2 -m torch_lms pipeline``: trains a GPT as a pipeline, cut automatically.
+
+    torchrun --nproc-per-node 2 -m torch_lms pipeline --device cpu --output build/pipeline.svg
+
+Rank 0 profiles one microbatch and cuts the model; every rank then trains its stage. At the end the predicted and the
+measured pipeline are shown beside each other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+from torch_lms.cli.models import GPT, GPTShape
+from torch_lms.cli.text import VOCABULARY, TextBatches, read_text
+from torch_lms.errors import LmsError
+from torch_lms.partition.balanced import BalanceConfig, BalancedPlan, plan_balanced_partition
+from torch_lms.partition.costs import CostModel
+from torch_lms.partition.stages import Stage, split
+from torch_lms.pipeline.chart import draw_charts, predict
+from torch_lms.pipeline.runner import Pipeline, PipelineConfig
+from torch_lms.pipeline.simulation import Event
+from torch_lms.pipeline.torch_backend import SCHEDULES
+from torch_lms.profile.profiler import ProfileConfig
+
+__all__ = ["add_arguments", "main", "run_pipeline"]
+
+_TIMEOUT = timedelta(minutes=10)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The words of the command."""
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--schedule", choices=tuple(SCHEDULES), default="1f1b", help="(%(default)s)")
+    parser.add_argument(
+        "--stages", type=int, help="in all; by default one on each rank, or two for schedules that interleave"
+    )
+    parser.add_argument("--microbatches", type=int, default=4, help="that a batch is cut into (%(default)s)")
+    parser.add_argument("--executor", choices=("auto", "torch", "own"), default="auto", help="(%(default)s)")
+    parser.add_argument("--algorithm", default="auto", help="of the partition (%(default)s)")
+    parser.add_argument("--steps", type=int, default=8, help="optimizer steps (%(default)s)")
+    parser.add_argument("--batch", type=int, default=8, help="excerpts a step (%(default)s)")
+    parser.add_argument("--layers", type=int, default=4, help="blocks (%(default)s)")
+    parser.add_argument("--width", type=int, default=128, help="hidden size (%(default)s)")
+    parser.add_argument("--heads", type=int, default=4, help="attention heads (%(default)s)")
+    parser.add_argument("--tokens", type=int, default=64, help="bytes an excerpt (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of parameters and data (%(default)s)")
+    parser.add_argument("--learning-rate", type=float, default=3e-3, help="of AdamW (%(default)s)")
+    parser.add_argument("--output", type=Path, help="draw the pipeline, predicted and measured: a .svg or .png file")
+    parser.add_argument("--code", type=Path, help="write the stages' generated code into this folder")
+
+
+def run_pipeline(given: argparse.Namespace) -> int:
+    """Trains; returns the exit status."""
+    if "RANK" not in os.environ:
+        print(
+            "torch_lms: expected to be started by torchrun, found no RANK; run "
+            "torchrun --nproc-per-node 2 -m torch_lms pipeline",
+            file=sys.stderr,
+        )
+        return 2
+    device = torch.device("cpu")
+    if given.device == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        if device.index < torch.cuda.device_count():
+            torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if given.device == "cuda" else "gloo", timeout=_TIMEOUT)
+    try:
+        _train(given, device)
+    except (LmsError, ValueError) as error:
+        print(f"torch_lms: rank {dist.get_rank()}: {error}", file=sys.stderr)
+        return 1
+    dist.destroy_process_group()
+    return 0
+
+
+def _train(given: argparse.Namespace, device: torch.device) -> None:
+    console = Console(quiet=dist.get_rank() != 0)
+    torch.manual_seed(given.seed)
+    shape = GPTShape(
+        layers=given.layers, hidden=given.width, heads=given.heads, tokens=given.tokens, vocabulary=VOCABULARY
+    )
+    model = GPT(shape)
+    batches = TextBatches(read_text(), batch=given.batch, tokens=given.tokens, seed=given.seed)
+    plan, stages = _cut(given, model, device)
+    console.print(_stage_table(plan, stages))
+    if given.code is not None and dist.get_rank() == 0:
+        given.code.mkdir(parents=True, exist_ok=True)
+        for stage in stages:
+            stage.save_code(given.code / f"stage{stage.index}.py")
+    config = PipelineConfig(
+        schedule=given.schedule, microbatches=given.microbatches, executor=given.executor, seed=given.seed
+    )
+    with Pipeline(stages, device=device, config=config) as pipeline:
+        optimizer = torch.optim.AdamW(pipeline.parameters(), lr=given.learning_rate)
+        for step in range(given.steps):
+            loss = pipeline.step(*batches.draw())
+            optimizer.step()
+            optimizer.zero_grad()
+            if loss is not None:
+                print(f"step {step + 1} of {given.steps}: loss {loss.item():.4f}", flush=True)
+        events = pipeline.measured(*batches.draw())
+        if given.output is not None and dist.get_rank() == 0:
+            console.print(f"wrote {_draw(given.output, plan, pipeline, events)}")
+
+
+def _cut(given: argparse.Namespace, model: GPT, device: torch.device) -> tuple[BalancedPlan, list[Stage]]:
+    """Rank 0 decides for all, with one microbatch as the sample."""
+    ranks = dist.get_world_size()
+    count = given.stages or ranks * (1 if given.schedule in ("gpipe", "1f1b") else 2)
+    rows = max(1, given.batch // given.microbatches)
+    ids = torch.randint(VOCABULARY, (rows, given.tokens))
+    next_ids = ids.roll(-1, 1)
+    places = [f"rank:{stage % ranks}/{_name(device, stage % ranks)}" for stage in range(count)]
+    rule = "gpipe" if given.schedule == "gpipe" else "1f1b"
+    config = BalanceConfig(
+        profile=ProfileConfig(warmup_runs=2, timed_runs=10, device=device, progress=False),
+        cost=CostModel(schedule=rule, microbatches=given.microbatches),
+    )
+    plan = plan_balanced_partition(
+        model, places, ids, next_ids, algorithm=given.algorithm, optimizer="adamw", config=config
+    )
+    return plan, split(plan.traced, plan.partition.stage_of, model=model)
+
+
+def _name(device: torch.device, rank: int) -> str:
+    return "cpu" if device.type == "cpu" else f"cuda:{rank % torch.cuda.device_count()}"
+
+
+def _stage_table(plan: BalancedPlan, stages: Sequence[Stage]) -> Table:
+    found = plan.partition
+    table = Table(title=f"partition by {found.algorithm}")
+    for heading in ("stage", "nodes", "parameters", "forward (ms)", "backward (ms)", "crosses behind it"):
+        table.add_column(heading, justify="left" if heading == "crosses behind it" else "right")
+    for stage in stages:
+        table.add_row(
+            str(stage.index),
+            str(len(stage.nodes)),
+            f"{sum(parameter.numel() for parameter in stage.parameters()):,}",
+            f"{found.figures.stage_forward_us[stage.index] / 1e3:.2f}",
+            f"{found.figures.stage_backward_us[stage.index] / 1e3:.2f}",
+            ", ".join(stage.outputs),
+        )
+    return table
+
+
+def _draw(path: Path, plan: BalancedPlan, pipeline: Pipeline, events: Sequence[Event]) -> Path:
+    figures = plan.partition.figures
+    predicted = predict(pipeline.schedule, figures.stage_forward_us, figures.stage_backward_us)
+    return draw_charts({"predicted": predicted, "measured": events}, path, title=f"GPT, {pipeline.config.schedule}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """``python -m torch_lms.cli.pipeline``."""
+    parser = argparse.ArgumentParser(prog="torch_lms pipeline", description="Train a GPT as a pipeline.")
+    add_arguments(parser)
+    return run_pipeline(parser.parse_args(arguments))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
