@@ -11,10 +11,12 @@ namespace torch_lms {
 CudaEntityTransferQueue::CudaEntityTransferQueue(
     TransferDirection direction,
     size_t max_in_flight_bytes,
-    std::function<void()> on_worker_start)
+    std::function<void()> on_worker_start,
+    std::function<void(FinishedTransfer&)> on_finished)
     : direction_(direction),
       max_in_flight_bytes_(max_in_flight_bytes),
-      on_worker_start_(std::move(on_worker_start)) {}
+      on_worker_start_(std::move(on_worker_start)),
+      on_finished_(std::move(on_finished)) {}
 
 CudaEntityTransferQueue::~CudaEntityTransferQueue() {
   std::unique_lock<std::mutex> lock(mutex_);
@@ -253,9 +255,27 @@ void CudaEntityTransferQueue::finish_oldest() {
 }
 
 void CudaEntityTransferQueue::finish(FinishedTransfer transfer) {
+  if (on_finished_) {
+    commit_here(std::move(transfer));
+    return;
+  }
   std::lock_guard<std::mutex> lock(mutex_);
   finished_.push_back(std::move(transfer));
   finished_count_.store(finished_.size(), std::memory_order_release);
+  progress_.fetch_add(1, std::memory_order_acq_rel);
+  progressed_.notify_all();
+}
+
+void CudaEntityTransferQueue::commit_here(FinishedTransfer transfer) {
+  const size_t nbytes = transfer.entity->nbytes();
+  try {
+    on_finished_(transfer);
+  } catch (...) {
+    store_error(std::current_exception());
+  }
+  transfer = FinishedTransfer();
+  std::lock_guard<std::mutex> lock(mutex_);
+  pending_bytes_.fetch_sub(nbytes, std::memory_order_acq_rel);
   progress_.fetch_add(1, std::memory_order_acq_rel);
   progressed_.notify_all();
 }

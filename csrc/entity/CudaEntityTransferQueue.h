@@ -31,15 +31,19 @@ struct FinishedTransfer {
 /// for threads that run ops. An exception on the worker is stored and rethrown to
 /// the next caller that waits; the worker goes on.
 ///
+/// Hosts whose commits any thread may make (the fork, whose storages are not touched by
+/// one) give `on_finished`: the worker hands each transfer to it instead.
+///
 /// Thread-safe: every method may be called from any thread but the worker. No
 /// entity, backend or allocator is called while the queue's mutex is held.
 class CudaEntityTransferQueue {
  public:
-  /// `on_worker_start` runs first on every worker.
+  /// `on_worker_start` runs first on every worker; `on_finished` commits there what is over.
   explicit CudaEntityTransferQueue(
       TransferDirection direction,
       size_t max_in_flight_bytes = size_t{1} << 30,
-      std::function<void()> on_worker_start = nullptr);
+      std::function<void()> on_worker_start = nullptr,
+      std::function<void(FinishedTransfer&)> on_finished = nullptr);
   /// Waits for the transfers under way; those still queued are called off.
   ~CudaEntityTransferQueue();
   CudaEntityTransferQueue(const CudaEntityTransferQueue&) = delete;
@@ -113,6 +117,7 @@ class CudaEntityTransferQueue {
   bool begin(std::shared_ptr<EntityStorageImpl> entity);
   void finish_oldest();
   void finish(FinishedTransfer transfer);
+  void commit_here(FinishedTransfer transfer);
   void store_error(std::exception_ptr error);
   void wait_idle(std::unique_lock<std::mutex>& lock);
   void stop(std::unique_lock<std::mutex>& lock);
@@ -120,6 +125,7 @@ class CudaEntityTransferQueue {
   const TransferDirection direction_;
   const size_t max_in_flight_bytes_;
   const std::function<void()> on_worker_start_;
+  const std::function<void(FinishedTransfer&)> on_finished_;
 
   mutable std::mutex mutex_;
   std::condition_variable work_; // the worker waits for it

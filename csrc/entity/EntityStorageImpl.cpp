@@ -321,6 +321,14 @@ bool EntityStorageImpl::touch(AccessResult* result) {
   return true;
 }
 
+bool EntityStorageImpl::settled() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (arrival_ != nullptr && arrival_->done()) {
+    arrival_ = nullptr;
+  }
+  return state() == EntityState::kResident && arrival_ == nullptr;
+}
+
 void EntityStorageImpl::host_copy_released() noexcept {
   std::shared_ptr<PageinTransfer> transfer;
   void* host = nullptr;

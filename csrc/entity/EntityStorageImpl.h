@@ -145,6 +145,10 @@ class EntityStorageImpl : public std::enable_shared_from_this<EntityStorageImpl>
   /// Cancels a page-out under way.
   bool touch(AccessResult* result);
 
+  /// Whether the bytes are on the device and no stream has to be ordered after their
+  /// arrival any more: until the next request, accesses have nothing to do.
+  bool settled();
+
   /// While pinned an entity is not committed to the host. Pins nest.
   void pin() noexcept {
     pins_.fetch_add(1, std::memory_order_acq_rel);

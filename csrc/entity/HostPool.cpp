@@ -210,7 +210,7 @@ void HostPool::throw_full_locked(size_t nbytes) const {
       " for paged-out storages, found the limit of " + std::to_string(limit_bytes_) +
       " bytes reached (" + std::to_string(used_bytes_) + " bytes used, in slabs of " +
       std::to_string(slab_bytes_) + " bytes; largest free block " + std::to_string(largest) +
-      " bytes); raise host_limit= in torch_lms.enable or SwapEnv, or page less out");
+      " bytes); raise host_limit=, or page less out");
 }
 
 // --- blocks -----------------------------------------------------------------------

@@ -73,7 +73,7 @@ class CudaTransferBackend final : public TransferBackend {
       const FencePtr& after);
   void reclaim(bool wait);
 
-  static constexpr size_t kMaxStreams = 64;
+  static constexpr size_t kMaxStreams = 128;
 
   const int device_;
   const std::shared_ptr<HostPool> pool_;

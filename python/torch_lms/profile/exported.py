@@ -103,7 +103,7 @@ def export_graph(model: nn.Module, sample: Sample) -> tuple[dict[str, Any], fx.G
     """
     entry = _Entry(model, sample)
     with _silence():
-        program = torch.export.export(entry, sample.tensors, strict=False)
+        program = torch.export.export(entry, _distinct(sample.tensors), strict=False)
     rebuilt = _Rebuilder(program, model, sample)
     for node in program.graph.nodes:
         rebuilt.copy(node)
@@ -112,6 +112,16 @@ def export_graph(model: nn.Module, sample: Sample) -> tuple[dict[str, Any], fx.G
     if entry.outputs.unknown:
         notes.append(f"left out of the outputs, since no graph can hold it: {', '.join(sorted(entry.outputs.unknown))}")
     return rebuilt.attributes, rebuilt.graph, tuple(notes)
+
+
+def _distinct(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Copies of those that are given twice: export tells arguments apart by their identity."""
+    seen: set[int] = set()
+    found = []
+    for tensor in tensors:
+        found.append(tensor.detach().clone().requires_grad_(tensor.requires_grad) if id(tensor) in seen else tensor)
+        seen.add(id(tensor))
+    return tuple(found)
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from torch_lms.errors import ProfileError
 from torch_lms.profile.arguments import Sample, bind_sample
 from torch_lms.profile.devices import device_of, find_device, fits
 from torch_lms.profile.document import LinkProfile, NodeProfile, Profile
+from torch_lms.profile.huggingface import as_in_training
 from torch_lms.profile.interpreter import NodeFacts, ProfilingInterpreter, Watcher, graph_facts
 from torch_lms.profile.links import measure_links
 from torch_lms.profile.optimizer_state import measure_optimizer
@@ -28,7 +29,7 @@ from torch_lms.profile.sizes import NodeSizes, SizeWatcher
 from torch_lms.profile.steps import backward_of, time_step
 from torch_lms.profile.storages import StorageNames, tensor_bytes
 from torch_lms.profile.timing import RunTimer, make_clock
-from torch_lms.profile.tracing import SOURCES, TracedModel, trace_sample, without_cache
+from torch_lms.profile.tracing import SOURCES, TracedModel, trace_sample
 
 __all__ = ["ProfileConfig", "profile"]
 
@@ -108,6 +109,8 @@ def profile(
         )
     traced = model if isinstance(model, TracedModel) else None
     with ExitStack() as stack:
+        if device.type == "cuda":
+            stack.enter_context(torch.cuda.device(device))
         if device_of(whole) != device and not pieces:
             stack.enter_context(placed_on(whole, device))
         stack.enter_context(preserved(whole))
@@ -139,7 +142,7 @@ class _ProfileRun:
         storages = StorageNames(self.model)
         watcher = SizeWatcher(storages)
         timer = RunTimer(make_clock(self.device))
-        with without_cache(self.model, self.sample, []):
+        with as_in_training(self.model, self.sample, []):
             if self.config.pieces and self.timed:
                 step_us = self._time_pieces(watcher, storages, timer)
             else:

@@ -173,5 +173,5 @@ def record_ops(model: nn.Module, sample: Sample) -> list[NodeFacts]:
 
     recorder = OpRecorder(model, sample, _NoWatcher())
     with preserved(model), torch.no_grad():
-        run_or_explain(model, sample, lambda: recorder.run(sample.tensors))
+        run_or_explain(model, sample, lambda: recorder.run(tuple(tensor.detach() for tensor in sample.tensors)))
     return recorder.ops

@@ -10,8 +10,7 @@ The ladder, from the finest on; each step down says which line of the user's cod
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,10 +20,11 @@ from torch_lms._torch_compat import has_export, named_parameters_with_ties
 from torch_lms.errors import ProfileError
 from torch_lms.profile.arguments import Sample, bind_sample
 from torch_lms.profile.exported import export_graph
+from torch_lms.profile.huggingface import as_in_training
 from torch_lms.profile.source_lines import blame, first_line
 from torch_lms.profile.symbolic import SymbolicError, trace_symbolically
 
-__all__ = ["SOURCES", "TracedModel", "trace", "trace_sample", "without_cache"]
+__all__ = ["SOURCES", "TracedModel", "trace", "trace_sample"]
 
 SOURCES = ("symbolic", "export", "opened", "runtime")
 _MAX_LEAVES = 64  # kinds of modules that are kept whole before the model is given up
@@ -89,7 +89,7 @@ def trace(
 def trace_sample(model: nn.Module, sample: Sample, *, sources: Collection[str] = SOURCES) -> TracedModel:
     """The same for arguments that are bound already."""
     notes: list[str] = []
-    with without_cache(model, sample, notes):
+    with as_in_training(model, sample, notes):
         for source in SOURCES:
             if source in sources:
                 found: TracedModel | None = _ATTEMPTS[source](model, sample, notes)
@@ -187,21 +187,3 @@ def _use_first_names(model: nn.Module, graph: fx.Graph) -> None:
 def _explain(what: str, path: str, error: Exception) -> str:
     place = f" at {blame(error)}" if blame(error) else ""
     return f"{what} {repr(path) if path else 'the model'}{place}: {first_line(error)}"
-
-
-@contextmanager
-def without_cache(model: nn.Module, sample: Sample, notes: list[str]) -> Iterator[None]:
-    """Turns off the key-value caches of Hugging Face models, which no training step uses."""
-    configs: list[Any] = [module.config for module in model.modules() if hasattr(module, "config")]
-    cached = [config for config in configs if getattr(config, "use_cache", None) is True]
-    if "use_cache" in sample.constants:
-        cached = []
-    if cached:
-        notes.append("use_cache is off")
-    try:
-        for config in cached:
-            config.use_cache = False
-        yield
-    finally:
-        for config in cached:
-            config.use_cache = True

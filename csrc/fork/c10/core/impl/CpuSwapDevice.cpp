@@ -39,6 +39,7 @@ class CpuSwapDevice final : public SwapDevice {
   }
   void note_streams_in_use() override {}
   void note_current_stream() override {}
+  void note_use(const DataPtr&, int64_t) override {}
   DataPtr allocate(size_t nbytes, int64_t) override {
     return GetCPUAllocator()->allocate(nbytes);
   }

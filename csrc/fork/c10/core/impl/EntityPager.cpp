@@ -129,6 +129,9 @@ void EntityPaging::unpark_locked(DataPtr& data) {
   if (memory_->parked() && entity_->state() == EntityState::kResident) {
     data = memory_->take();
   }
+  if (data.get() != nullptr) {
+    device_.note_use(data, memory_->home_stream());
+  }
 }
 
 // --- end ------------------------------------------------------------------------

@@ -33,6 +33,9 @@ class ParkedMemory final : public torch_lms::StorageBinding {
   bool parked() const {
     return data_.get() != nullptr;
   }
+  int64_t home_stream() const noexcept {
+    return home_stream_;
+  }
   /// The storage is gone.
   void expire() noexcept {
     expired_.store(true, std::memory_order_release);

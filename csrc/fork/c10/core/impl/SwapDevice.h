@@ -36,6 +36,10 @@ class C10_API SwapDevice {
   /// The calling thread is about to use a storage that has been away.
   virtual void note_current_stream() = 0;
 
+  /// The calling thread uses a block of `allocate` that was meant for stream `home`: the
+  /// block must not be reused before what the thread's own stream does with it.
+  virtual void note_use(const DataPtr& data, int64_t home) = 0;
+
   /// A new block, to be used on `stream`. Throws what the allocator throws, and on a
   /// queue's worker NoRoom in place of an out-of-memory error.
   virtual DataPtr allocate(size_t nbytes, int64_t stream) = 0;
