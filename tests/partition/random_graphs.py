@@ -49,8 +49,17 @@ def make_graph(seed: int, nodes: int) -> CostGraph:
             )
         )
         names.append(f"n{index}")
+        if draw.random() < 0.1:
+            made += [_element(f"n{index}", part, draw.randint(0, 100)) for part in range(2)]
+            names += [f"n{index}.{part}" for part in range(2)]
     made.append(CostNode(name="output", kind="output", inputs=tuple({names[-1], draw.choice(names[:-1])})))
     return CostGraph(nodes=tuple(made), parameter_bytes=parameters, storage_bytes=storages)
+
+
+def _element(name: str, part: int, nbytes: int) -> CostNode:
+    """A part of a node's output, which stays with the node."""
+    return CostNode(name=f"{name}.{part}", inputs=(name,), forward_us=0.5, output_bytes=nbytes, gradient_bytes=nbytes,
+                    element=True)  # fmt: skip
 
 
 def graphs(smallest: int = 1, largest: int = 24) -> st.SearchStrategy[CostGraph]:

@@ -10,7 +10,9 @@ from tests.partition.graphs import chain
 from tests.partition.random_graphs import make_graph, problems
 from torch_lms.errors import PartitionError
 from torch_lms.partition import (
+    CostGraph,
     CostModel,
+    CostNode,
     DeviceSpec,
     LinkSpec,
     Partition,
@@ -172,3 +174,17 @@ def test_the_same_problem_gives_the_same_partition() -> None:
         return partition(PartitionProblem(graph=make_graph(7, 40), devices=devices(4)))
 
     assert made() == made()
+
+
+def test_no_border_lies_between_a_tuple_and_its_elements() -> None:
+    nodes = (
+        CostNode(name="a", forward_us=1.0, output_bytes=10),
+        CostNode(name="split", inputs=("a",), forward_us=1.0, output_bytes=10),
+        CostNode(name="left", inputs=("split",), output_bytes=4, element=True),
+        CostNode(name="right", inputs=("split",), output_bytes=6, element=True),
+        CostNode(name="first", inputs=("left",), output_bytes=1, element=True),
+        CostNode(name="b", inputs=("first", "right"), forward_us=1.0),
+    )
+    made = partition(PartitionProblem(graph=CostGraph(nodes=nodes), devices=devices(3)))
+    assert [made.stage_of[node.name] for node in nodes] == [0, 1, 1, 1, 1, 2]
+    assert made.cut_bytes == (10, 1 + 6)

@@ -81,6 +81,8 @@ class CostNode:
         module: qualified path of the module that it belongs to.
         kind: ``placeholder``, ``get_attr``, ``output``, or what it does.
         output_storages: ids of the storages of its output, so that a value that is sent and saved counts once.
+        element: whether it only takes an element out of its one input. That may be a tuple, which cannot be sent, so no
+            border lies between the two.
     """
 
     name: str
@@ -94,6 +96,7 @@ class CostNode:
     module: str = ""
     kind: str = "call_function"
     output_storages: tuple[str, ...] = ()
+    element: bool = False
 
     @property
     def passive(self) -> bool:
@@ -179,6 +182,7 @@ class CostGraph:
                 module=node.module,
                 kind=node.op if node.op in PASSIVE_KINDS else node.target,
                 output_storages=node.output_storages,
+                element=node.op == "call_function" and node.target.endswith("getitem"),
             )
             for node in profile.nodes
         )

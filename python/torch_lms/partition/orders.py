@@ -67,7 +67,9 @@ def _breadth_first(units: Units) -> Ints:
 
 def _least_live(units: Units) -> Ints:
     """Next is always the unit after which the fewest bytes are still to be read."""
-    size = {value.producer: value.forward_bytes + value.backward_bytes for value in units.values}
+    size: dict[int, int] = {}
+    for value in units.values:
+        size[value.producer] = size.get(value.producer, 0) + value.forward_bytes + value.backward_bytes
     readers = [len(users) for users in units.users]
     waiting = [len(inputs) for inputs in units.inputs]
     ready = [unit for unit, count in enumerate(waiting) if count == 0]

@@ -9,7 +9,7 @@ crosses a border.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -47,7 +47,7 @@ class Units:
 
     Attributes:
         graph: that they come from.
-        nodes: the active ones.
+        nodes: the active ones, each with the nodes that take elements out of it.
         parameters: names that each unit reads, with those of its ``get_attr`` inputs.
         inputs: numbers of the units that each unit reads.
         users: numbers of the units that read each unit.
@@ -56,12 +56,21 @@ class Units:
 
     def __init__(self, graph: CostGraph) -> None:
         self.graph = graph
-        self.nodes = [node for node in graph.nodes if not node.passive]
-        self._number = {node.name: index for index, node in enumerate(self.nodes)}
         self._by_name = {node.name: node for node in graph.nodes}
+        self._number: dict[str, int] = {}
+        members: list[list[CostNode]] = []
+        for node in graph.nodes:
+            owners = {self._number.get(name, MODEL_INPUT) for name in node.inputs}
+            if node.element and len(owners) == 1 and MODEL_INPUT not in owners:
+                self._number[node.name] = owners.pop()
+                members[self._number[node.name]].append(node)
+            elif not node.passive:
+                self._number[node.name] = len(members)
+                members.append([node])
+        self.nodes = [_together(nodes) for nodes in members]
         self.parameters = [self._parameters_of(node) for node in self.nodes]
         self.inputs: list[tuple[int, ...]] = [
-            tuple(self._number[name] for name in dict.fromkeys(node.inputs) if name in self._number)
+            tuple(dict.fromkeys(self._number[name] for name in node.inputs if name in self._number))
             for node in self.nodes
         ]
         self.users: list[list[int]] = [[] for _ in self.nodes]
@@ -100,7 +109,7 @@ class Units:
 
     def stages_of_nodes(self, stage_of_unit: Sequence[int], stages: int) -> dict[str, int]:
         """The stage of every node of the graph, active or not."""
-        placed = {node.name: int(stage_of_unit[index]) for index, node in enumerate(self.nodes)}
+        placed = {name: int(stage_of_unit[index]) for name, index in self._number.items()}
         users: dict[str, list[int]] = {}
         for node in self.graph.nodes:
             for name in node.inputs:
@@ -125,11 +134,13 @@ class Units:
         consumers: dict[str, list[int]] = {}
         for node in self.graph.nodes:
             for name in dict.fromkeys(node.inputs):
-                consumers.setdefault(name, []).append(self._number.get(node.name, len(self.nodes)))
+                reader = self._number.get(node.name, len(self.nodes))
+                if reader != self._number.get(name):
+                    consumers.setdefault(name, []).append(reader)
         return [
             Value(
                 producer=self._number.get(node.name, MODEL_INPUT),
-                consumers=tuple(consumers[node.name]),
+                consumers=tuple(dict.fromkeys(consumers[node.name])),
                 forward_bytes=node.output_bytes,
                 backward_bytes=node.gradient_bytes,
                 storages=node.output_storages,
@@ -137,6 +148,19 @@ class Units:
             for node in self.graph.nodes
             if node.kind not in ("get_attr", "output") and node.name in consumers
         ]
+
+
+def _together(nodes: list[CostNode]) -> CostNode:
+    """A node and those that take elements out of it, as one under the first one's name."""
+    if len(nodes) == 1:
+        return nodes[0]
+    return replace(
+        nodes[0],
+        forward_us=sum(node.forward_us for node in nodes),
+        backward_us=sum(node.backward_us for node in nodes),
+        parameters=tuple(dict.fromkeys(name for node in nodes for name in node.parameters)),
+        saved=tuple(dict.fromkeys(id_ for node in nodes for id_ in node.saved)),
+    )
 
 
 def check_partition(graph: CostGraph, stage_of: Mapping[str, int], stages: int) -> None:

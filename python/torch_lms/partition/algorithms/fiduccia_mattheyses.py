@@ -130,14 +130,14 @@ class _State:
         for unit, stage in enumerate(self.stage):
             self.load[stage] += self.time[unit] / self.speeds[stage]
             self.count[stage] += 1
-        self.made: dict[int, int] = {}
+        self.made: list[list[int]] = [[] for _ in self.stage]
         self.read: list[list[int]] = [[] for _ in self.stage]
         self.forward = [0] * (self.stages - 1)
         self.backward = [0] * (self.stages - 1)
         for index, value in enumerate(self.units.values):
             if value.producer == MODEL_INPUT:
                 continue
-            self.made[value.producer] = index
+            self.made[value.producer].append(index)
             for user in value.consumers:
                 if user < len(self.units):
                     self.read[user].append(index)
@@ -212,12 +212,11 @@ class _State:
         border = min(move.source, move.target)
         onward = move.target > move.source
         forward = backward = 0
-        if move.unit in self.made:
-            value = self.units.values[self.made[move.unit]]
-            if self._last(self.made[move.unit]) > border:
+        for index in self.made[move.unit]:
+            if self._last(index) > border:
                 sign = -1 if onward else 1
-                forward += sign * value.forward_bytes
-                backward += sign * value.backward_bytes
+                forward += sign * self.units.values[index].forward_bytes
+                backward += sign * self.units.values[index].backward_bytes
         for index in self.read[move.unit]:
             if self._last(index, without=move.unit) <= border:
                 sign = 1 if onward else -1
