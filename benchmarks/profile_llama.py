@@ -1,4 +1,4 @@
-"""How long it takes to profile a Llama of 1.2 billion parameters, and how far its nodes' times are from a whole step."""
+"""How long profiling a Llama of 1.2 billion parameters takes, and how its nodes' times sum up to a whole step's."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SHAPE: dict[str, Any] = {
 
 def build(layers: int, dtype: torch.dtype, device: str) -> nn.Module:
     """The shape of Llama 3.2 1B with random weights."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
     config = LlamaConfig(**{**SHAPE, "num_hidden_layers": layers}, dtype=dtype)
     with torch.device(device):

@@ -26,8 +26,8 @@ def add_profile(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         default="gpt",
-        help=f"{', '.join(MODELS)}, or module:callable, which returns a model, its arguments as a tuple, and, where need "
-        "be, those by name as a dict (%(default)s)",
+        help=f"{', '.join(MODELS)}, or module:callable, which returns a model, its arguments as a tuple, and perhaps "
+        "those by name as a dict (%(default)s)",
     )
     parser.add_argument("--device", help="where it runs; meta measures sizes only; by default where the model is")
     parser.add_argument("--optimizer", help="of torch.optim, such as AdamW: its state is measured")
@@ -116,7 +116,7 @@ def _load(place: str) -> tuple[nn.Module, tuple[Any, ...], Mapping[str, Any]]:
             "return these"
         )
     model, args = made[:2]
-    kwargs: Mapping[str, Any] = made[2] if len(made) == 3 else {}
+    kwargs: dict[str, Any] = dict(made[2]) if len(made) == 3 else {}
     if isinstance(args, Mapping):
-        args, kwargs = (), {**args, **kwargs}
+        return model, (), {**args, **kwargs}
     return model, tuple(args) if isinstance(args, (tuple, list)) else (args,), kwargs
