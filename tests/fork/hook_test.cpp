@@ -12,8 +12,17 @@
 #include "c10_harness.h"
 
 #include <c10/core/CPUAllocator.h>
+#include <c10/core/CopyBytes.h>
 #include <c10/core/Storage.h>
 #include <c10/core/StoragePager.h>
+
+// PyTorch registers this beside its tensors' copies, which are not here.
+REGISTER_COPY_BYTES_FUNCTION(
+    c10::DeviceType::CPU,
+    c10::DeviceType::CPU,
+    [](size_t nbytes, const void* from, c10::Device, void* to, c10::Device) {
+      std::memcpy(to, from, nbytes);
+    });
 
 namespace {
 
