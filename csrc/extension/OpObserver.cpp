@@ -33,9 +33,24 @@ struct Frame {
   size_t first_of_op = 0; // entities of the innermost op begin here
 };
 
+// A plain pointer in the thread's own block is read in one instruction; an object that has
+// to be constructed and destroyed goes through two calls, and every op comes here twice.
+thread_local Frame* this_frame __attribute__((tls_model("initial-exec"))) = nullptr;
+
+Frame& make_frame() {
+  struct Owner {
+    Frame frame;
+    ~Owner() {
+      this_frame = nullptr;
+    }
+  };
+  thread_local Owner owner;
+  this_frame = &owner.frame;
+  return owner.frame;
+}
+
 Frame& frame() {
-  thread_local Frame frame;
-  return frame;
+  return this_frame != nullptr ? *this_frame : make_frame();
 }
 
 // --- finding the entities among an op's inputs and outputs ------------------------
