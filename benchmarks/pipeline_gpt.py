@@ -100,9 +100,7 @@ def plan_cut(job: Job, model: GPT, algorithm: str) -> BalancedPlan:
         profile=ProfileConfig(warmup_runs=3, timed_runs=job.profile_runs, progress=False),
         cost=CostModel(schedule="1f1b", microbatches=job.microbatches),
     )
-    return plan_balanced_partition(
-        model, places, ids, next_ids, algorithm=algorithm, optimizer="adamw", config=config
-    )
+    return plan_balanced_partition(model, places, ids, next_ids, algorithm=algorithm, optimizer="adamw", config=config)
 
 
 def leave_to_meta(*roots: nn.Module) -> None:
@@ -120,7 +118,8 @@ def leave_to_meta(*roots: nn.Module) -> None:
 def cut_by_hand(plan: BalancedPlan, first_blocks: int) -> dict[str, int]:
     """Everything before the first line of block ``first_blocks`` is stage 0."""
     assert plan.traced.graph_module is not None
-    names, border = [], None
+    names: list[str] = []
+    border: int | None = None
     for node in plan.traced.graph_module.graph.nodes:
         if not node.op.startswith("call_"):
             continue
@@ -166,7 +165,9 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def make_row(job: Job, plan: BalancedPlan, name: str, stage_of: Mapping[str, int], ran: dict[str, Any]) -> dict[str, Any]:
+def make_row(
+    job: Job, plan: BalancedPlan, name: str, stage_of: Mapping[str, int], ran: dict[str, Any]
+) -> dict[str, Any]:
     """A split's figures; times of stages are of one microbatch."""
     times = [[step for step, _ in rank[0]] for rank in ran["told"]]
     steps_ms = [max(both) for both in zip(*times, strict=True)]
@@ -265,7 +266,7 @@ def main() -> None:
     half = job.shape.layers // 2
     more = 14 * job.shape.layers // 24
     hands = (args.splits or f"{half}/{half},{more}/{job.shape.layers - more}").split(",")
-    cuts = {AUTOMATIC: {name: stage for name, stage in plan.partition.stage_of.items()}}
+    cuts = {AUTOMATIC: dict(plan.partition.stage_of)}
     cuts |= {hand: cut_by_hand(plan, int(hand.split("/")[0])) for hand in hands}
     # The file's name says which shape it is of: the tiny one is for checking only.
     result = Result(
@@ -296,7 +297,9 @@ def draw(job: Job, plan: BalancedPlan, stage_of: Mapping[str, int], ran: dict[st
     predicted = predict(one_f_one_b(STAGES, job.microbatches), *predicted_times(plan, stage_of))
     charts = {"predicted": predicted, "measured": ran["events"]}
     try:
-        print("wrote", draw_charts(charts, folder / f"pipeline_gpt_{job.device.type}.svg", title="automatic split").name)
+        print(
+            "wrote", draw_charts(charts, folder / f"pipeline_gpt_{job.device.type}.svg", title="automatic split").name
+        )
     except RuntimeError as error:
         print(f"no picture: {error}")
 
@@ -307,7 +310,9 @@ def add_checks(result: Result) -> None:
     automatic = by_name.pop(AUTOMATIC)
     best = min(row["step_ms"] for row in by_name.values())
     ratio = automatic["step_ms"] / best
-    result.check("automatic split's step over that of the best split by hand", "<= 1.02", round(ratio, 3), ratio <= 1.02)
+    result.check(
+        "automatic split's step over that of the best split by hand", "<= 1.02", round(ratio, 3), ratio <= 1.02
+    )
     spread = max(abs(row["loss"] - automatic["loss"]) for row in by_name.values())
     result.check("first loss, largest difference between splits", "0", spread, spread == 0)
     off = max(abs(automatic[f"stage{s}_predicted_ms"] / automatic[f"stage{s}_ms"] - 1) for s in range(STAGES))

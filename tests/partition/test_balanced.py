@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -20,7 +22,7 @@ class Unequal(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         widths = [8, 8, 64, 64, 8]
-        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(widths, widths[1:]))
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(widths))
         self.embed = nn.Embedding(10, 8)
         self.head = nn.Linear(8, 10, bias=False)
         self.head.weight = self.embed.weight

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import operator
 import pickle
 import traceback
@@ -31,7 +32,7 @@ def assert_equal(one: object, other: object) -> None:
     elif isinstance(one, (tuple, list)):
         assert isinstance(other, (tuple, list))
         assert len(one) == len(other)
-        for left, right in zip(one, other):
+        for left, right in zip(one, other, strict=False):
             assert_equal(left, right)
     else:
         assert one == other
@@ -57,7 +58,7 @@ def test_any_partition_of_any_program_covers_each_node_once_in_order(drawn: tupl
             sources = {source.name for source in by_name[name].all_input_nodes if source.op.startswith("call_")}
             assert sources <= available
             available.add(name)
-    for before, after in zip(made, made[1:]):
+    for before, after in itertools.pairwise(made):
         assert before.outputs == after.inputs
 
 

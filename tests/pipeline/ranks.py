@@ -45,7 +45,7 @@ def run_ranks(scenario: str, world: int, tmp_path: Path, *, timeout_s: float = 9
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-    return [Ended(process.returncode, log.read_text()) for process, log in zip(processes, logs)]
+    return [Ended(process.returncode, log.read_text()) for process, log in zip(processes, logs, strict=False)]
 
 
 def main() -> None:

@@ -67,7 +67,7 @@ def assert_same(one: Any, other: Any) -> None:
             assert_same(value, other[key])
     elif isinstance(one, (tuple, list)):
         assert len(one) == len(other)
-        for left, right in zip(one, other):
+        for left, right in zip(one, other, strict=False):
             assert_same(left, right)
     else:
         assert one == other

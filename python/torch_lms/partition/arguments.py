@@ -59,7 +59,7 @@ class Argument:
                 f"expected {len(self.parts)} tensors in {self.name!r}, as when it was traced, found {len(tensors)}; "
                 "give it the same structure"
             )
-        return dict(zip(self.parts, tensors))
+        return dict(zip(self.parts, tensors, strict=False))
 
 
 def find_arguments(graph: fx.Graph, traced: Any) -> tuple[Argument, ...]:
@@ -117,7 +117,7 @@ def bind_arguments(
         raise PartitionError(
             f"expected at most {len(names)} arguments ({', '.join(names)}), found {len(args)}; leave some out"
         )
-    given = dict(zip(names, args))
+    given = dict(zip(names, args, strict=False))
     for name, value in kwargs.items():
         if name not in names:
             raise PartitionError(

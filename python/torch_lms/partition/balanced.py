@@ -123,7 +123,7 @@ def create_balanced_partition(
 
 
 def plan_balanced_partition(
-    model: nn.Module,
+    model: nn.Module | TracedModel,
     devices: Sequence[Any],
     *sample_input: Any,
     algorithm: str | Algorithm = "auto",
@@ -131,8 +131,11 @@ def plan_balanced_partition(
     config: BalanceConfig | None = None,
     **sample_kwargs: Any,
 ) -> BalancedPlan:
-    """Everything up to the cut: traces, profiles and partitions; arguments as of `create_balanced_partition`."""
-    from torch_lms.profile.tracing import trace
+    """Everything up to the cut: traces, unless that was done, profiles and partitions.
+
+    The arguments are those of `create_balanced_partition`.
+    """
+    from torch_lms.profile.tracing import TracedModel, trace
 
     config = config or BalanceConfig()
     if not devices:
@@ -142,7 +145,7 @@ def plan_balanced_partition(
         if place.is_local(_rank()):
             find_device(place.device)
     sample_input, sample_kwargs = _distinct(sample_input, sample_kwargs)
-    traced = trace(model, sample_input, sample_kwargs)
+    traced = model if isinstance(model, TracedModel) else trace(model, sample_input, sample_kwargs)
     if traced.graph_module is None:
         split(traced, {})  # says what could not be traced
     profile = found = None

@@ -23,7 +23,7 @@ def install(
     stages: Sequence[Stage], root: nn.Module, nodes: Sequence[Sequence[fx.Node]], model: nn.Module | None
 ) -> None:
     """Gives each stage what its code reads, and the rest of the model's parameters and buffers to a neighbour."""
-    for stage, own in zip(stages, nodes):
+    for stage, own in zip(stages, nodes, strict=False):
         targets = {str(node.target) for node in own if node.op == "call_module"}
         sources = {source for node in own for source in node.all_input_nodes}
         targets |= {str(node.target) for node in sources if node.op == "get_attr"}
@@ -84,7 +84,7 @@ def _put_rest(stages: Sequence[Stage], model: nn.Module) -> None:
             continue
 
         def kinship(other: str, name: str = name) -> int:
-            pairs = zip(other.split("."), name.split("."))
+            pairs = zip(other.split("."), name.split("."), strict=False)
             return next((depth for depth, (a, b) in enumerate(pairs) if a != b), 0)
 
         nearest = max(held, key=kinship, default=None)

@@ -96,7 +96,7 @@ def _own_tensors(stage: Stage, device: torch.device) -> None:
                 if id(value) not in made:
                     made[id(value)] = _own_tensor(value, device, keep=path not in shared)
                     made[id(made[id(value)])] = made[id(value)]
-                holder[name] = made[id(value)]  # type: ignore[assignment]
+                holder[name] = made[id(value)]
 
 
 def _own_tensor(value: torch.Tensor, device: torch.device, keep: bool) -> torch.Tensor:
@@ -162,6 +162,6 @@ def _check_filled(stage: Stage, fresh: set[str], known: bool) -> None:
             empty = not known if value.dtype == torch.bool else bool((value == torch.iinfo(value.dtype).min).all())
         if empty:
             raise PartitionError(
-                f"expected a value for {name!r} of stage {stage.index}, found it only on the meta device: its module has "
-                "no reset_parameters that sets it; pass a state_dict that has it, or an init_fn"
+                f"expected a value for {name!r} of stage {stage.index}, found it only on the meta device: its module "
+                "has no reset_parameters that sets it; pass a state_dict that has it, or an init_fn"
             )

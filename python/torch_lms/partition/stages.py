@@ -78,8 +78,8 @@ class Stage(nn.Module):
 
     def save_code(self, path: str | Path) -> None:
         """Writes the generated source, for reading."""
-        heading = f"# Stage {self.index} of {self.count}. Takes {self.inputs + self.feeds}, gives {self.outputs or 'the result'}.\n"
-        Path(path).write_text(heading + self.code)
+        taken, given = ", ".join(self.inputs + self.feeds), ", ".join(self.outputs) or "what the model returns"
+        Path(path).write_text(f"# Stage {self.index} of {self.count}: takes {taken}; gives {given}.\n{self.code}")
 
     def forward(self, *values: Any, **feeds: Any) -> Any:
         """Runs the stage on its inputs and feeds; one output alone comes bare, several as a tuple."""
@@ -93,7 +93,7 @@ class Stage(nn.Module):
         return {key: value for key, value in self.__dict__.items() if key != "_run"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call, unused-ignore]
         self._run = self._code.compile()
 
 
@@ -169,8 +169,8 @@ def _place(graph: fx.Graph, stage_of: Mapping[str, int]) -> tuple[dict[fx.Node, 
         for source in node.all_input_nodes:
             if placed.get(source, -1) > placed[node]:
                 raise PartitionError(
-                    f"expected stages in the order of the graph, found {source.name!r} in stage {placed[source]} before "
-                    f"{node.name!r} in stage {placed[node]}; move one of them"
+                    f"expected stages in the order of the graph, found {source.name!r} in stage {placed[source]} and "
+                    f"its reader {node.name!r} in stage {placed[node]}; move one of them"
                 )
     used = set(placed.values())
     count = max(used, default=0) + 1
@@ -239,6 +239,6 @@ def run_stages(stages: Sequence[Stage], *args: Any, **kwargs: Any) -> Any:
     values = bind_arguments(stages[0].arguments, args, kwargs)
     result: Any = ()
     for stage in stages:
-        crossing = dict(zip(stage.inputs, (result,) if len(stage.inputs) == 1 else result))
+        crossing = dict(zip(stage.inputs, (result,) if len(stage.inputs) == 1 else result, strict=False))
         result = stage(*(crossing[name] for name in stage.inputs), **{name: values[name] for name in stage.feeds})
     return result

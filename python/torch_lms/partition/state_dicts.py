@@ -31,8 +31,8 @@ def merge_state_dicts(stages: Iterable[Stage | StateDict]) -> dict[str, Any]:
             for known in (name, *(other for _, other in shared.get(name, ()))):
                 if known in merged and not _same(merged[known], value):
                     raise PartitionError(
-                        f"expected {name!r} equal in all stages that share it, found two values; its gradients were not "
-                        "summed over these stages before the optimizer's step"
+                        f"expected {name!r} equal in all stages that share it, found two values; its gradients were "
+                        "not summed over these stages before the optimizer's step"
                     )
             merged.setdefault(name, value)
     return merged
@@ -60,8 +60,8 @@ def split_state_dict(state_dict: StateDict, stages: Sequence[Stage]) -> list[dic
         missing = [name for name, value in part.items() if value is None]
         if missing:
             raise PartitionError(
-                f"expected {missing[0]!r} of stage {stage.index} in the state dict, found neither it nor a name tied to "
-                "it; give the state dict of the whole model"
+                f"expected {missing[0]!r} of stage {stage.index} in the state dict, found neither it nor a name tied "
+                "to it; give the state dict of the whole model"
             )
         parts.append(part)
     return parts

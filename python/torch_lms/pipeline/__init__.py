@@ -1,1 +1,1 @@
-"""Stages, run as a pipeline: schedules as data, torch.distributed.pipelining where it is, an executor where it is not."""
+"""Stages run as a pipeline: schedules as data, torch.distributed.pipelining, and an executor for older PyTorch."""

@@ -1,7 +1,7 @@
 """Schedules as data: what each rank does, in order, as actions that print and parse.
 
-``2F0`` is the forward of microbatch 0 in stage 2, ``2B0`` its backward; zero-bubble schedules take a backward apart into
-``2I0``, the gradients of the inputs, and ``2W0``, those of the weights. The notation is that of
+``2F0`` is the forward of microbatch 0 in stage 2, ``2B0`` its backward; zero-bubble schedules take a backward apart
+into ``2I0``, the gradients of the inputs, and ``2W0``, those of the weights. The notation is that of
 torch.distributed.pipelining.
 """
 

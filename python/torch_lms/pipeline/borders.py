@@ -49,8 +49,8 @@ class TensorSlot:
         count = 1
         for size in self.shape:
             count *= size
-        span = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride))
-        overlaps = any(stride == 0 and size > 1 for size, stride in zip(self.shape, self.stride))
+        span = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=False))
+        overlaps = any(stride == 0 and size > 1 for size, stride in zip(self.shape, self.stride, strict=False))
         return not overlaps and count < span <= _MOST_GAPS * count
 
 
@@ -114,7 +114,7 @@ def _rebuild(template: Any, of_item: Any, device: torch.device) -> Any:
     if isinstance(template, SequenceSlot):
         return template.make([of_item(item) for item in template.items])
     if isinstance(template, MappingSlot):
-        return dict(zip(template.keys, map(of_item, template.items)))
+        return dict(zip(template.keys, map(of_item, template.items), strict=False))
     if isinstance(template, ConstantSlot) and isinstance(template.value, torch.device):
         return device
     return template.value
@@ -168,7 +168,7 @@ def _pack(template: Any, value: Any, carriers: list[torch.Tensor], numbers: list
         same = type(found) is type(template) and len(found.items) == len(template.items)
         items: Any = value.values() if isinstance(value, dict) else value
         if same and (isinstance(template, SequenceSlot) or found.keys == template.keys):
-            for slot, item in zip(template.items, items):
+            for slot, item in zip(template.items, items, strict=False):
                 _pack(slot, item, carriers, numbers, where)
             return
     elif isinstance(template, NumberSlot) and type(value) is type(template.value):

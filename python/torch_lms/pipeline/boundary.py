@@ -34,7 +34,7 @@ class _Enter(torch.autograd.Function):
     def forward(ctx: Any, differentiable: tuple[bool, ...], *carriers: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """A token, and each carrier with no history of views."""
         entered = [carrier.data for carrier in carriers]
-        ctx.mark_non_differentiable(*(value for value, has in zip(entered, differentiable) if not has))
+        ctx.mark_non_differentiable(*(value for value, has in zip(entered, differentiable, strict=False) if not has))
         return (carriers[0].new_zeros(()), *entered)
 
     @staticmethod
@@ -57,6 +57,11 @@ class _Exit(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Nothing through the token, the gradient through the carrier."""
         return torch.zeros_like(ctx.token_like), gradient if ctx.differentiable else None
+
+
+# Function.apply has no types.
+_apply_enter: Callable[..., tuple[torch.Tensor, ...]] = _Enter.apply
+_apply_exit: Callable[..., torch.Tensor] = _Exit.apply
 
 
 class Microbatch:
@@ -110,10 +115,10 @@ class Boundary(nn.Module):
         token, values = self._enter(carriers)
         result = self._run(values, microbatch)
         if self.is_last:
-            return _Exit.apply(token, self._loss_of(result, microbatch))
+            return _apply_exit(token, self._loss_of(result, microbatch))
         where = f"stage {self.stage.index}"
         packed = pack(self.outgoing, result, self.device, where)
-        return tuple(_Exit.apply(token, carrier) for carrier in packed)
+        return tuple(_apply_exit(token, carrier) for carrier in packed)
 
     def prepare(self, incoming: Any, microbatch: Microbatch) -> Any:
         """Runs once on zeros, to find what the stage gives.
@@ -145,7 +150,7 @@ class Boundary(nn.Module):
         if self.incoming is None:
             return self._anchor, ()
         differentiable = tuple(has for _, _, has in carrier_metas(self.incoming))
-        token, *entered = _Enter.apply(differentiable, *carriers)
+        token, *entered = _apply_enter(differentiable, *carriers)
         return token, unpack(self.incoming, entered, self.device)
 
     def _run(self, values: Sequence[Any], microbatch: Microbatch, continues: bool = True) -> Any:

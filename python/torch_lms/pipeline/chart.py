@@ -85,7 +85,7 @@ def draw_charts(charts: Mapping[str, Sequence[Event]], path: str | Path, *, titl
     ranks = 1 + max(event.rank for events in charts.values() for event in events)
     figure = Figure(figsize=(12, len(charts) * (0.9 + 0.45 * ranks) + 0.6), layout="constrained")
     rows = figure.subplots(len(charts), 1, sharex=True, squeeze=False)[:, 0]
-    for axes, (heading, events) in zip(rows, charts.items()):
+    for axes, (heading, events) in zip(rows, charts.items(), strict=False):
         _draw(axes, heading, events, ranks)
     rows[-1].set_xlabel("ms")
     _add_legend(figure, {event.action.kind for events in charts.values() for event in events})

@@ -50,8 +50,8 @@ class Executor:
         liveness: Liveness,
         recorder: Recorder,
     ) -> None:
-        self._boundary, self._schedule, self._liveness, self._recorder = boundary, schedule, liveness, recorder
-        self._groups = dict(zip((FORWARD, BACKWARD), directions))
+        self._boundary, self.schedule, self._liveness, self._recorder = boundary, schedule, liveness, recorder
+        self._groups = dict(zip((FORWARD, BACKWARD), directions, strict=False))
         self._stage = boundary.stage.index
 
     def step(self) -> list[torch.Tensor]:
@@ -60,7 +60,7 @@ class Executor:
         Returns:
             The losses of the microbatches on the last stage, else nothing.
         """
-        actions = self._schedule.ranks[self._stage]
+        actions = self.schedule.ranks[self._stage]
         asked: dict[Action, list[tuple[torch.Tensor, Any]]] = {}
         held: dict[int, tuple[list[torch.Tensor], Sequence[torch.Tensor]]] = {}
         sent: list[tuple[torch.Tensor, Any]] = []

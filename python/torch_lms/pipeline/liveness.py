@@ -127,6 +127,7 @@ class Liveness:
         outcome: list[tuple[bool, Any]] = []
 
         def work() -> None:
+            result: tuple[bool, Any]
             try:
                 result = (True, wait())
             except BaseException as error:  # it goes to the caller

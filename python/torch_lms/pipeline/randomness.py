@@ -1,4 +1,4 @@
-"""Random numbers that are the same as on one device: a microbatch takes its generator's state along from stage to stage.
+"""Random numbers as on one device: a microbatch takes its generator's state along from stage to stage.
 
 Each microbatch starts from a seed of its own, and each stage goes on where the one before stopped. So dropout draws the
 same masks whatever the partition, the schedule and the number of ranks, and on a single device

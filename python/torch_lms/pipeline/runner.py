@@ -138,7 +138,8 @@ class Pipeline:
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self._arguments = stages[0].arguments
         self._control = dist.new_group(backend="gloo") if dist.get_backend() != "gloo" else dist.group.WORLD
-        self._step, self._backend, self._closed = 0, None, False
+        self._step, self._closed = 0, False
+        self._backend: Executor | torch_backend.TorchBackend | None = None
         with self._agreement():
             self.device = find_device(device if device is not None else _default_device())
             self._schedule = self._check_numbers(len(stages))
@@ -171,7 +172,12 @@ class Pipeline:
     @property
     def schedule(self) -> Schedule:
         """What each rank does, as data."""
-        return self._backend.schedule if isinstance(self._backend, torch_backend.TorchBackend) else self._schedule
+        known = self._backend.schedule if self._backend is not None else self._schedule
+        if known is None:
+            raise PipelineError(
+                f"expected a step before the order of {self.config.schedule} is known, found none; do one"
+            )
+        return known
 
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> torch.Tensor | None:
         """Forward and backward of one batch; gradients add to those that are there.
@@ -191,11 +197,12 @@ class Pipeline:
             microbatches = self._cut(args, kwargs, target)
             if self._backend is None:
                 self._backend = self._prepare(microbatches[0])
+            backend = self._backend
             for boundary in self._boundaries:
                 boundary.load(microbatches)
             self._shared.set_gradients_aside()
             self._timeline.start()
-            losses = self._backend.step()
+            losses = backend.step()
             self._shared.sum_gradients()
             self._step += 1
             return torch.stack([loss.reshape(()) for loss in losses]).sum() if losses else None
@@ -263,7 +270,7 @@ class Pipeline:
             made.append(Microbatch(here, here.pop(_TARGET, None), None if first is None else first + index))
         return made
 
-    def _prepare(self, microbatch: Microbatch) -> Any:
+    def _prepare(self, microbatch: Microbatch) -> Executor | torch_backend.TorchBackend:
         """Finds what crosses each border, stage after stage, and sets up the transport."""
         template: Any = None
         for index in range(self._stage_count):
@@ -328,7 +335,8 @@ class Pipeline:
         """Ends NCCL's waits, which nothing else does."""
         if self.device.type != "cuda":
             return
-        for group in (dist.group.WORLD, *self._groups):
+        groups: tuple[Any, ...] = (dist.group.WORLD, *self._groups)
+        for group in groups:
             try:
                 group._get_backend(self.device).abort()
             except (AttributeError, RuntimeError) as error:

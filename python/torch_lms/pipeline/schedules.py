@@ -67,7 +67,8 @@ def interleaved(ranks: int, stages: int, microbatches: int) -> Schedule:
     rounds = max(1, microbatches // ranks)
     if microbatches % rounds:
         raise PipelineError(
-            f"expected microbatches in {rounds} equal rounds, found {microbatches}; take a multiple of the {ranks} ranks"
+            f"expected microbatches in {rounds} equal rounds, found {microbatches}; "
+            f"take a multiple of the {ranks} ranks"
         )
     per_round, local = microbatches // rounds, stages // ranks
     return Schedule.of(

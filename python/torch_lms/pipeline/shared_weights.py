@@ -6,6 +6,7 @@ device, so that it has the same bits.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -72,7 +73,7 @@ class SharedWeights:
 
     def _pass(self, homes: Sequence[Home], mine: Mapping[Home, torch.Tensor], copy: bool) -> None:
         """Hands a tensor along the homes, each copying it or adding its own."""
-        for source, target in zip(homes, homes[1:]):
+        for source, target in itertools.pairwise(homes):
             ranks = self._rank_of[source[0]], self._rank_of[target[0]]
             if source in mine and target in mine:
                 if mine[source] is not mine[target]:

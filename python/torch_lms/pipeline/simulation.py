@@ -71,7 +71,11 @@ def simulate(
                 free_us[rank] = done[action].end_us
                 place[rank] += 1
                 progress = True
-    stuck = [f"rank {rank} in {own[at]}" for rank, (own, at) in enumerate(zip(schedule.ranks, place)) if at < len(own)]
+    stuck = [
+        f"rank {rank} in {own[at]}"
+        for rank, (own, at) in enumerate(zip(schedule.ranks, place, strict=False))
+        if at < len(own)
+    ]
     if stuck:
         raise PipelineError(f"expected a schedule that ends, found it stuck: {', '.join(stuck)}; reorder these actions")
     return sorted(done.values(), key=lambda event: (event.start_us, event.rank))
@@ -107,7 +111,8 @@ def check_schedule(schedule: Schedule) -> None:
             kinds = "".join(kind for kind in "FBIW" if counts[Action(stage, kind, microbatch)])
             if kinds not in ("FB", "FIW"):
                 raise PipelineError(
-                    f"expected a forward and one backward of stage {stage}, microbatch {microbatch}, found {kinds or 'none'}"
+                    f"expected a forward and one backward of stage {stage}, microbatch {microbatch}, "
+                    f"found {kinds or 'none'}"
                 )
     simulate(schedule)
 

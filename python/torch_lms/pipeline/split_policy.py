@@ -10,6 +10,8 @@ from torch import fx
 
 from torch_lms.errors import PipelineError
 from torch_lms.partition.balanced import BalanceConfig, plan_balanced_partition
+from torch_lms.profile.arguments import bind_sample
+from torch_lms.profile.tracing import TracedModel
 
 __all__ = ["balanced_split_policy", "insert_splits"]
 
@@ -34,8 +36,10 @@ def balanced_split_policy(
     """
 
     def policy(graph_module: fx.GraphModule) -> fx.GraphModule:
+        sample = bind_sample(graph_module, sample_input, sample_kwargs)
+        traced = TracedModel(graph_module, "operator", graph_module, sample)
         plan = plan_balanced_partition(
-            graph_module, devices, *sample_input, algorithm=algorithm, config=config, **sample_kwargs
+            traced, devices, *sample_input, algorithm=algorithm, config=config, **sample_kwargs
         )
         return insert_splits(graph_module, plan.partition.stage_of)
 

@@ -98,12 +98,12 @@ def _make_stage(boundary: Boundary, recorder: Recorder) -> Any:
             return self._record(FORWARD, fwd_chunk_id, super().forward_one_chunk, *args, **kwargs)
 
         def backward_one_chunk(
-            self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, **kwargs: Any
+            self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: Any = False
         ) -> Any:
             """A backward, or its part for the inputs."""
             kind = BACKWARD if full_backward else INPUT_BACKWARD
-            kwargs.update(loss=loss, full_backward=full_backward)
-            return self._record(kind, bwd_chunk_id, super().backward_one_chunk, **kwargs)
+            rest = {"loss": loss, "full_backward": full_backward, "last_backward": last_backward}
+            return self._record(kind, bwd_chunk_id, super().backward_one_chunk, **rest)
 
         def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
             """The rest of a backward."""
