@@ -3,7 +3,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <thread>
 
 #include <entity/EntityStorageImpl.h>
 #include <entity/OpClock.h>
@@ -88,14 +87,14 @@ class EntityRig {
   /// What a queue and the taker of its finished transfers do: no block goes under a copy.
   void drop_transfers() {
     if (out != nullptr) {
-      wait(out->fence);
+      wait_for_end(out->fence);
       if (commit_out() == torch_lms::CommitResult::kInUse) {
         entity->abandon_pageout(out);
       }
       out = nullptr;
     }
     if (in != nullptr) {
-      wait(in->fence);
+      wait_for_end(in->fence);
       in = nullptr;
     }
   }
@@ -103,6 +102,14 @@ class EntityRig {
   static void wait(const torch_lms::FencePtr& fence) {
     if (fence != nullptr) {
       fence->wait();
+    }
+  }
+
+  /// As `wait`, whether the copy failed or not.
+  static void wait_for_end(const torch_lms::FencePtr& fence) {
+    try {
+      wait(fence);
+    } catch (const torch_lms::TransferFailed&) {
     }
   }
 

@@ -2,7 +2,6 @@
 
 #include <functional>
 #include <memory>
-#include <thread>
 #include <vector>
 
 #include "entity_rig.h"
@@ -315,114 +314,6 @@ TEST(raw_access_is_watched_from_the_request_until_the_entity_is_resident) {
     CHECK_EQ(rig.storage->watched.load(), state != R);
     rig.entity->access();
     CHECK(!rig.storage->watched);
-  }
-}
-
-// --- page-outs that are called off -------------------------------------------------------
-
-TEST(an_access_before_the_copy_costs_no_copy) {
-  EntityRig rig(Copies::kOnCaller);
-  rig.go_to(OQ);
-  CHECK(accesses_with(rig, AccessResult::kCancelledPageout));
-  CHECK(!rig.entity->begin_pageout(&rig.out));
-  CHECK(rig.out == nullptr);
-  CHECK_EQ(rig.backend->interruptions.count(BackendStep::kCopyToHost), 0);
-  CHECK_EQ(rig.backend->interruptions.count(BackendStep::kAllocateHost), 0);
-}
-
-TEST(what_is_written_after_an_access_that_called_a_pageout_off_stays) {
-  for (Copies copies : kBothWays) {
-    for (State state : {OQ, PO}) {
-      EntityRig rig(copies);
-      rig.go_to(state);
-      rig.entity->access();
-      rig.write(23);
-      rig.drop_transfers();
-      CHECK(rig.storage->holds(23));
-      CHECK(rig.entity->pageout_internal_sync());
-    }
-  }
-}
-
-TEST(the_block_of_a_called_off_copy_is_kept_until_the_copy_is_over) {
-  EntityRig rig(Copies::kOnStreams);
-  rig.go_to(PO);
-  CHECK(accesses_with(rig, AccessResult::kCancelledPageout));
-  CHECK_EQ(rig.device->kept_for_copies.load(), 1);
-  CHECK_EQ(rig.commit_out(), CommitResult::kDropped);
-  CHECK_EQ(rig.backend->hosts(), 1); // the copy writes to it
-  rig.backend->run_all();
-  CHECK_EQ(rig.backend->hosts(), 0);
-}
-
-TEST(the_block_of_a_called_off_copy_that_is_over_is_not_kept) {
-  EntityRig rig(Copies::kOnStreams);
-  rig.go_to(PO);
-  rig.backend->run_all();
-  CHECK(accesses_with(rig, AccessResult::kCancelledPageout));
-  CHECK_EQ(rig.device->kept_for_copies.load(), 0);
-}
-
-TEST(an_access_while_host_memory_is_sought_calls_the_copy_off) {
-  for (Copies copies : kBothWays) {
-    EntityRig rig(copies);
-    rig.go_to(OQ);
-    rig.backend->interruptions.at(BackendStep::kAllocateHost, [&] {
-      CHECK(accesses_with(rig, AccessResult::kCancelledPageout));
-    });
-    CHECK(rig.entity->begin_pageout(&rig.out));
-    CHECK_EQ(rig.backend->interruptions.count(BackendStep::kCopyToHost), 0);
-    CHECK_EQ(rig.commit_out(), CommitResult::kDropped);
-    CHECK_EQ(rig.backend->hosts(), 0);
-  }
-}
-
-TEST(an_access_waits_for_the_copy_that_a_worker_is_making) {
-  for (Copies copies : kBothWays) {
-    EntityRig rig(copies);
-    rig.go_to(OQ);
-    Gate gate;
-    rig.backend->interruptions.at(BackendStep::kCopyToHost, gate.action());
-    bool copy_is_over = false; // of two threads, if the access does not wait
-    std::thread worker([&] {
-      CHECK(rig.entity->begin_pageout(&rig.out));
-      copy_is_over = true;
-    });
-    gate.wait_until_reached();
-    std::thread opener([&] {
-      while (rig.entity->state() != R) { // set before the access waits
-        std::this_thread::yield();
-      }
-      gate.open();
-    });
-    CHECK(accesses_with(rig, AccessResult::kCancelledPageout));
-    rig.write(31); // a race, if the copy went on
-    opener.join();
-    worker.join();
-    CHECK(copy_is_over);
-    CHECK_EQ(rig.commit_out(), CommitResult::kDropped);
-    rig.out = nullptr;
-  }
-}
-
-TEST(a_called_off_transfer_does_not_disturb_the_next_one) {
-  for (Copies copies : kBothWays) {
-    EntityRig rig(copies);
-    rig.go_to(PO);
-    const auto first = rig.out;
-    rig.entity->access();
-    rig.write(41);
-    REQUIRE(rig.entity->request_pageout());
-    REQUIRE(rig.entity->begin_pageout(&rig.out));
-    CHECK(rig.out != first);
-    rig.wait(first->fence);
-    rig.wait(rig.out->fence);
-    std::unique_ptr<DeviceBlock> garbage;
-    CHECK_EQ(rig.entity->commit_pageout(first, &garbage), CommitResult::kDropped);
-    CHECK_EQ(rig.entity->state(), PO);
-    CHECK_EQ(rig.commit_out(), CommitResult::kCommitted);
-    rig.out = nullptr;
-    CHECK(rig.storage->holds(41));
   }
 }
 

@@ -1,0 +1,150 @@
+#include <entity/UseHistory.h>
+
+#include <vector>
+
+#include "disabled.h"
+#include "harness.h"
+
+namespace torch_lms {
+namespace {
+
+constexpr uint64_t kUnknown = UseHistory::kUnknown;
+
+CycleShape cycle(uint64_t number, uint64_t began, uint64_t forward = 500, uint64_t length = 1500) {
+  CycleShape shape;
+  shape.number = number;
+  shape.began = began;
+  shape.forward = forward;
+  shape.length = length;
+  return shape;
+}
+
+const CycleShape kNoCycle;
+
+UseHistory used_at(const std::vector<uint64_t>& uses, const CycleShape& shape) {
+  UseHistory history;
+  for (uint64_t use : uses) {
+    history.record(use, shape);
+  }
+  return history;
+}
+
+// --- without cycles ----------------------------------------------------------------------
+
+TEST(of_an_entity_that_was_used_once_nothing_is_known) {
+  const UseHistory history = used_at({100}, kNoCycle);
+  CHECK(history.next(100, kNoCycle) > kUnknown / 2);
+}
+
+TEST(the_unknown_are_expected_the_later_the_longer_they_were_not_used) {
+  const UseHistory old = used_at({100}, kNoCycle);
+  const UseHistory recent = used_at({900}, kNoCycle);
+  CHECK(old.next(1000, kNoCycle) > recent.next(1000, kNoCycle));
+}
+
+TEST(the_interval_between_the_last_two_uses_is_expected_again) {
+  const UseHistory history = used_at({100, 300}, kNoCycle);
+  CHECK_EQ(history.next(300, kNoCycle), 500);
+  CHECK_EQ(history.next(499, kNoCycle), 500);
+}
+
+TEST(an_interval_that_has_passed_says_nothing_any_more) {
+  const UseHistory history = used_at({100, 300}, kNoCycle);
+  CHECK(history.next(500, kNoCycle) > kUnknown / 2);
+  CHECK(history.next(9000, kNoCycle) > kUnknown / 2);
+}
+
+TEST(many_uses_of_one_op_are_one_place) {
+  const UseHistory history = used_at({100, 300, 303, 310, 326}, kNoCycle);
+  CHECK_EQ(history.next(326, kNoCycle), 326 + (326 - 100));
+}
+
+TEST(uses_that_follow_each_other_slowly_are_places_of_their_own) {
+  const UseHistory history = used_at({100, 117}, kNoCycle); // 16 apart are one place
+  CHECK_EQ(history.next(117, kNoCycle), 134);
+}
+
+// --- with cycles -------------------------------------------------------------------------
+
+TEST(what_was_used_in_the_cycle_before_is_expected_at_the_same_places) {
+  UseHistory history = used_at({1100, 2000}, cycle(1, 1000));
+  CHECK_EQ(history.next(2500, cycle(2, 2500)), 2600);
+  history.record(2600, cycle(2, 2500));
+  CHECK_EQ(history.next(2600, cycle(2, 2500)), 3500);
+  history.record(3500, cycle(2, 2500));
+  CHECK_EQ(history.next(3500, cycle(2, 2500)), 2500 + 1500 + 100); // in the next cycle
+}
+
+TEST(only_what_was_used_in_two_cycles_running_recurs) {
+  UseHistory history = used_at({1100}, cycle(1, 1000));
+  CHECK(!history.recurs(cycle(1, 1000)));
+  CHECK(history.recurs(cycle(2, 2500)));
+  CHECK(!history.recurs(cycle(3, 4000)));
+  history.record(2600, cycle(2, 2500));
+  CHECK(history.recurs(cycle(2, 2500)));
+  history.record(5600, cycle(4, 5500)); // one left out
+  CHECK(!history.recurs(cycle(4, 5500)));
+}
+
+TEST(what_was_not_used_in_the_cycle_before_is_unknown) {
+  const UseHistory history = used_at({1100}, cycle(1, 1000));
+  CHECK(history.next(4100, cycle(3, 4000)) > kUnknown / 2);
+}
+
+TEST(what_is_new_in_forward_is_expected_in_backward_in_reverse) {
+  const CycleShape shape = cycle(3, 3000); // 500 uses forward, 1000 after it
+  const uint64_t first = used_at({3100}, shape).next(3300, shape);
+  const uint64_t second = used_at({3200}, shape).next(3300, shape);
+  CHECK_EQ(first, 3000 + 500 + 800);
+  CHECK_EQ(second, 3000 + 500 + 600);
+  CHECK(second < first);
+}
+
+TEST(what_is_new_in_backward_is_expected_in_the_next_cycle) {
+  const CycleShape shape = cycle(3, 3000);
+  CHECK_EQ(used_at({3700}, shape).next(3800, shape), 3000 + 1500 + 700);
+}
+
+TEST(a_cycle_without_a_forward_expects_everything_in_the_next_one) {
+  const CycleShape shape = cycle(3, 3000, 0);
+  CHECK_EQ(used_at({3100}, shape).next(3200, shape), 3000 + 1500 + 100);
+}
+
+TEST(long_cycles_have_wide_places) {
+  const CycleShape before = cycle(1, 0, 5000, 12800); // 12800 / 128 = 100 are one place
+  const CycleShape now = cycle(2, 12800, 5000, 12800);
+  const UseHistory one = used_at({1000, 1100}, before);
+  CHECK_EQ(one.next(12800, now), 12800 + 1100);
+  CHECK_EQ(one.next(12800 + 1100, now), 12800 + 12800 + 1100);
+  const UseHistory two = used_at({1000, 1101}, before);
+  CHECK_EQ(two.next(12800, now), 12800 + 1000);
+  CHECK_EQ(two.next(12800 + 1000, now), 12800 + 1101);
+}
+
+TEST(more_places_than_are_kept_do_no_harm) {
+  std::vector<uint64_t> uses;
+  for (uint64_t i = 0; i < 20; ++i) {
+    uses.push_back(1000 + 20 * i);
+  }
+  const UseHistory history = used_at(uses, cycle(1, 1000));
+  for (uint64_t i = 0; i < 6; ++i) {
+    CHECK_EQ(history.next(2499 + 20 * i, cycle(2, 2500)), 2500 + 20 * i);
+  }
+  CHECK_EQ(history.next(2600, cycle(2, 2500)), 4000);
+}
+
+// --- not right yet ---------------------------------------------------------------------------
+
+// Disabled: in a cycle that is longer than the one before, a time in the past is returned.
+// An entity that is not used again then looks like the one that is needed first.
+DISABLED_TEST(the_next_use_is_always_to_come) {
+  const CycleShape before = cycle(1, 1000);
+  const CycleShape now = cycle(2, 2500);
+  const uint64_t late = 2500 + 3000;
+  CHECK(used_at({1100}, before).next(late, now) > late);
+  CHECK(used_at({2600}, now).next(late, now) > late);
+  CHECK(used_at({3700}, now).next(late, now) > late);
+}
+
+} // namespace
+} // namespace torch_lms
