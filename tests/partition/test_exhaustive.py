@@ -12,7 +12,17 @@ from hypothesis import strategies as st
 
 from tests.partition.random_graphs import contiguous_placements, measured, problems
 from torch_lms.errors import PartitionError
-from torch_lms.partition import DeviceSpec, PartitionProblem, find_algorithm, least_caps, partition
+from torch_lms.partition import (
+    CostGraph,
+    CostModel,
+    CostNode,
+    DeviceSpec,
+    LinkSpec,
+    PartitionProblem,
+    find_algorithm,
+    least_caps,
+    partition,
+)
 from torch_lms.partition.contiguous import ContiguousStages
 from torch_lms.partition.intervals import stage_matrices
 from torch_lms.partition.sequence import UnitSequence
@@ -97,3 +107,28 @@ def test_the_least_cap_in_the_error_works_and_less_does_not(problem: PartitionPr
     assert find_algorithm("dp").partition(with_caps(problem, cap)).fits
     with pytest.raises(PartitionError):
         find_algorithm("dp").partition(with_caps(problem, math.floor(cap * (1 - 1e-6)) - 1))
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    nodes=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 60)), min_size=4, max_size=9),
+    microbatches=st.integers(2, 5),
+)
+def test_the_search_between_a_short_period_and_cheap_borders_misses_nothing(
+    nodes: list[tuple[int, int]], microbatches: int
+) -> None:
+    """Transfers as long as computing: many ways to cut are neither of shortest period nor of least sum."""
+    made = [CostNode(name="n0", forward_us=nodes[0][0], output_bytes=nodes[0][1])]
+    for index, (time_us, nbytes) in enumerate(nodes[1:], 1):
+        made.append(CostNode(name=f"n{index}", forward_us=time_us, output_bytes=nbytes, inputs=(f"n{index - 1}",)))
+    problem = PartitionProblem(
+        graph=CostGraph(nodes=tuple(made)),
+        devices=tuple(DeviceSpec(name=f"d{index}") for index in range(3)),
+        links=LinkSpec(bytes_per_us=1.0),
+        cost_model=CostModel(microbatches=microbatches),
+    )
+    steps = [measured(problem, placed).step.step_us for _, placed in contiguous_placements(problem)]
+    links = problem.links_between(problem.devices)
+    found = ContiguousStages(UnitSequence(problem.units), problem.devices, links, problem.cost_model).solve()
+    assert found is not None
+    assert found.step_us == pytest.approx(min(steps), rel=1e-9)
