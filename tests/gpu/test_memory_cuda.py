@@ -1,0 +1,297 @@
+"""Device memory and its owners: what is given back, what is refused, streams, threads, and no room."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from types import ModuleType
+
+import pytest
+import torch
+
+import torch_lms
+from torch_lms.errors import PageoutError
+from torch_lms.swap import state
+
+MIB = 1 << 20
+A_WHILE_CYCLES = 5_000_000  # some milliseconds
+
+
+def filled(mib: int, value: float = 1.0) -> torch.Tensor:
+    return torch.full((mib * MIB // 4,), value, device="cuda")
+
+
+def extremes(tensor: torch.Tensor) -> tuple[float, float]:
+    """The least and the largest element, for which little memory is needed."""
+    return tensor.min().item(), tensor.max().item()
+
+
+def page_out(*tensors: torch.Tensor) -> None:
+    torch_lms.pageout(*tensors)
+    torch_lms.wait()
+
+
+@pytest.fixture
+def observed(paged: ModuleType) -> torch.Tensor:
+    """Something is out, so that ops, and the streams they use, are seen."""
+    tensor = filled(1)
+    page_out(tensor)
+    return tensor
+
+
+# --- what is given back -------------------------------------------------------------------------------
+
+
+def test_pageout_through_any_view_gives_the_whole_storage_back(paged: ModuleType, cleaned: None) -> None:
+    tensor = filled(64)
+    view = tensor.view(-1, 1024)[3:5].t()
+    before_bytes = torch.cuda.memory_allocated()
+    page_out(view)
+    assert torch.cuda.memory_allocated() == before_bytes - 64 * MIB
+    assert state(tensor) == state(view) == "paged_out"
+    view.mul_(3)
+    assert state(tensor) == "resident"
+    assert tensor.eq(3).sum().item() == view.numel()
+    assert tensor.eq(1).sum().item() == tensor.numel() - view.numel()
+
+
+def test_host_memory_of_a_dead_paged_out_tensor_is_used_again(paged: ModuleType) -> None:
+    host_bytes = []
+    for _ in range(10):  # 2.5 GiB, where slabs are of 1 GiB
+        tensor = filled(256)
+        page_out(tensor)
+        host_bytes.append(torch_lms.stats().host_bytes)
+        del tensor
+    assert host_bytes[-1] <= host_bytes[1]
+    assert torch_lms.stats().paged_out_bytes == 0
+
+
+def test_more_than_the_device_holds_fits_in_turns(paged: ModuleType, little_memory: None) -> None:
+    before_bytes = torch.cuda.memory_allocated()
+    tensors = []
+    for value in range(24):  # 3 GiB where there are 2
+        tensors.append(filled(128, value))
+        page_out(tensors[-1])
+    assert torch.cuda.memory_allocated() == before_bytes
+    for value, tensor in enumerate(tensors):
+        assert extremes(tensor) == (value, value)
+        page_out(tensor)
+
+
+# --- streams and threads ------------------------------------------------------------------------------
+
+
+def test_pageout_waits_for_a_stream_that_still_writes(observed: torch.Tensor) -> None:
+    side = torch.cuda.Stream()
+    for value in range(5):
+        tensor = filled(16, value)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(A_WHILE_CYCLES)
+            tensor.add_(1)
+        page_out(tensor)
+        torch.cuda.current_stream().wait_stream(side)
+        assert tensor.eq(value + 1).all()
+
+
+def test_memory_of_a_pageout_is_not_reused_while_a_stream_still_reads_it(observed: torch.Tensor) -> None:
+    side = torch.cuda.Stream()
+    for value in range(5):
+        tensor = filled(16, value)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(A_WHILE_CYCLES)
+            doubled = tensor * 2
+        page_out(tensor)
+        other = filled(16, -1)
+        torch.cuda.current_stream().wait_stream(side)
+        assert doubled.eq(2 * value).all()
+        assert other.eq(-1).all()
+
+
+def test_record_stream_of_a_paged_out_tensor_holds_its_memory(paged: ModuleType) -> None:
+    side = torch.cuda.Stream()
+    for value in range(5):
+        tensor = filled(16, value)
+        page_out(tensor)
+        tensor.record_stream(side)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(A_WHILE_CYCLES)
+            doubled = tensor * 2
+        del tensor
+        other = filled(16, -1)
+        torch.cuda.current_stream().wait_stream(side)
+        assert doubled.eq(2 * value).all()
+        assert other.eq(-1).all()
+
+
+def test_host_memory_is_not_reused_while_its_pagein_is_under_way(paged: ModuleType) -> None:
+    for value in range(10):
+        tensor, other = filled(64, value), filled(64, -1)
+        page_out(tensor)
+        doubled = tensor * 2  # its page-in is only submitted
+        page_out(other)  # wants host memory
+        assert doubled.eq(2 * value).all()
+        assert other.eq(-1).all()
+
+
+def test_non_blocking_copies_of_paged_out_tensors_are_right(paged: ModuleType) -> None:
+    tensor, host = filled(16, 3), torch.zeros(4 * MIB, pin_memory=True)
+    page_out(tensor)
+    host.copy_(tensor, non_blocking=True)
+    torch.cuda.synchronize()
+    assert host.eq(3).all()
+    page_out(tensor)
+    tensor.copy_(host.fill_(5), non_blocking=True)
+    page_out(tensor)
+    assert tensor.cpu().eq(5).all()
+
+
+def test_threads_with_streams_of_their_own_page_what_others_use(observed: torch.Tensor) -> None:
+    tensors = [filled(8, value) for value in range(8)]
+    torch.cuda.synchronize()
+    found: list[tuple[int, float]] = []
+
+    def compute(seed: int) -> None:
+        order = torch.randperm(8, generator=torch.Generator().manual_seed(seed)).tolist()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for value in order * 10:
+                found.append((value, tensors[value].max().item()))
+                with contextlib.suppress(PageoutError):  # another thread's op uses it just now
+                    torch_lms.pageout(tensors[(value + 1) % 8])
+
+    threads = [threading.Thread(target=compute, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4 * 80
+    assert all(expected == value for expected, value in found)
+
+
+# --- what is refused ----------------------------------------------------------------------------------
+
+
+def test_dlpack_pins_the_storage_where_it_is(paged: ModuleType) -> None:
+    tensor = filled(4)
+    page_out(tensor)
+    alias = torch.from_dlpack(tensor)
+    with pytest.raises(PageoutError, match=r"expected .* found"):
+        torch_lms.pageout(tensor)
+    tensor.add_(1)
+    assert alias.eq(2).all()
+
+
+def test_numpy_of_a_copy_on_the_host_leaves_the_device_tensor_free_to_move(paged: ModuleType) -> None:
+    tensor = filled(4, 3)
+    page_out(tensor)
+    array = tensor.cpu().numpy()
+    page_out(tensor)
+    assert state(tensor) == "paged_out"
+    assert (array == 3).all()
+
+
+def test_pinned_storage_stays_until_it_is_unpinned(paged: ModuleType) -> None:
+    tensor = filled(4)
+    page_out(tensor)
+    torch_lms.pin(tensor)
+    address = tensor.data_ptr()
+    with pytest.raises(PageoutError):
+        torch_lms.pageout(tensor)
+    assert tensor.data_ptr() == address
+    torch_lms.swap.unpin(tensor)
+    page_out(tensor)
+    assert tensor.eq(1).all()
+
+
+def test_pinned_host_memory_is_refused(paged: ModuleType) -> None:
+    with pytest.raises(PageoutError, match="found"):
+        torch_lms.pageout(torch.zeros(MIB, pin_memory=True))
+
+
+# --- no room ------------------------------------------------------------------------------------------
+
+
+def fill_the_device() -> list[torch.Tensor]:
+    """Leaves a hole of 128 MiB."""
+    fillers: list[torch.Tensor] = []
+    with pytest.raises(torch.OutOfMemoryError):
+        fillers.extend(filled(128) for _ in range(32))
+    fillers.pop()
+    return fillers
+
+
+@pytest.mark.filterwarnings("ignore:torch_lms:UserWarning")
+def test_pagein_without_room_is_served_by_the_host_and_nothing_is_lost(paged: ModuleType, little_memory: None) -> None:
+    tensor = filled(512, 2)
+    page_out(tensor)
+    fillers = fill_the_device()
+    served = torch_lms.stats().host_served
+    assert extremes(tensor) == (2, 2)
+    tensor.add_(1)
+    assert torch_lms.stats().host_served > served
+    assert state(tensor) == "paged_out"
+    del fillers
+    assert extremes(tensor) == (3, 3)
+    assert state(tensor) == "resident"
+
+
+@pytest.mark.filterwarnings("ignore:torch_lms:UserWarning")
+def test_prefetch_without_room_is_forgotten(paged: ModuleType, little_memory: None) -> None:
+    tensor = filled(512, 2)
+    page_out(tensor)
+    fillers = fill_the_device()
+    torch_lms.prefetch(tensor)
+    torch_lms.wait()
+    assert state(tensor) == "paged_out"
+    del fillers
+    torch_lms.prefetch(tensor)
+    torch_lms.wait()
+    assert state(tensor) == "resident"
+    assert tensor.eq(2).all()
+
+
+def test_storages_beyond_the_limit_take_turns(paged: ModuleType, cleaned: None) -> None:
+    torch_lms.enable("1GiB")
+    tensors = [filled(128, value) for value in range(24)]
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(2):
+        for value, tensor in enumerate(tensors):
+            assert tensor.max().item() == value
+    assert torch.cuda.max_memory_allocated() <= 1 << 30
+    assert torch.cuda.max_memory_reserved() <= 1 << 30
+    assert torch_lms.stats().pageouts > 0
+    del tensors, tensor
+
+
+def test_op_larger_than_the_limit_raises_and_the_next_one_works(paged: ModuleType, cleaned: None) -> None:
+    torch_lms.enable("256MiB")
+    with pytest.raises(torch.OutOfMemoryError):
+        filled(512)
+    assert filled(64).sum().item() == 16 * MIB
+
+
+def test_disable_brings_everything_back(paged: ModuleType, cleaned: None) -> None:
+    torch_lms.enable("256MiB")
+    tensors = [filled(64, value) for value in range(8)]
+    assert torch_lms.stats().paged_out_bytes > 0
+    torch_lms.disable()
+    assert torch_lms.stats().paged_out_bytes == 0
+    assert {state(tensor) for tensor in tensors} == {"resident"}
+    assert [tensor.max().item() for tensor in tensors] == list(range(8))
+
+
+# --- last, since what it leaves may stay in the allocator ---------------------------------------------
+
+
+def test_storage_of_a_private_pool_keeps_its_bytes(paged: ModuleType, cleaned: None) -> None:
+    pool = torch.cuda.MemPool()
+    with torch.cuda.use_mem_pool(pool):
+        tensor = filled(4, 3)
+    address = tensor.data_ptr()
+    try:
+        page_out(tensor)
+    except PageoutError:
+        assert tensor.data_ptr() == address
+    assert tensor.eq(3).all()
