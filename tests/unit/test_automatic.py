@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import ModuleType
@@ -24,6 +24,7 @@ from tests.unit.trainings import (
     TRAININGS,
     Batch,
     Training,
+    one_thread,
     plain_step,
     same_bits,
     train,
@@ -31,15 +32,6 @@ from tests.unit.trainings import (
 from torch_lms.swap import SwapStats
 
 Steps = Callable[[nn.Module, torch.optim.Optimizer, Batch], torch.Tensor]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """For ops as small as these, more threads only wait for one another."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def within_limit(run: Callable[[], list[torch.Tensor]], limit_bytes: int) -> tuple[list[torch.Tensor], SwapStats]:
@@ -162,6 +154,7 @@ def test_checkpointed_sequences_are_bit_equal() -> None:
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, nullcontext])
 def test_inference_within_a_limit_is_bit_equal(context: Callable[[], AbstractContextManager[object]]) -> None:
+    @one_thread()
     def infer() -> list[torch.Tensor]:
         torch.manual_seed(0)
         model = LARGE_STATE_TRAINING.make().eval()
@@ -186,6 +179,7 @@ def test_training_and_evaluation_in_turn_with_changing_shapes_are_bit_equal() ->
 
 
 def test_what_was_made_before_automatic_mode_is_used_bit_equal() -> None:
+    @one_thread()
     def outcome(limit_bytes: int | None) -> list[torch.Tensor]:
         torch.manual_seed(0)
         model = GPT_TRAINING.make()

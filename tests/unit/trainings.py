@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -125,6 +126,16 @@ RNN_TRAINING = Training("rnn", RNN, token_batch, 6 << 20)
 LARGE_STATE_TRAINING = Training("large state", make_wide_mlp, vector_batch, 7 << 20)
 TRAININGS = [GPT_TRAINING, RESNET_TRAINING, RNN_TRAINING, LARGE_STATE_TRAINING]
 
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """For ops as small as these, more threads only wait for one another."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 Step = Callable[[nn.Module, torch.optim.Optimizer, Batch], torch.Tensor]
 
 
@@ -136,6 +147,7 @@ def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch)
     return loss.detach()
 
 
+@one_thread()
 def train(training: Training, steps: int = 3, step: Step = plain_step) -> list[torch.Tensor]:
     """The losses, and all gradients, parameters, buffers and optimizer state at the end."""
     torch.manual_seed(0)
