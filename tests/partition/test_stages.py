@@ -68,7 +68,8 @@ def test_any_partition_of_any_program_runs_to_the_same_output_and_gradients(draw
     seed, nodes, stages, choice = drawn
     program = random_program(seed, nodes)
     split_program = copy.deepcopy(program)
-    made = split(split_program, random_partition(split_program.graph, stages, choice))
+    stage_of = random_partition(split_program.graph, stages, choice)
+    made = split(split_program, stage_of)
     inputs = [torch.rand(3, WIDTH, generator=torch.Generator().manual_seed(seed)) for _ in range(2)]
     expected, found = program(*inputs), run_stages(made, *inputs)
     assert_equal(expected, found)
@@ -79,7 +80,11 @@ def test_any_partition_of_any_program_runs_to_the_same_output_and_gradients(draw
     for name, value in program.named_parameters():
         assert (value.grad is None) == (gradients[name] is None)
         if value.grad is not None:
-            assert torch.equal(value.grad, gradients[name])
+            # A partition into intervals keeps the order in which gradients are summed.
+            if list(stage_of.values()) == sorted(stage_of.values()):
+                assert torch.equal(value.grad, gradients[name])
+            else:
+                torch.testing.assert_close(value.grad, gradients[name])
     for name, value in program.named_buffers():
         assert torch.equal(value, split_program.get_buffer(name))
 
