@@ -25,7 +25,7 @@ MIB = 1 << 20
 
 
 def filled(mib: int, value: float = 1.0) -> torch.Tensor:
-    return torch.full((mib * MIB // 4,), value, device="cuda")
+    return torch.full((mib * MIB // 4,), value, dtype=torch.float32, device="cuda")
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ NOT_YET = {
 
 
 def filled(mib: int, value: float = 1.0) -> torch.Tensor:
-    return torch.full((mib * MIB // 4,), value, device="cuda")
+    return torch.full((mib * MIB // 4,), value, dtype=torch.float32, device="cuda")
 
 
 def page_out(*tensors: torch.Tensor) -> None:

@@ -18,7 +18,7 @@ A_WHILE_CYCLES = 5_000_000  # some milliseconds
 
 
 def filled(mib: int, value: float = 1.0) -> torch.Tensor:
-    return torch.full((mib * MIB // 4,), value, device="cuda")
+    return torch.full((mib * MIB // 4,), value, dtype=torch.float32, device="cuda")
 
 
 def extremes(tensor: torch.Tensor) -> tuple[float, float]:
