@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+
+import pytest
+
+from torch_lms.errors import ProfileError
+from torch_lms.profile import LinkProfile, NodeProfile, Profile
+
+LINEAR = NodeProfile(
+    name="linear",
+    op="call_function",
+    target="torch.nn.functional.linear",
+    inputs=("x",),
+    module="head",
+    forward_us=1.25,
+    backward_us=2.5,
+    output_bytes=64,
+    gradient_bytes=64,
+    parameters=("head.weight",),
+    saved=("x", "linear"),
+    output_storages=("linear",),
+    saved_parameters=("head.weight",),
+)
+INPUT = NodeProfile(name="x", op="placeholder", target="x", output_bytes=32, output_storages=("x",))
+PROFILE = Profile(
+    model="Model",
+    level="operator",
+    device="cpu",
+    torch_version="2.13",
+    warmup_runs=5,
+    timed_runs=50,
+    timed=True,
+    nodes=(INPUT, LINEAR, replace(LINEAR, name="again", inputs=("linear",), saved=("linear",))),
+    notes=("a note",),
+    parameter_bytes={"head.weight": 128},
+    tied={"tail.weight": "head.weight"},
+    trainable=frozenset({"head.weight"}),
+    storage_bytes={"x": 32, "linear": 64},
+    optimizer_bytes={"head.weight": 256},
+    step_us=8.0,
+    links=(LinkProfile(source="cpu", target="cuda:0", bytes_per_us=55e3, latency_us=7.5),),
+)
+
+
+@pytest.mark.parametrize("profile", [PROFILE, replace(PROFILE, optimizer_bytes=None, links=(), timed=False)])
+def test_json_comes_back_equal(profile: Profile) -> None:
+    assert Profile.from_json(profile.to_json()) == profile
+
+
+def test_file_comes_back_equal(tmp_path: object) -> None:
+    path = f"{tmp_path}/profile.json"
+    PROFILE.save(path)
+    assert Profile.load(path) == PROFILE
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("no json", "not"),
+        ("[]", "version 1"),
+        (json.dumps({"version": 2}), "found 2"),
+        (json.dumps({"version": 1, "colour": "blue"}), "colour"),
+        (json.dumps({**json.loads(PROFILE.to_json()), "nodes": [{"shape": 1}]}), "shape"),
+    ],
+)
+def test_what_is_no_profile_is_refused(text: str, words: str) -> None:
+    with pytest.raises(ProfileError, match=words):
+        Profile.from_json(text)
+
+
+def test_a_storage_that_two_nodes_keep_counts_once() -> None:
+    assert PROFILE.saved_bytes == 32 + 64
+    assert PROFILE.forward_us == 2.5
+    assert PROFILE.backward_us == 5.0
+
+
+def test_table_shows_nodes_sums_links_and_notes() -> None:
+    console = pytest.importorskip("rich.console").Console(width=160, record=True, file=io.StringIO())
+    console.print(PROFILE.table())
+    text = console.export_text()
+    for words in ("linear", "head", "128 B", "whole step 8 us", "cpu to cuda:0: 55.0 GB/s", "note: a note"):
+        assert words in text
+
+
+def test_table_can_show_the_slowest_nodes_only() -> None:
+    console = pytest.importorskip("rich.console").Console(width=160, record=True, file=io.StringIO())
+    console.print(replace(PROFILE, nodes=(INPUT, LINEAR, replace(LINEAR, name="slow", forward_us=99.0))).table(1))
+    text = console.export_text()
+    assert "slow" in text
+    assert "again" not in text

@@ -1,0 +1,220 @@
+from __future__ import annotations
+
+import inspect
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.profile.models import Branching, Convolutions, OneBranching, TiedLM
+from torch_lms.errors import ProfileError
+from torch_lms.profile import Profile, ProfileConfig, profile, trace
+from torch_lms.profile.devices import find_device
+
+QUICK = ProfileConfig(warmup_runs=1, timed_runs=3, progress=False)
+IDS = torch.tensor([[1, 2, 3], [4, 5, 6]])
+IMAGES = torch.ones(2, 3, 6, 6)
+CASES = [
+    pytest.param(TiedLM, (IDS,), False, id="operator"),
+    pytest.param(Convolutions, (IMAGES,), False, id="in_place"),
+    pytest.param(OneBranching, (torch.ones(2, 4),), False, id="opened"),
+    pytest.param(Branching, (torch.ones(2, 4),), False, id="runtime"),
+    pytest.param(TiedLM, (IDS,), True, id="pieces"),
+    pytest.param(Convolutions, (IMAGES,), True, id="pieces_in_place"),
+]
+
+
+class Counting(nn.Module):
+    """Counts its runs, forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.forwards = self.backwards = 0
+        self.linear.register_forward_pre_hook(self._count)
+        self.linear.weight.register_hook(self._count_backward)
+
+    def _count(self, *_args: Any) -> None:
+        self.forwards += 1
+
+    def _count_backward(self, *_args: Any) -> None:
+        self.backwards += 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
+@pytest.mark.parametrize(("build", "args", "pieces"), CASES)
+def test_nodes_are_in_topological_order_and_timed(build: Any, args: Any, pieces: bool) -> None:
+    found = profile(build(), *args, config=ProfileConfig(warmup_runs=0, timed_runs=2, pieces=pieces))
+    seen: set[str] = set()
+    for node in found.nodes:
+        assert set(node.inputs) <= seen, node.name
+        seen.add(node.name)
+        assert node.forward_us >= 0
+        assert node.backward_us >= 0
+        if node.gradient_bytes and node.op.startswith("call"):
+            assert node.forward_us > 0, node.name
+        assert set(node.saved) | set(node.output_storages) <= set(found.storage_bytes)
+    assert found.timed
+    assert found.step_us > 0
+    assert found.backward_us > 0
+    assert Profile.from_json(found.to_json()) == found
+
+
+@pytest.mark.parametrize(("build", "args", "pieces"), CASES)
+def test_model_is_left_as_it_was(build: Any, args: Any, pieces: bool) -> None:
+    model = build()
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 3.0)
+    gradients = [parameter.grad for parameter in model.parameters()]
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    pointers = [tensor.data_ptr() for tensor in [*model.parameters(), *model.buffers()]]
+    state = torch.get_rng_state()
+    profile(model, *args, config=ProfileConfig(warmup_runs=0, timed_runs=1, pieces=pieces), optimizer=torch.optim.Adam)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert pointers == [tensor.data_ptr() for tensor in [*model.parameters(), *model.buffers()]]
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        assert parameter.grad is gradient
+        assert bool((gradient == 3).all())
+
+
+def test_runs_are_as_many_as_configured() -> None:
+    model = Counting()
+    found = profile(model, torch.ones(2, 4), config=ProfileConfig(warmup_runs=2, timed_runs=5, progress=False))
+    # The pass for sizes, 2 + 5 runs of the nodes, 2 + 5 of whole steps.
+    assert (model.forwards, model.backwards) == (1 + 7 + 7, 7 + 7)
+    assert (found.warmup_runs, found.timed_runs) == (2, 5)
+
+
+def test_a_loss_among_the_outputs_is_where_the_backward_starts() -> None:
+    class WithLoss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used = nn.Linear(4, 4)
+            self.unused = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"logits": self.unused(x), "loss": self.used(x).sum()}
+
+    nodes = {node.name: node for node in profile(WithLoss(), torch.ones(2, 4), config=QUICK).nodes}
+    assert nodes["used"].backward_us > 0
+    assert nodes["unused"].backward_us == 0
+
+
+def test_without_gradient_there_is_no_backward_and_a_note() -> None:
+    model = TiedLM().requires_grad_(False)
+    found = profile(model, IDS, config=QUICK)
+    assert found.backward_us == 0
+    assert found.trainable == frozenset()
+    assert found.saved_bytes == 0
+    assert sum("no backward" in note for note in found.notes) == 1
+
+
+def test_profile_inside_no_grad_measures_training() -> None:
+    with torch.no_grad():
+        found = profile(TiedLM(), IDS, config=QUICK)
+    assert found.saved_bytes > 0
+    assert found.backward_us > 0
+
+
+def test_dropout_is_there_in_training_only() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+    training = profile(model.train(), torch.ones(2, 4), config=QUICK)
+    evaluating = profile(model.eval(), torch.ones(2, 4), config=QUICK)
+    assert training.saved_bytes > evaluating.saved_bytes
+
+
+def test_a_traced_model_is_not_traced_again() -> None:
+    model = TiedLM()
+    traced = trace(model, (IDS,))
+    found = profile(traced, IDS, config=QUICK)
+    assert traced.graph_module is not None
+    assert [node.name for node in found.nodes] == [node.name for node in traced.graph_module.graph.nodes]
+
+
+def test_ops_in_modules_are_known_at_runtime_level() -> None:
+    found = profile(Branching(), torch.ones(2, 4), config=QUICK)
+    assert found.level == "runtime"
+    linear = next(node for node in found.nodes if node.name == "linear")
+    assert (linear.module, linear.inputs, linear.parameters) == ("inner", ("x",), ("inner.weight", "inner.bias"))
+    output = found.nodes[-1]
+    assert (output.op, output.inputs) == ("output", ("relu",))
+
+
+def test_ops_that_change_from_run_to_run_are_told() -> None:
+    class Wandering(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.runs = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.runs += 1
+            return x.exp() if float(x.sum()) and self.runs % 2 else x.sin()
+
+    with pytest.raises(ProfileError, match="same ops in each run"):
+        profile(Wandering(), torch.ones(2, requires_grad=True), config=QUICK)
+
+
+def test_batches_that_do_not_match_name_line_and_shapes() -> None:
+    class TwoInputs(nn.Module):
+        def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            return a + b  # here
+
+    lines, start = inspect.getsourcelines(TwoInputs)
+    line = start + next(index for index, text in enumerate(lines) if "# here" in text)
+    with pytest.raises(ProfileError) as caught:
+        profile(TwoInputs(), torch.ones(4, 2), torch.ones(3, 2), config=QUICK)
+    message = str(caught.value)
+    assert "a: float32[4, 2]" in message
+    assert "b: float32[3, 2]" in message
+    assert re.search(rf"test_profiler\.py:{line}|node 'add'", message)
+
+
+@pytest.mark.parametrize("device", ["cuda:77", "nonsense", "xpu:3"])
+def test_a_device_that_is_not_there_is_refused(device: str) -> None:
+    with pytest.raises(ProfileError, match=f"expected a device.*{device}"):
+        profile(TiedLM(), IDS, config=ProfileConfig(device=device))
+    with pytest.raises(ProfileError, match=device):
+        find_device(device)
+
+
+def test_a_model_on_two_devices_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    with pytest.raises(ProfileError, match="cpu, meta"):
+        profile(model, torch.ones(1, 2), config=QUICK)
+
+
+def test_a_model_without_values_cannot_be_timed() -> None:
+    with pytest.raises(ProfileError, match="meta device"):
+        profile(nn.Linear(2, 2, device="meta"), torch.ones(1, 2), config=ProfileConfig(device="cpu"))
+
+
+@pytest.mark.parametrize("values", [{"timed_runs": 0}, {"warmup_runs": -1}])
+def test_numbers_of_runs_are_checked(values: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=str(next(iter(values.values())))):
+        ProfileConfig(**values)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", 3])
+def test_what_is_no_optimizer_is_refused(optimizer: Any) -> None:
+    with pytest.raises(ProfileError, match=repr(optimizer)):
+        profile(TiedLM(), IDS, optimizer=optimizer, config=QUICK)
+
+
+def test_a_graph_is_needed_to_run_piece_by_piece() -> None:
+    with pytest.raises(ProfileError, match="piece by piece"):
+        profile(Branching(), torch.ones(2, 4), config=ProfileConfig(pieces=True, timed_runs=1))
+
+
+def test_progress_is_shown_on_the_error_stream(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("rich")
+    profile(TiedLM(), IDS, config=ProfileConfig(warmup_runs=0, timed_runs=2, progress=True))
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    for phase in ("tracing", "nodes", "whole steps"):
+        assert f"TiedLM: {phase}" in shown.err
