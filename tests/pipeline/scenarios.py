@@ -163,6 +163,37 @@ def measured_steps(rank: int, world: int) -> None:
                 assert [event.action for event in ran] == list(actions)
 
 
+class SharedByAll(nn.Module):
+    """One weight in every stage, and in some of them twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(4))
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x * self.scale)) * self.scale
+        return x.square().mean()
+
+
+def weight_shared_by_all_stages(rank: int, world: int) -> None:
+    """Stages 0 and 2 are on rank 0, 1 and 3 on rank 1; gradients of two steps add up."""
+    torch.manual_seed(0)
+    model, x = SharedByAll(), torch.rand(4, 4)
+    stages = cut(model, 4)
+    config = PipelineConfig(schedule="interleaved", microbatches=2)
+    with Pipeline(stages, config=config) as pipeline:
+        assert all("scale" in stage.shared for stage in pipeline.stages)
+        for _ in range(2):
+            pipeline.step(x)
+            for part in x.chunk(2):
+                (model(part) / 2).backward()
+        for stage in pipeline.stages:
+            for name, value in stage.named_parameters():
+                torch.testing.assert_close(value.grad, model.get_parameter(name).grad)
+
+
 def _fails_in_stage() -> None:
     if dist.get_rank() == dist.get_world_size() - 1:
         raise ArithmeticError("no more numbers")
@@ -247,3 +278,4 @@ def all_is_well(rank: int, world: int) -> None:
     device_that_is_not_there(rank, world)
     if is_available():
         stages_in_pytorch_alone(rank, world)
+        weight_shared_by_all_stages(rank, world)

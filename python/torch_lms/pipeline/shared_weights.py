@@ -1,7 +1,8 @@
 """Weights that several stages share: one value at the start, one gradient in each step.
 
 The sum runs from the last stage that has the weight to the first, which is the order in which autograd adds on a single
-device, so that it has the same bits.
+device. With one microbatch it has the same bits, unless a stage other than the last of them uses the weight more than
+once: it then adds its own share first.
 """
 
 from __future__ import annotations
