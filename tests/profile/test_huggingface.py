@@ -1,4 +1,4 @@
-"""Hugging Face models by configuration, with random weights: graphs at operator level that compute what they compute."""
+"""Hugging Face models by configuration, with random weights: their graphs compute what they compute."""
 
 from __future__ import annotations
 

@@ -1,0 +1,62 @@
+"""Profiles on a GPU: of models that are there, that are brought there, and that do not fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.profile.models import Branching, Convolutions, TiedLM
+from torch_lms.profile import ProfileConfig, profile
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+CASES = [
+    pytest.param(TiedLM, (torch.tensor([[1, 2, 3], [4, 5, 6]]),), id="operator"),
+    pytest.param(Convolutions, (torch.ones(2, 3, 6, 6),), id="in_place"),
+    pytest.param(Branching, (torch.ones(2, 4),), id="runtime"),
+]
+
+
+def quick(**options: Any) -> ProfileConfig:
+    return ProfileConfig(**{"warmup_runs": 1, "timed_runs": 2, "links": False, "progress": False, **options})
+
+
+@pytest.mark.parametrize(("build", "args"), CASES)
+def test_a_model_is_brought_to_the_device_and_back(build: Any, args: Any) -> None:
+    model = build()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    pointers = [tensor.data_ptr() for tensor in [*model.parameters(), *model.buffers()]]
+    state = torch.cuda.get_rng_state()
+    found = profile(model, *args, config=quick(device="cuda"))
+    assert found.device.startswith("cuda:0 (")
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+    assert pointers == [tensor.data_ptr() for tensor in [*model.parameters(), *model.buffers()]]
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    for node in found.nodes:
+        if node.gradient_bytes and node.op.startswith("call"):
+            assert node.forward_us > 0
+    assert found.backward_us > 0
+
+
+@pytest.mark.parametrize(("build", "args"), CASES[:2])
+def test_piece_by_piece_keeps_what_the_whole_keeps(build: Any, args: Any) -> None:
+    model = build()
+    whole, pieces = (profile(model, *args, config=quick(device="cuda", pieces=pieces)) for pieces in (False, True))
+    for one, other in zip(pieces.nodes, whole.nodes, strict=True):
+        assert (one.name, one.output_bytes, one.saved) == (other.name, other.output_bytes, other.saved)
+    assert next(model.parameters()).device.type == "cpu"
+    assert pieces.forward_us > 0
+    assert pieces.backward_us > 0
+
+
+def test_links_go_both_ways() -> None:
+    found = profile(TiedLM(), torch.tensor([[1, 2]]), config=quick(device="cuda", links=True))
+    ways = {(link.source, link.target) for link in found.links}
+    assert {("cpu", "cuda:0"), ("cuda:0", "cpu")} <= ways
+    assert all(link.bytes_per_us > 0 and link.latency_us >= 0 for link in found.links)
+    count = torch.cuda.device_count()
+    assert len(ways) == len(found.links) == (count + 1) * count
