@@ -81,6 +81,22 @@ def test_what_cannot_be_traced_is_an_error_that_names_the_line() -> None:
         create_balanced_partition(Branching(), ["cpu"], torch.ones(2), config=QUICK)
 
 
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.odd, self.last = nn.Linear(2, 2), Branching(), nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.odd(self.first(x)))
+
+
+def test_a_part_that_cannot_be_traced_stays_whole_with_a_warning_that_names_the_line() -> None:
+    model, x = Mixed(), torch.ones(2)
+    with pytest.warns(UserWarning, match=r"test_balanced\.py:\d+: if x\.sum\(\) > 0"):
+        made = create_balanced_partition(model, ["cpu", "cpu"], x, config=QUICK)
+    assert torch.equal(run_stages(made, x), model(x))
+
+
 @pytest.mark.parametrize(
     ("devices", "message"),
     [

@@ -310,3 +310,32 @@ def test_devices_that_a_trace_wrote_down_move_along() -> None:
     root.layer = nn.Linear(3, 3, device="meta")
     (stage,) = split(fx.GraphModule(root, graph), {node.name: 0 for node in graph.nodes})
     assert materialize(stage, "cpu")().device == torch.device("cpu")
+
+
+def test_batch_norm_may_not_gather_statistics_in_two_stages() -> None:
+    graph = fx.Graph()
+    first = graph.call_module("norm", (graph.placeholder("x"),))
+    graph.output(graph.call_module("norm", (first,)))
+    root = nn.Module()
+    root.norm = nn.BatchNorm1d(3)
+    module = fx.GraphModule(root, graph)
+    with pytest.raises(PartitionError, match=r"'norm'.*running statistics"):
+        split(module, {"norm": 0, "norm_1": 1})
+    x = torch.rand(4, 3)
+    module.eval()
+    assert torch.equal(run_stages(split(module, {"norm": 0, "norm_1": 1}), x), module(x))
+
+
+def test_materialised_lstm_runs_on_its_own_weights() -> None:
+    graph = fx.Graph()
+    graph.output(graph.call_module("lstm", (graph.placeholder("x"),)))
+    root = nn.Module()
+    root.lstm = nn.LSTM(3, 3)
+    expected = root.lstm(torch.ones(2, 1, 3))[0]
+    meta = copy.deepcopy(root).to("meta")
+    (stage,) = split(fx.GraphModule(meta, graph), {"lstm": 0})
+    materialize(stage, "cpu", state_dict=root.state_dict())
+    assert torch.equal(stage(torch.ones(2, 1, 3))[0], expected)
+    stage(torch.ones(2, 1, 3))[0].sum().backward()
+    assert all(value.grad is not None for value in stage.parameters())
+    assert all(value.is_meta for value in meta.lstm._flat_weights)

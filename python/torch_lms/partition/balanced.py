@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -148,6 +149,12 @@ def plan_balanced_partition(
     traced = model if isinstance(model, TracedModel) else trace(model, sample_input, sample_kwargs)
     if traced.graph_module is None:
         split(traced, {})  # says what could not be traced
+    if traced.level != "operator":
+        warnings.warn(
+            "expected a graph of operators, found one of modules: borders fall between these only; "
+            + "; ".join(traced.notes),
+            stacklevel=2,
+        )
     profile = found = None
     if _rank() == 0:
         profile = _profile(traced, sample_input, sample_kwargs, optimizer, config)

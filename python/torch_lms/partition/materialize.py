@@ -80,6 +80,9 @@ def _own_modules(module: nn.Module, made: dict[int, nn.Module]) -> None:
             continue
         if id(child) not in made:
             made[id(child)] = copy.copy(child)
+            for key, value in vars(child).items():  # such as an LSTM's list of its weights
+                if type(value) is list:
+                    vars(made[id(child)])[key] = list(value)
             _own_modules(made[id(child)], made)
         module._modules[name] = made[id(child)]
 
@@ -88,15 +91,15 @@ def _own_tensors(stage: Stage, device: torch.device) -> None:
     shared = set(stage.shared)
     made: dict[int, torch.Tensor] = {}
     for prefix, module in stage.named_modules(remove_duplicate=False):
-        for holder in (module._parameters, module._buffers):
-            for name, value in holder.items():
-                if value is None:
-                    continue
-                path = f"{prefix}.{name}" if prefix else name
-                if id(value) not in made:
-                    made[id(value)] = _own_tensor(value, device, keep=path not in shared)
-                    made[id(made[id(value)])] = made[id(value)]
-                holder[name] = made[id(value)]
+        for name, value in [*module._parameters.items(), *module._buffers.items()]:
+            if value is None:
+                continue
+            path = f"{prefix}.{name}" if prefix else name
+            if id(value) not in made:
+                made[id(value)] = _own_tensor(value, device, keep=path not in shared)
+                made[id(made[id(value)])] = made[id(value)]
+            if made[id(value)] is not value:
+                setattr(module, name, made[id(value)])
 
 
 def _own_tensor(value: torch.Tensor, device: torch.device, keep: bool) -> torch.Tensor:

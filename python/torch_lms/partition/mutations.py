@@ -110,6 +110,7 @@ def check_order(graph: fx.Graph, modules: Mapping[str, nn.Module], stage_of: Map
     Raises:
         PartitionError: naming both nodes.
     """
+    _check_statistics(graph, modules, stage_of)
     place = {node: index for index, node in enumerate(graph.nodes)}
     writers = [(node, value) for node in graph.nodes for value in mutated(node, modules)]
     if not writers:
@@ -131,6 +132,22 @@ def check_order(graph: fx.Graph, modules: Mapping[str, nn.Module], stage_of: Map
                     f"{value.name!r}, {writer.name!r} and {reader.name!r} into one stage, or change the model to "
                     "not work in place"
                 )
+
+
+def _check_statistics(graph: fx.Graph, modules: Mapping[str, nn.Module], stage_of: Mapping[fx.Node, int]) -> None:
+    """A batch norm that is called in two stages would gather two sets of running statistics."""
+    first: dict[int, fx.Node] = {}
+    for node in graph.nodes:
+        module = modules.get(str(node.target)) if node.op == "call_module" else None
+        if module is None or not module.training or getattr(module, "running_mean", None) is None:
+            continue
+        other = first.setdefault(id(module), node)
+        if stage_of[other] != stage_of[node]:
+            raise PartitionError(
+                f"expected all calls of {node.target!r}, which updates running statistics, in one stage, found "
+                f"{other.name!r} in stage {stage_of[other]} and {node.name!r} in stage {stage_of[node]}; "
+                "put them into one stage"
+            )
 
 
 def _readers(graph: fx.Graph, roots: Mapping[fx.Node, fx.Node], root: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:

@@ -51,6 +51,9 @@ class TorchBackend:
     ) -> None:
         from torch.distributed import pipelining
 
+        stages = boundaries[0].stage.count
+        if name == "1f1b" and microbatches < stages:
+            name = "gpipe"  # PyTorch's 1F1B takes no fewer microbatches than stages, and there the two hold the same
         self._microbatches = microbatches
         self._has_last = any(boundary.is_last for boundary in boundaries)
         made = [_make_stage(boundary, recorder) for boundary in boundaries]
@@ -63,7 +66,7 @@ class TorchBackend:
             raise PipelineError(
                 f"expected numbers that {SCHEDULES[name]} takes, found: {error}; change microbatches"
             ) from error
-        self.schedule = self._as_data(name, ranks, boundaries[0].stage.count, microbatches)
+        self.schedule = self._as_data(name, ranks, stages, microbatches)
 
     def _as_data(self, name: str, ranks: int, stages: int, microbatches: int) -> Schedule:
         if name in _SINGLE:
