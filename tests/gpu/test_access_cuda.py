@@ -5,8 +5,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,27 +15,11 @@ import torch_lms
 from tests.access_driver import PLACES, check_access
 from tests.access_kinds import CPU_ONLY, KINDS
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 MIB = 1 << 20
 
 
 def filled(mib: int, value: float = 1.0) -> torch.Tensor:
     return torch.full((mib * MIB // 4,), value, dtype=torch.float32, device="cuda")
-
-
-@pytest.fixture
-def little_memory() -> Iterator[None]:
-    """The device seems to have 2 GiB, so that it can be filled quickly."""
-    gc.collect()
-    torch.cuda.empty_cache()
-    total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction((2 << 30) / total)
-    yield
-    torch.cuda.set_per_process_memory_fraction(1.0)
-    torch.cuda.empty_cache()
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -99,28 +81,6 @@ def test_memory_of_a_called_off_pageout_may_be_reused_at_once() -> None:
     torch_lms.wait()
 
 
-def test_threads_page_and_compute_at_once() -> None:
-    tensors = [filled(8, index) for index in range(8)]
-    wrong: list[int] = []
-
-    def compute(seed: int) -> None:
-        order = torch.randperm(8, generator=torch.Generator().manual_seed(seed)).tolist()
-        with torch.cuda.stream(torch.cuda.Stream()):
-            for index in order * 10:
-                total = tensors[index].max().item()
-                if total != index:
-                    wrong.append(index)
-                torch_lms.pageout(tensors[(index + 1) % 8])
-
-    threads = [threading.Thread(target=compute, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    torch_lms.wait()
-    assert not wrong
-
-
 def test_numpy_and_dlpack_pin_their_storage() -> None:
     tensor = filled(4)
     torch_lms.pageout(tensor)
@@ -137,7 +97,7 @@ def test_pinned_host_and_private_pool_memory_is_refused() -> None:
         torch_lms.pageout(torch.zeros(MIB, pin_memory=True))
 
 
-def test_graph_replays_right_while_other_storages_move() -> None:
+def test_graph_replays_right_while_other_storages_move(cleaned: None) -> None:
     torch_lms.enable("50%")
     try:
         static = filled(4)
@@ -187,7 +147,7 @@ def test_storages_beyond_the_device_take_turns_under_a_limit(little_memory: None
         torch_lms.disable()
 
 
-def test_op_larger_than_the_limit_raises_and_the_next_call_works() -> None:
+def test_op_larger_than_the_limit_raises_and_the_next_call_works(cleaned: None) -> None:
     torch_lms.enable("256MiB")
     try:
         with pytest.raises(torch.OutOfMemoryError):
@@ -197,7 +157,7 @@ def test_op_larger_than_the_limit_raises_and_the_next_call_works() -> None:
         torch_lms.disable()
 
 
-def train(limit: str | None, expandable: bool) -> tuple[list[float], list[torch.Tensor], int]:
+def train(limit: str | None) -> tuple[list[float], list[torch.Tensor], int]:
     torch.manual_seed(0)
     model = nn.Sequential(
         *[nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024)) for _ in range(6)]
@@ -205,7 +165,7 @@ def train(limit: str | None, expandable: bool) -> tuple[list[float], list[torch.
     optimizer = torch.optim.AdamW(model.parameters())
     batch = torch.randn(8192, 1024, device="cuda")
     if limit is not None:
-        torch_lms.enable(limit, expandable_segments=expandable)
+        torch_lms.enable(limit)
     torch.cuda.reset_peak_memory_stats()
     losses = []
     try:
@@ -221,12 +181,11 @@ def train(limit: str | None, expandable: bool) -> tuple[list[float], list[torch.
     return losses, [parameter.detach().clone() for parameter in model.parameters()], peak
 
 
-@pytest.mark.parametrize("expandable", [True, False])
-def test_training_under_half_of_the_memory_is_bit_equal(expandable: bool) -> None:
-    losses, parameters, peak = train(None, expandable)
+def test_training_under_half_of_the_memory_is_bit_equal(cleaned: None) -> None:
+    losses, parameters, peak = train(None)
     gc.collect()
     torch.cuda.empty_cache()
-    limited_losses, limited_parameters, limited_peak = train(str(peak // 2), expandable)
+    limited_losses, limited_parameters, limited_peak = train(str(peak // 2))
     assert losses == limited_losses
     assert all(torch.equal(one, other) for one, other in zip(parameters, limited_parameters, strict=True))
     assert limited_peak <= peak // 2
