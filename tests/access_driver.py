@@ -9,7 +9,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 import torch_lms
-from tests.every_op import same_tensors
+from tests.same_tensors import same_tensors
 
 __all__ = ["PLACES", "check_access"]
 
