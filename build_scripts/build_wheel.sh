@@ -1,0 +1,131 @@
+#!/usr/bin/env bash
+# Builds a wheel of patched PyTorch. An hour or more; interrupted, it goes on where it was when it is run again.
+#
+#   build_scripts/build_wheel.sh TREE [--device cpu|cuda] [--profile lean|full] [--configure-only]
+#
+# --device cuda     needs the CUDA toolkit (CUDA_HOME) and cuDNN (CUDNN_INCLUDE_PATH, CUDNN_LIBRARY_PATH);
+#                   TORCH_CUDA_ARCH_LIST is passed on, '9.0' for example; without it, the GPU that is there counts
+# --profile lean    -O1, one instruction set, no Caffe2, distributed, MKLDNN, FBGEMM, NNPACK, XNNPACK, Kineto: for
+#                   tests and small machines. full: PyTorch's own choice of everything
+# --configure-only  stops when CMake has configured the build
+#
+# MAX_JOBS says how many compilers run at once; PYTHON names the Python that the wheel is for (3.7 to 3.10). The
+# compiler's results are kept by ccache. The wheel lies in TREE/dist.
+# shellcheck source-path=SCRIPTDIR source=fork.sh
+source "$(dirname "${BASH_SOURCE[0]}")/fork.sh"
+
+tree= device=cpu profile=full configure_only=0
+while (($#)); do
+  case $1 in
+    --help | -h) show_help ;;
+    --device) device=${2:?expected cpu or cuda after --device} && shift ;;
+    --profile) profile=${2:?expected lean or full after --profile} && shift ;;
+    --configure-only) configure_only=1 ;;
+    -*) fail "expected TREE [--device cpu|cuda] [--profile lean|full] [--configure-only], found '$1'; see --help" ;;
+    *) tree=$1 ;;
+  esac
+  shift
+done
+[ -n "$tree" ] || fail "expected TREE, found none; see --help"
+case $device in cpu | cuda) ;; *) fail "expected cpu or cuda after --device, found '$device'" ;; esac
+case $profile in lean | full) ;; *) fail "expected lean or full after --profile, found '$profile'" ;; esac
+need cmake cmake "configures the build"
+need ninja ninja-build "runs the build"
+need ccache ccache "lets an interrupted build go on"
+need "${CXX:-g++}" g++ "compiles"
+need_tree "$tree"
+tree=$(cd "$tree" && pwd)
+[ -e "$tree/setup.py" ] ||
+  fail "expected all of PyTorch's source in '$tree', found a part (from the wheel?); use v1.13.1, or v1.12.0 from git"
+[ -e "$tree/c10/core/StoragePager.h" ] ||
+  fail "expected a patched tree, found '$tree' without the fork's files; run build_scripts/apply_patches.sh"
+
+python=${PYTHON:-python3}
+need "$python" python3 "the wheel is for it"
+"$python" -c 'import sys; sys.exit(not (3, 7) <= sys.version_info[:2] <= (3, 10))' ||
+  fail "expected Python 3.7 to 3.10 ($("$python" -V) is not), as PyTorch 1.12 and 1.13 want; name one with PYTHON="
+missing=$("$python" - <<'PROGRAM'
+import importlib.util as util
+names = {"numpy": "numpy<2", "yaml": "pyyaml", "typing_extensions": "typing_extensions", "setuptools": "setuptools<70", "wheel": "wheel"}
+print(" ".join("'%s'" % package for name, package in names.items() if util.find_spec(name) is None))
+PROGRAM
+)
+[ -z "$missing" ] || fail "expected modules for the build in $python, found none of: $missing; run: $python -m pip install $missing"
+"$python" -c 'import numpy, sys; sys.exit(int(numpy.__version__.split(".")[0]) > 1)' ||
+  fail "expected numpy 1 in $python, found a later one; run: $python -m pip install 'numpy<2'"
+
+# The distribution's source is without the code of third parties: its packages take their place.
+system_packages=(libsleef-dev libcpuinfo-dev libpthreadpool-dev libfp16-dev libfxdiv-dev libpsimd-dev libonnx-dev
+  libprotobuf-dev protobuf-compiler libeigen3-dev pybind11-dev libflatbuffers-dev flatbuffers-compiler libfmt-dev
+  libopenblas-dev)
+
+is_distribution_source() {
+  [ ! -e "$tree/third_party/sleef/CMakeLists.txt" ]
+}
+
+prepare_distribution_source() {
+  local fixes=$patches/distribution/v1.13.1 package patch absent=()
+  [ "$profile" = lean ] ||
+    fail "expected --profile lean with the distribution's source, found $profile: what it leaves out is not in that source; take --from git"
+  need dpkg-query dpkg "looks for packages"
+  for package in "${system_packages[@]}"; do
+    dpkg-query --show --showformat='${Status}' "$package" 2>/dev/null | grep -q 'ok installed' || absent+=("$package")
+  done
+  ((${#absent[@]} == 0)) ||
+    fail "expected the distribution's libraries, found no ${absent[*]}; run: apt-get install ${absent[*]}"
+  for patch in "$fixes"/*.patch; do
+    git -C "$tree" apply --reverse --check "$patch" 2>/dev/null || git -C "$tree" apply "$patch" ||
+      fail "expected $(basename "$patch") to apply to '$tree', found other text; get the source again"
+  done
+  # -u: an unchanged file keeps its time, so that nothing is compiled again.
+  cp -ru --preserve=timestamps "$fixes/third_party" "$tree/"
+  mkdir -p "$tree/third_party/flatbuffers/include"
+  ln -sfn /usr/include/flatbuffers "$tree/third_party/flatbuffers/include/flatbuffers"
+  regenerate_bytecode
+}
+
+# The generated header is for one version of FlatBuffers: this one's.
+regenerate_bytecode() {
+  local folder=$tree/torch/csrc/jit/serialization work
+  work=$(mktemp -d)
+  flatc --cpp --gen-mutable --scoped-enums -o "$work" "$folder/mobile_bytecode.fbs"
+  cmp --quiet "$work/mobile_bytecode_generated.h" "$folder/mobile_bytecode_generated.h" ||
+    cp "$work/mobile_bytecode_generated.h" "$folder/"
+  rm -r "$work"
+}
+
+export CMAKE_GENERATOR=Ninja CMAKE_C_COMPILER_LAUNCHER=ccache CMAKE_CXX_COMPILER_LAUNCHER=ccache
+export BUILD_TEST=0 USE_NUMPY=1 MAX_JOBS=${MAX_JOBS:-2}
+version_text=$(cut -d a -f 1 <"$tree/version.txt")
+export PYTORCH_BUILD_VERSION="$version_text+lms" PYTORCH_BUILD_NUMBER=1
+if [ "$profile" = lean ]; then
+  # Lazy tensors' TorchScript backend stays: without it everything links, and the import fails.
+  export BUILD_CAFFE2=0 BUILD_CAFFE2_OPS=0 USE_DISTRIBUTED=0 USE_MKLDNN=0 USE_FBGEMM=0 USE_NNPACK=0 USE_QNNPACK=0
+  export USE_PYTORCH_QNNPACK=0 USE_XNNPACK=0 USE_KINETO=0 USE_ITT=0 USE_NUMA=0 USE_OPENMP=1 USE_MAGMA=0
+  export CFLAGS="${CFLAGS:-} -O1" CXXFLAGS="${CXXFLAGS:-} -O1"
+  export CMAKE_PROJECT_Torch_INCLUDE=$project/build_scripts/lean.cmake CMAKE_BUILD_TYPE=None
+fi
+if [ "$device" = cuda ]; then
+  cuda=${CUDA_HOME:-/usr/local/cuda}
+  [ -x "$cuda/bin/nvcc" ] || fail "expected the CUDA toolkit (10.2 to 11.8) in '$cuda', found no bin/nvcc; name it with CUDA_HOME="
+  release=$("$cuda/bin/nvcc" --version | sed -n 's/.*release \([0-9]*\)\..*/\1/p')
+  ((release < 12)) || fail "expected CUDA 10.2 to 11.8 for PyTorch 1.12 and 1.13, found $release in '$cuda'; name another with CUDA_HOME="
+  export USE_CUDA=1 CUDA_HOME=$cuda CMAKE_CUDA_COMPILER_LAUNCHER=ccache
+  [ -z "${TORCH_CUDA_ARCH_LIST:-}" ] || export TORCH_CUDA_ARCH_LIST
+else
+  export USE_CUDA=0 USE_CUDNN=0
+fi
+if is_distribution_source; then
+  prepare_distribution_source
+  export USE_SYSTEM_LIBS=1 BUILD_CUSTOM_PROTOBUF=0 BLAS=OpenBLAS
+fi
+
+cd "$tree"
+if ((configure_only)); then
+  "$python" setup.py build --cmake-only
+  next_step "build_scripts/build_wheel.sh $tree --device $device --profile $profile"
+  exit 0
+fi
+"$python" setup.py bdist_wheel
+wheel=$(find dist -name 'torch-*.whl' -newer version.txt | sort | tail -n 1)
+next_step "$python -m pip install $tree/$wheel && $python -m pytest tests/fork/test_fork_api.py"
