@@ -3,66 +3,104 @@
 #
 #   bash build_scripts/gpu.sh [STAGE...]
 #
-# Stages, all by default, in this order: build access doctor train transfers overhead model_state gpt gpt_fixed every_op
-# What they write goes to $OUT (benchmarks/results): JSON, the picture of `train`, a log of each stage.
-# The python3 on PATH needs PyTorch with CUDA, pytest, rich and matplotlib; for the peers of `gpt`, TRL on PYTHONPATH.
+# Stages, in the order in which they run by default:
+#   build                                               13 s on 16 cores
+#   access access_table memory graphs training          tests/gpu/test_STAGE_cuda.py, each in a process of its own
+#   doctor train                                        python -m torch_lms ...; the picture of the demo
+#   transfers overhead model_state gpt gpt_fixed        python -m benchmarks...
+#   every_op                                            as access; minutes
+# Two names stand for several: tests (access to training) and benchmarks (transfers to gpt_fixed).
+#
+# What they write goes to $OUT (benchmarks/results): JSON, the picture, STAGE.log. A stage that fails or takes too long
+# leaves the others alone; without a build nothing else runs. The exit status is 1 if a stage failed.
+# The python3 on PATH needs PyTorch with CUDA, pytest, rich and matplotlib; every_op expecttest; for the peers of gpt,
+# TRL and accelerate on PYTHONPATH.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
+script=build_scripts/gpu.sh
 
 if [ "${1:-}" = --help ]; then
-  sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"
+  sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "$script"
   exit 0
 fi
 
-out=${OUT:-benchmarks/results}
-export PYTHONPATH=python${PYTHONPATH:+:$PYTHONPATH}
-stages=("$@")
-((${#stages[@]})) || stages=(build access doctor train transfers overhead model_state gpt gpt_fixed every_op)
-failed=()
+export OUT=${OUT:-benchmarks/results}
+export PYTHONPATH=$PWD/python${PYTHONPATH:+:$PYTHONPATH}
+tests=(access access_table memory graphs training)
+benchmarks=(transfers overhead model_state gpt gpt_fixed)
+# How long each may take, in seconds; the others 120.
+declare -A most_s=([access]=150 [every_op]=300 [gpt]=240 [gpt_fixed]=200)
 
-build() {
-  MAX_JOBS=${MAX_JOBS:-$(nproc)} TORCH_CUDA_ARCH_LIST=${TORCH_CUDA_ARCH_LIST:-9.0} python3 setup.py build_ext --inplace
+# run_stage NAME: what a stage does; 2 for a name that there is not.
+run_stage() {
+  case $1 in
+    build)
+      MAX_JOBS=${MAX_JOBS:-$(nproc)} TORCH_CUDA_ARCH_LIST=${TORCH_CUDA_ARCH_LIST:-9.0} \
+        python3 setup.py build_ext --inplace &&
+        python3 -c 'from torch_lms.swap.limits import parse_limits; print(parse_limits({"cuda": "1GiB"}))' # an error says why not
+      ;;
+    access | access_table | memory | graphs | training | every_op)
+      python3 -m pytest -q -rfEsX --tb=short --maxfail=30 -p no:cacheprovider -m gpu \
+        --junit-xml="$OUT/$1.xml" "tests/gpu/test_$1_cuda.py"
+      ;;
+    doctor) python3 -m torch_lms doctor --json | tee "$OUT/doctor.json" ;;
+    train)
+      python3 -m torch_lms train --model gpt --device cuda --layers 12 --width 1024 --batch 16 --tokens 1024 \
+        --steps 4 --limit 50% --output "$OUT/timeline.svg" --json "$OUT/train.json"
+      ;;
+    transfers | overhead | model_state) python3 -m "benchmarks.$1" --output-dir "$OUT" ;;
+    gpt) python3 -m benchmarks.gpt --limits 30GiB,40GiB,16GiB --peers --output-dir "$OUT" ;;
+    gpt_fixed)
+      python3 -m benchmarks.gpt --limits 30GiB,40GiB,16GiB --no-expandable --name gpt_fixed --output-dir "$OUT"
+      ;;
+    *)
+      echo "gpu.sh: expected one of the stages that --help names, found '$1'; correct its name" >&2
+      return 2
+      ;;
+  esac
 }
-access() { python3 -m pytest -q -x --maxfail=20 -p no:cacheprovider -m gpu tests/gpu/test_access_cuda.py; }
-every_op() { python3 -m pytest -q --maxfail=20 -p no:cacheprovider -m gpu tests/gpu/test_every_op_cuda.py; }
-doctor() { python3 -m torch_lms doctor; }
-train() {
-  python3 -m torch_lms train --model gpt --device cuda --layers 12 --width 768 --batch 16 --tokens 512 --steps 4 \
-    --limit 50% --output "$out/timeline.svg" --json "$out/train.json"
-}
-transfers() { python3 -m benchmarks.transfers --output-dir "$out"; }
-overhead() { python3 -m benchmarks.overhead --output-dir "$out"; }
-model_state() { python3 -m benchmarks.model_state --output-dir "$out"; }
-gpt() { python3 -m benchmarks.gpt --limits 30GiB,40GiB,16GiB --peers --output-dir "$out"; }
-gpt_fixed() { python3 -m benchmarks.gpt --limits 30GiB,40GiB,16GiB --no-expandable --name gpt_fixed --output-dir "$out"; }
 
-# How long each may take, in seconds.
-declare -A most_s=([build]=120 [access]=180 [every_op]=240 [gpt]=240 [gpt_fixed]=150)
+# In a process of its own (see below), so that `timeout` can end it.
+if [ "${1:-}" = --stage ]; then
+  run_stage "$2"
+  exit
+fi
 
-mkdir -p "$out"
+stages=()
+for name in "${@:-all}"; do
+  case $name in
+    all) stages+=(build "${tests[@]}" doctor train "${benchmarks[@]}" every_op) ;;
+    tests) stages+=("${tests[@]}") ;;
+    benchmarks) stages+=("${benchmarks[@]}") ;;
+    *) stages+=("$name") ;;
+  esac
+done
+
+mkdir -p "$OUT"
+summary=()
+failed=0
 for stage in "${stages[@]}"; do
-  if ! declare -F "$stage" >/dev/null; then
-    echo "gpu.sh: expected one of the stages that --help names, found '$stage'; correct its name" >&2
-    exit 2
-  fi
   began=$SECONDS
+  status=0
   echo "==> $stage"
-  (
-    export -f "${stage?}"
-    export out
-    timeout "${most_s[$stage]:-120}" bash -c "$stage"
-  ) >"$out/$stage.log" 2>&1
-  status=$?
-  tail -n 12 "$out/$stage.log" | cut -c1-400
-  echo "<== $stage: $((SECONDS - began)) s, status $status"
-  ((status == 0)) || failed+=("$stage")
+  timeout --kill-after=10 "${most_s[$stage]:-120}" bash "$script" --stage "$stage" >"$OUT/$stage.log" 2>&1 ||
+    status=$?
+  if ((status == 0)); then
+    tail -n 12 "$OUT/$stage.log" | cut -c1-240
+  else
+    failed=1
+    tail -n 40 "$OUT/$stage.log" | cut -c1-240
+  fi
+  line="$stage: $((SECONDS - began)) s, status $status"
+  ((status != 124 && status != 137)) || line+=" (took longer than ${most_s[$stage]:-120} s)"
+  echo "<== $line"
+  summary+=("$line")
   if ((status != 0)) && [ "$stage" = build ]; then
     break
   fi
 done
 
-if ((${#failed[@]})); then
-  echo "gpu.sh: failed: ${failed[*]}; their logs are in $out"
-  exit 1
-fi
-echo "gpu.sh: all stages passed; commit $out/*.json and run python3 benchmarks/render_tables.py"
+printf '\n%s s in all; logs in %s\n' "$SECONDS" "$OUT"
+printf '  %s\n' "${summary[@]}"
+grep -hs '^MISSED' "$OUT"/*.log | cut -c1-240 | sed 's/^/  /'
+exit "$failed"
