@@ -91,6 +91,16 @@ def test_configuration_is_as_it_was() -> None:
     assert (masks.is_tracing, masks.find_packed_sequence_indices) == before
 
 
+def test_checkpointing_is_off_while_profiled() -> None:
+    model, kwargs = build("llama")
+    plain = profile(model.train(), config=QUICK, **kwargs)
+    model.gradient_checkpointing_enable()
+    found = profile(model, config=QUICK, **kwargs)
+    assert found.saved_bytes == plain.saved_bytes
+    assert any("checkpointing is off" in note for note in found.notes)
+    assert model.is_gradient_checkpointing
+
+
 def test_a_cache_that_is_asked_for_stays() -> None:
     model, kwargs = build("gpt2")
     assert not any("use_cache" in note for note in trace(model, (), {**kwargs, "use_cache": False}).notes)

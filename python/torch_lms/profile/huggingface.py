@@ -20,7 +20,7 @@ __all__ = ["as_in_training"]
 
 @contextmanager
 def as_in_training(model: nn.Module, sample: Sample, notes: list[str]) -> Iterator[None]:
-    """Turns off caches and written-out masks; does nothing to other models.
+    """Turns off caches, checkpointing and written-out masks; does nothing to other models.
 
     Args:
         model: its configurations get their options back.
@@ -33,6 +33,9 @@ def as_in_training(model: nn.Module, sample: Sample, notes: list[str]) -> Iterat
         cached = [config for config in configs.values() if getattr(config, "use_cache", None) is True]
         changes += [(config, "use_cache", False) for config in cached]
         notes += ["use_cache is off, as in training"] if cached else []
+    checkpointed = [module for module in model.modules() if getattr(module, "gradient_checkpointing", None) is True]
+    changes += [(module, "gradient_checkpointing", False) for module in checkpointed]
+    notes += ["gradient checkpointing is off: a graph has no recomputation in it"] if checkpointed else []
     masks = sys.modules.get("transformers.masking_utils")
     if masks is not None and configs:
         changes += _mask_changes(masks, sample)

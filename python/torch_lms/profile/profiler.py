@@ -34,10 +34,11 @@ from torch_lms.profile.tracing import SOURCES, TracedModel, trace_sample
 __all__ = ["ProfileConfig", "profile"]
 
 _LAUNCH_BOUND = 1.05
+_PASSIVE = ("placeholder", "get_attr", "output")  # they compute nothing; their spans are the clock's own
 _NO_BACKWARD = "no output needs a gradient: there is no backward to time"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ProfileConfig:
     """How a model is profiled.
 
@@ -228,7 +229,7 @@ class _ProfileRun:
         nodes = tuple(
             NodeProfile(
                 **{**vars(facts), **vars(sizes.get(facts.name, NodeSizes()))},
-                forward_us=timer.forward_us.get(facts.name, 0.0) / runs,
+                forward_us=0.0 if facts.op in _PASSIVE else timer.forward_us.get(facts.name, 0.0) / runs,
                 backward_us=timer.backward_us.get(facts.name, 0.0) / runs,
             )
             for facts in self.nodes
