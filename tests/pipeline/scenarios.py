@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 from collections.abc import Callable, Sequence
 
@@ -220,10 +221,6 @@ def _train_until(function: Callable[[], None], executor: str) -> None:
         pipeline.step(*batch())
 
 
-def dies_under_own(rank: int, world: int) -> None:
-    _train_until(_dies_in_stage, "own")
-
-
 def dies_under_torch(rank: int, world: int) -> None:
     _train_until(_dies_in_stage, "torch")
 
@@ -279,3 +276,17 @@ def all_is_well(rank: int, world: int) -> None:
     if is_available():
         stages_in_pytorch_alone(rank, world)
         weight_shared_by_all_stages(rank, world)
+
+
+def dies_with_a_child(rank: int, world: int) -> None:
+    """A forked child, like a data loader's, outlives the rank that dies, and ends after the other rank has."""
+    pids: list[int] = [0] * world
+    dist.all_gather_object(pids, os.getpid())
+    with Pipeline(cut(made(True), 2), config=PipelineConfig(microbatches=4, executor="own")) as pipeline:
+        if rank == 1:
+            if os.fork() == 0:
+                signal.alarm(80)  # whatever happens
+                select.select([os.pidfd_open(pids[0])], [], [])
+                os._exit(0)
+            os.kill(os.getpid(), signal.SIGKILL)
+        pipeline.step(*batch())

@@ -21,8 +21,8 @@ def test_two_ranks_train_like_one_under_every_schedule(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("scenario", "world", "cause"),
     [
-        ("dies_under_own", 3, "rank 2 died"),
         pytest.param("dies_under_torch", 3, "rank 2 died", marks=needs_pipelining),
+        ("dies_with_a_child", 2, "rank 1 died"),
         ("fails_under_own", 2, "rank 1 failed: .*no more numbers"),
         ("batch_that_does_not_divide", 2, "rank 0 failed: .*3 microbatches divide, found 4"),
     ],

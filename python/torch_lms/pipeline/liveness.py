@@ -16,8 +16,10 @@ import socket
 import struct
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -70,6 +72,7 @@ class Liveness:
         self._wake, self._woken = socket.socketpair()
         self._thread = threading.Thread(target=self._watch, name="torch_lms liveness", daemon=True)
         self._thread.start()
+        os.register_at_fork(after_in_child=partial(_let_go, weakref.WeakValueDictionary(self._peers)))
 
     @property
     def failure(self) -> Failure | None:
@@ -174,17 +177,24 @@ class Liveness:
                 self._gone.add(rank)
             elif self._failure is None:
                 self._failure = Failure(rank, "died") if words is None else Failure(*json.loads(words))
+                # Apart from each other: what is to end the waits may itself hang.
+                threading.Thread(target=self._on_failure, name="torch_lms abort", daemon=True).start()
                 threading.Thread(target=self._enforce, name="torch_lms grace", daemon=True).start()
             self._changed.notify_all()
 
     def _enforce(self) -> None:
         """Ends this process if the main thread stays in a wait that nothing will end."""
-        self._on_failure()
         with self._changed:
             if self._changed.wait_for(lambda: not self._busy or self._closed, timeout=self._grace_s):
                 return
         print(f"torch_lms: {self._failure.error() if self._failure else ''}", file=sys.stderr, flush=True)
         os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _let_go(peers: weakref.WeakValueDictionary[int, socket.socket]) -> None:
+    """Closes a forked child's copies, such as a data loader's: they would keep a dead rank's connections open."""
+    for connection in peers.values():
+        os.close(connection.detach())
 
 
 def _end_with(waiting: threading.Thread) -> None:
