@@ -29,7 +29,7 @@ export PYTHONPATH=$PWD/python${PYTHONPATH:+:$PYTHONPATH}
 tests=(access access_table memory graphs training)
 benchmarks=(transfers overhead model_state gpt gpt_fixed)
 # How long each may take, in seconds; the others 120.
-declare -A most_s=([access]=150 [every_op]=300 [gpt]=240 [gpt_fixed]=200)
+declare -A most_s=([access]=150 [graphs]=170 [training]=170 [every_op]=300 [gpt]=240 [gpt_fixed]=200)
 
 # run_stage NAME: what a stage does; 2 for a name that there is not.
 run_stage() {

@@ -13,7 +13,7 @@ import torch_lms
 
 REPOSITORY = Path(__file__).parents[2]
 PATHS = [str(Path(torch_lms.__file__).parents[1]), str(REPOSITORY)]
-PATIENCE_S = 150
+PATIENCE_S = 100
 
 
 class NewInterpreters:
