@@ -167,7 +167,6 @@ def train_with_a_captured_step() -> None:
 
 def compile_with_graphs() -> None:
     """Inductor's own graphs keep the addresses of parameters."""
-    pytest.importorskip("triton")
     torch_lms.enable("256MiB")
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.ReLU(), torch.nn.Linear(512, 8)).cuda()
@@ -185,7 +184,6 @@ def compile_with_graphs() -> None:
 
 def compiled_training_under_a_limit() -> None:
     """Inductor's kernels take addresses themselves, several at a time."""
-    pytest.importorskip("triton")
     layers = [torch.nn.Sequential(torch.nn.Linear(512, 2048), torch.nn.GELU(), torch.nn.Linear(2048, 512))] * 3
     batch = torch.randn(8192, 512, generator=torch.Generator().manual_seed(0)).cuda()
     compiled = torch.compile(torch.nn.Sequential(*layers).cuda())
@@ -219,7 +217,6 @@ def compiled_training_under_a_limit() -> None:
 
 
 def triton_kernel_under_a_limit() -> None:
-    pytest.importorskip("triton")
     from tests.gpu.triton_kernels import add_kernel
 
     torch_lms.enable("256MiB")
@@ -234,7 +231,6 @@ def triton_kernel_under_a_limit() -> None:
 
 def triton_kernel_whose_tensors_do_not_fit() -> None:
     """The host copy has to serve one of the three, or an error has to say that there is no room."""
-    pytest.importorskip("triton")
     from tests.gpu.triton_kernels import add_kernel
 
     torch_lms.enable("256MiB")
@@ -246,6 +242,12 @@ def triton_kernel_whose_tensors_do_not_fit() -> None:
     assert (out.min().item(), out.max().item()) == (5, 5)
 
 
+NEED_TRITON: list[Callable[[], None]] = [
+    compile_with_graphs,
+    compiled_training_under_a_limit,
+    triton_kernel_under_a_limit,
+    triton_kernel_whose_tensors_do_not_fit,
+]
 SCENARIOS: list[Callable[[], None]] = [
     replay_while_others_move,
     refuse_tensors_of_a_graph,
@@ -255,8 +257,5 @@ SCENARIOS: list[Callable[[], None]] = [
     pin_tensors_of_an_earlier_graph,
     refuse_enable_after_a_capture,
     train_with_a_captured_step,
-    compile_with_graphs,
-    compiled_training_under_a_limit,
-    triton_kernel_under_a_limit,
-    triton_kernel_whose_tensors_do_not_fit,
+    *NEED_TRITON,
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
+from importlib.util import find_spec
 from types import ModuleType
 
 import pytest
@@ -19,6 +20,8 @@ NOT_YET = {
     "triton_kernel_whose_tensors_do_not_fit": "an address that data_ptr gave away may leave with the next page-in",
 }
 
+NEED_TRITON = [function.__name__ for function in graph_scenarios.NEED_TRITON]
+
 
 def filled(mib: int, value: float = 1.0) -> torch.Tensor:
     return torch.full((mib * MIB // 4,), value, dtype=torch.float32, device="cuda")
@@ -30,8 +33,10 @@ def page_out(*tensors: torch.Tensor) -> None:
 
 
 def scenario(name: str) -> object:
-    why = NOT_YET.get(name)
-    return pytest.param(name, marks=pytest.mark.xfail(strict=True, reason=why) if why else ())
+    marks = [pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")] if name in NEED_TRITON else []
+    if why := NOT_YET.get(name):
+        marks.append(pytest.mark.xfail(strict=True, reason=why))
+    return pytest.param(name, marks=marks)
 
 
 @pytest.mark.parametrize("name", [scenario(function.__name__) for function in graph_scenarios.SCENARIOS])
