@@ -96,8 +96,9 @@ regenerate_bytecode() {
 
 export CMAKE_GENERATOR=Ninja CMAKE_C_COMPILER_LAUNCHER=ccache CMAKE_CXX_COMPILER_LAUNCHER=ccache
 export BUILD_TEST=0 USE_NUMPY=1 MAX_JOBS=${MAX_JOBS:-2}
-version_text=$(cut -d a -f 1 <"$tree/version.txt")
-export PYTORCH_BUILD_VERSION="$version_text+lms" PYTORCH_BUILD_NUMBER=1
+PYTORCH_BUILD_VERSION=$(version_of "$tree")
+PYTORCH_BUILD_VERSION=${PYTORCH_BUILD_VERSION#v}+lms
+export PYTORCH_BUILD_VERSION PYTORCH_BUILD_NUMBER=1
 if [ "$profile" = lean ]; then
   # Lazy tensors' TorchScript backend stays: without it everything links, and the import fails.
   export BUILD_CAFFE2=0 BUILD_CAFFE2_OPS=0 USE_DISTRIBUTED=0 USE_MKLDNN=0 USE_FBGEMM=0 USE_NNPACK=0 USE_QNNPACK=0
@@ -117,7 +118,11 @@ else
 fi
 if is_distribution_source; then
   prepare_distribution_source
-  export USE_SYSTEM_LIBS=1 BUILD_CUSTOM_PROTOBUF=0 BLAS=OpenBLAS
+  # To CMake, 0 is off: not all libraries, only those below. To setup.py, any value says that submodules may be missing.
+  export USE_SYSTEM_LIBS=0
+  export USE_SYSTEM_CPUINFO=1 USE_SYSTEM_SLEEF=1 USE_SYSTEM_FP16=1 USE_SYSTEM_FXDIV=1 USE_SYSTEM_PSIMD=1
+  export USE_SYSTEM_PTHREADPOOL=1 USE_SYSTEM_ONNX=1 USE_SYSTEM_PYBIND11=1 USE_SYSTEM_EIGEN_INSTALL=1
+  export BUILD_CUSTOM_PROTOBUF=0 BLAS=OpenBLAS
 fi
 
 cd "$tree"

@@ -62,6 +62,19 @@ series_of() {
   sed -e 's/#.*//' -e '/^[[:space:]]*$/d' -e "s|^|$patches/$1/|" "$patches/$1/series"
 }
 
+# version_of TREE: the version that a tree has been made for.
+version_of() {
+  local version before file
+  for version in "${versions[@]}"; do
+    read -r before _ file < <(upstream_value "$version" file)
+    if [ "$(git -C "$1" rev-parse --verify --quiet "upstream:$file")" = "$before" ]; then
+      echo "$version"
+      return
+    fi
+  done
+  fail "expected the source of one of ${versions[*]} in '$1', found another"
+}
+
 # list_new_files: "SOURCE<tab>TARGET" of each file that the fork adds to PyTorch; both relative to their roots.
 list_new_files() {
   (
