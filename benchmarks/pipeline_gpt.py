@@ -264,7 +264,7 @@ def main() -> None:
     assert plan.traced.graph_module is not None
     leave_to_meta(model, plan.traced.graph_module)
     half = job.shape.layers // 2
-    more = 14 * job.shape.layers // 24
+    more = max(half + 1, 14 * job.shape.layers // 24)
     hands = (args.splits or f"{half}/{half},{more}/{job.shape.layers - more}").split(",")
     cuts = {AUTOMATIC: dict(plan.partition.stage_of)}
     cuts |= {hand: cut_by_hand(plan, int(hand.split("/")[0])) for hand in hands}
