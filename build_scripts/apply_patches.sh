@@ -8,7 +8,7 @@
 # shellcheck source-path=SCRIPTDIR source=fork.sh
 source "$(dirname "${BASH_SOURCE[0]}")/fork.sh"
 
-version= tree= only_new_files=0
+version='' tree='' only_new_files=0
 while (($#)); do
   case $1 in
     --help | -h) show_help ;;

@@ -8,7 +8,7 @@
 # shellcheck source-path=SCRIPTDIR source=fork.sh
 source "$(dirname "${BASH_SOURCE[0]}")/fork.sh"
 
-tree= build=$project/build/c10 modes='plain address thread' cuda=auto
+tree='' build=$project/build/c10 modes='plain address thread' cuda=auto
 while (($#)); do
   case $1 in
     --help | -h) show_help ;;
@@ -60,14 +60,14 @@ if command -v ccache >/dev/null; then
 fi
 for mode in $modes; do
   case $mode in
-    plain) sanitize= with_cuda=$cuda ;;
+    plain) sanitize='' with_cuda=$cuda ;;
     address | thread) sanitize=$mode with_cuda=off ;;
     *) fail "expected modes among plain, address and thread, found '$mode'" ;;
   esac
   echo "== $mode"
   mkdir -p "$build/$mode"
   {
-    cmake -S "$project/tests/fork" -B "$build/$mode" -G Ninja -DPYTORCH="$tree" -DSANITIZE=$sanitize \
+    cmake -S "$project/tests/fork" -B "$build/$mode" -G Ninja -DPYTORCH="$tree" -DSANITIZE="$sanitize" \
       -DWITH_CUDA="$with_cuda" -DCUDAToolkit_ROOT="${CUDA_HOME:-/usr/local/cuda}" -DCMAKE_BUILD_TYPE=RelWithDebInfo \
       "${launcher[@]}" && ninja -C "$build/$mode" -j "${MAX_JOBS:-2}"
   } >"$build/$mode/build.log" 2>&1 || {

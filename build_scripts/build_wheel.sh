@@ -14,7 +14,7 @@
 # shellcheck source-path=SCRIPTDIR source=fork.sh
 source "$(dirname "${BASH_SOURCE[0]}")/fork.sh"
 
-tree= device=cpu profile=full configure_only=0
+tree='' device=cpu profile=full configure_only=0
 while (($#)); do
   case $1 in
     --help | -h) show_help ;;
@@ -103,8 +103,9 @@ if [ "$profile" = lean ]; then
   # Lazy tensors' TorchScript backend stays: without it everything links, and the import fails.
   export BUILD_CAFFE2=0 BUILD_CAFFE2_OPS=0 USE_DISTRIBUTED=0 USE_MKLDNN=0 USE_FBGEMM=0 USE_NNPACK=0 USE_QNNPACK=0
   export USE_PYTORCH_QNNPACK=0 USE_XNNPACK=0 USE_KINETO=0 USE_ITT=0 USE_NUMA=0 USE_OPENMP=1 USE_MAGMA=0
-  export CFLAGS="${CFLAGS:-} -O1" CXXFLAGS="${CXXFLAGS:-} -O1"
-  export CMAKE_PROJECT_Torch_INCLUDE=$project/build_scripts/lean.cmake CMAKE_BUILD_TYPE=None
+  # PyTorch appends -O2 to the flags; those of the build type come later.
+  export CMAKE_BUILD_TYPE=Release CMAKE_C_FLAGS_RELEASE='-O1 -DNDEBUG' CMAKE_CXX_FLAGS_RELEASE='-O1 -DNDEBUG'
+  export CMAKE_PROJECT_Torch_INCLUDE=$project/build_scripts/lean.cmake
 fi
 if [ "$device" = cuda ]; then
   cuda=${CUDA_HOME:-/usr/local/cuda}
@@ -133,4 +134,4 @@ if ((configure_only)); then
 fi
 "$python" setup.py bdist_wheel
 wheel=$(find dist -name 'torch-*.whl' -newer version.txt | sort | tail -n 1)
-next_step "$python -m pip install $tree/$wheel && $python -m pytest tests/fork/test_fork_api.py"
+next_step "$python -m pip install $tree/$wheel && $python -m pytest --noconftest -o pythonpath= tests/fork/test_fork_api.py"

@@ -76,6 +76,17 @@ check_one_file() {
     fail "expected the same tree from the series and from the one file of $version, found two"
 }
 
+# Python files of the patches and of the new files: their syntax.
+check_python() {
+  local tree=$work/$1 file
+  { upstream_value "$1" file | cut -d ' ' -f 3; list_new_files | cut -f 2; } | grep '\.py$' | while IFS= read -r file; do
+    "$python" - "$tree/$file" <<'PROGRAM' || fail "expected $file to compile after the series, found the error above"
+import ast, sys
+ast.parse(open(sys.argv[1], encoding="utf-8").read(), sys.argv[1], feature_version=(3, 7))
+PROGRAM
+  done
+}
+
 generate_code() {
   local version=$1 tree=$work/$1 generated=$work/$1-generated name
   mkdir -p "$generated/ATen"
@@ -139,6 +150,7 @@ for version in "${wanted[@]}"; do
   check_one_file "$version"
   echo "$version: the series and the one file apply without fuzz, and are exported byte by byte"
   if ((!quick)); then
+    check_python "$version"
     generate_code "$version"
     echo "$version: code generation runs"
     compile_new_files "$version"

@@ -11,7 +11,7 @@
 # shellcheck source-path=SCRIPTDIR source=fork.sh
 source "$(dirname "${BASH_SOURCE[0]}")/fork.sh"
 
-version= tree= check=0 one_file=0
+version='' tree='' check=0 one_file=0
 while (($#)); do
   case $1 in
     --help | -h) show_help ;;

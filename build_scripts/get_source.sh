@@ -12,7 +12,7 @@
 # shellcheck source-path=SCRIPTDIR source=fork.sh
 source "$(dirname "${BASH_SOURCE[0]}")/fork.sh"
 
-version= folder= from=
+version='' folder='' from=''
 while (($#)); do
   case $1 in
     --help | -h) show_help ;;

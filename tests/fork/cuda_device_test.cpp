@@ -1,4 +1,5 @@
-// The CUDA device behind the environment. Needs a GPU, libc10 and libc10_cuda, and nothing else of PyTorch.
+// The CUDA device behind the environment. Needs a GPU, libc10 and libc10_cuda, and nothing else of
+// PyTorch.
 
 #include <memory>
 #include <vector>

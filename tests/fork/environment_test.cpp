@@ -1,4 +1,5 @@
-// The environment, its queues and the storages in them, on a device whose copies wait and fail on demand.
+// The environment, its queues and the storages in them, on a device whose copies wait and fail on
+// demand.
 
 #include <memory>
 #include <thread>
@@ -342,7 +343,11 @@ TEST(foreign_memory_is_refused) {
   OpenEnvironment env;
   char bytes[16] = {};
   const c10::Storage storage(
-      c10::Storage::use_byte_size_t(), sizeof(bytes), c10::DataPtr(bytes, c10::kCPU), nullptr, false);
+      c10::Storage::use_byte_size_t(),
+      sizeof(bytes),
+      c10::DataPtr(bytes, c10::kCPU),
+      nullptr,
+      false);
   CHECK_THROWS(env.pageout(storage), torch_lms::PageoutRefused, "does not belong to PyTorch's");
   CHECK(storage.unsafeGetStorageImpl()->pager() == nullptr);
   CHECK_EQ(storage.data(), static_cast<void*>(bytes));
@@ -352,7 +357,11 @@ TEST(a_device_without_paging_is_refused) {
   OpenEnvironment env;
   char bytes[16] = {};
   const c10::Storage storage(
-      c10::Storage::use_byte_size_t(), sizeof(bytes), c10::DataPtr(bytes, c10::kMeta), nullptr, false);
+      c10::Storage::use_byte_size_t(),
+      sizeof(bytes),
+      c10::DataPtr(bytes, c10::kMeta),
+      nullptr,
+      false);
   CHECK_THROWS(env.pageout(storage), torch_lms::PageoutRefused, "found one on meta");
 }
 

@@ -1,4 +1,5 @@
-// Accesses a storage that has never been paged out; for a counter of instructions, with and without the hook.
+// Accesses a storage that has never been paged out; for a counter of instructions, with and without
+// the hook.
 //
 //   hook_cost data N       N times StorageImpl::data()
 //   hook_cost tensor N     N times TensorImpl::data_ptr_impl<T>(), as an operator does

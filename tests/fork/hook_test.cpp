@@ -17,12 +17,14 @@
 #include <c10/core/StoragePager.h>
 
 // PyTorch registers this beside its tensors' copies, which are not here.
+namespace c10 {
 REGISTER_COPY_BYTES_FUNCTION(
-    c10::DeviceType::CPU,
-    c10::DeviceType::CPU,
-    [](size_t nbytes, const void* from, c10::Device, void* to, c10::Device) {
+    DeviceType::CPU,
+    DeviceType::CPU,
+    [](size_t nbytes, const void* from, Device, void* to, Device) {
       std::memcpy(to, from, nbytes);
     });
+} // namespace c10
 
 namespace {
 
@@ -297,7 +299,8 @@ TEST(the_pager_dies_before_the_memory) {
     c10::StorageImpl storage(
         c10::StorageImpl::use_byte_size_t(),
         kBytes,
-        c10::DataPtr(&memory_alive, &memory_alive, [](void*) { memory_alive = false; }, c10::kCPU),
+        c10::DataPtr(
+            &memory_alive, &memory_alive, [](void*) { memory_alive = false; }, c10::kCPU),
         nullptr,
         false);
     storage.install_pager(std::make_unique<Watching>());

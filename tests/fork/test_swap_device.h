@@ -182,6 +182,7 @@ class TestSwapDevice final : public c10::impl::SwapDevice {
     }
   }
   void keep_block_for_copy(const c10::DataPtr&) override {}
+  void keep_block_for_arrival(const c10::DataPtr&) override {}
   bool capturing() const override {
     return captures.load();
   }
@@ -198,9 +199,10 @@ class TestSwapDevice final : public c10::impl::SwapDevice {
 
  private:
   TestSwapDevice()
-      : pool(std::make_shared<torch_lms::HostPool>(
-            std::make_unique<torch_lms::AnonymousSlabSource>(size_t{1} << 20),
-            torch_lms::HostPoolOptions())),
+      : pool(
+            std::make_shared<torch_lms::HostPool>(
+                std::make_unique<torch_lms::AnonymousSlabSource>(size_t{1} << 20),
+                torch_lms::HostPoolOptions())),
         backend_(std::make_shared<GatedBackend>(pool)) {}
 
   const std::shared_ptr<torch_lms::TransferBackend> backend_;

@@ -82,5 +82,9 @@ def is_swap_env_open() -> bool:
 
 
 def state(tensor: Tensor) -> str:
-    r"""Where a tensor's bytes are: ``resident``, ``out_queued``, ``paging_out``, ``paged_out``, ``in_queued``, ``paging_in``."""
+    r"""Where a tensor's bytes are.
+
+    Returns:
+        ``resident``, ``out_queued``, ``paging_out``, ``paged_out``, ``in_queued`` or ``paging_in``.
+    """
     return str(torch.ops.storage_swap.state(tensor))

@@ -32,7 +32,7 @@ class CpuSwapDevice final : public SwapDevice {
     // object in them, which must not move.
     const DeleterFnPtr deleter = GetCPUAllocator()->raw_deleter();
     return data.get() != nullptr && data.get() == data.get_context() && deleter != nullptr &&
-        data.get_deleter() == deleter;
+           data.get_deleter() == deleter;
   }
   int64_t current_stream() const override {
     return 0;
@@ -44,6 +44,7 @@ class CpuSwapDevice final : public SwapDevice {
     return GetCPUAllocator()->allocate(nbytes);
   }
   void keep_block_for_copy(const DataPtr&) override {}
+  void keep_block_for_arrival(const DataPtr&) override {}
   bool capturing() const override {
     return false;
   }

@@ -126,12 +126,13 @@ void EntityPaging::pagein_locked() {
 }
 
 void EntityPaging::unpark_locked(DataPtr& data) {
-  if (memory_->parked() && entity_->state() == EntityState::kResident) {
+  if (entity_->state() != EntityState::kResident) {
+    return; // the memory is a worker's
+  }
+  if (memory_->parked()) {
     data = memory_->take();
   }
-  if (data.get() != nullptr) {
-    device_.note_use(data, memory_->home_stream());
-  }
+  device_.note_use(data, memory_->home_stream());
 }
 
 // --- end ------------------------------------------------------------------------
@@ -147,7 +148,7 @@ void EntityPaging::release() noexcept {
     const EntityState state = entity_->state();
     AccessResult ignored = AccessResult::kResident;
     called_off = (state == EntityState::kOutQueued || state == EntityState::kPagingOut) &&
-        entity_->touch(&ignored);
+                 entity_->touch(&ignored);
   } catch (...) {
     // The device is in error; so is whatever the copy would have written.
   }

@@ -52,7 +52,8 @@ class EntityPaging {
 
   /// Whether the storage has its memory and accesses have nothing to do.
   bool settled_locked() const {
-    return !memory_->parked() && entity_->settled();
+    // In this order: the memory is a worker's until the entity is resident.
+    return entity_->settled() && !memory_->parked();
   }
 
   /// Calls off a page-out that has not been enqueued.

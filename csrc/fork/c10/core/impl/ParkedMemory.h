@@ -69,6 +69,12 @@ class ParkedMemory final : public torch_lms::StorageBinding {
   void keep_block_for_copy() override {
     device_.keep_block_for_copy(data_);
   }
+  void keep_block_for_arrival() override {
+    device_.keep_block_for_arrival(data_);
+  }
+  bool on_home_stream() override {
+    return device_.current_stream() == home_stream_;
+  }
 
  private:
   SwapDevice& device_;

@@ -47,6 +47,9 @@ class C10_API SwapDevice {
   /// The block is read by a page-out that has been called off.
   virtual void keep_block_for_copy(const DataPtr& data) = 0;
 
+  /// The block is written by a page-in that no stream of the program waits for yet.
+  virtual void keep_block_for_arrival(const DataPtr& data) = 0;
+
   /// Whether a graph is being captured on the device: nothing may move then.
   virtual bool capturing() const = 0;
 

@@ -53,11 +53,7 @@ SwapEnvironment& SwapEnvironment::get() {
 }
 
 SwapEnvironment::SwapEnvironment()
-    : out_(
-          torch_lms::TransferDirection::kOut,
-          kMaxInFlightBytes,
-          &begin_worker,
-          &commit_pageout),
+    : out_(torch_lms::TransferDirection::kOut, kMaxInFlightBytes, &begin_worker, &commit_pageout),
       in_(torch_lms::TransferDirection::kIn, kMaxInFlightBytes, &begin_worker, &commit_pagein) {}
 
 // --- open and close -------------------------------------------------------------
@@ -189,8 +185,7 @@ bool SwapEnvironment::prefetch(StorageImpl& storage) {
 
 torch_lms::EntityState SwapEnvironment::state(const StorageImpl& storage) const {
   const auto* pager = dynamic_cast<const EntityPager*>(storage.pager());
-  return pager != nullptr ? pager->paging()->entity()->state()
-                          : torch_lms::EntityState::kResident;
+  return pager != nullptr ? pager->paging()->entity()->state() : torch_lms::EntityState::kResident;
 }
 
 // --- devices and pagers ------------------------------------------------------------

@@ -26,8 +26,7 @@ constexpr size_t kSlabBytes = size_t{1} << 30;
 const std::shared_ptr<torch_lms::HostPool>& pinned_pool() {
   static const auto* pool =
       new std::shared_ptr<torch_lms::HostPool>(std::make_shared<torch_lms::HostPool>(
-          std::make_unique<torch_lms::PinnedSlabSource>(kSlabBytes),
-          torch_lms::HostPoolOptions()));
+          std::make_unique<torch_lms::PinnedSlabSource>(kSlabBytes), torch_lms::HostPoolOptions()));
   return *pool;
 }
 
@@ -46,17 +45,18 @@ bool is_capturing(cudaStream_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   // An error says that another stream is being captured in a way that forbids the call.
   return cudaStreamIsCapturing(stream, &status) != cudaSuccess ||
-      status != cudaStreamCaptureStatusNone;
+         status != cudaStreamCaptureStatusNone;
 }
 
 class CudaSwapDevice final : public c10::impl::SwapDevice {
  public:
   explicit CudaSwapDevice(DeviceIndex index)
       : index_(index),
-        cuda_(std::make_shared<torch_lms::CudaTransferBackend>(
-            index,
-            pinned_pool(),
-            [index] { return c10::cuda::getCurrentCUDAStream(index).stream(); })),
+        cuda_(
+            std::make_shared<torch_lms::CudaTransferBackend>(
+                index,
+                pinned_pool(),
+                [index] { return c10::cuda::getCurrentCUDAStream(index).stream(); })),
         backend_(cuda_),
         pool_streams_(pool_streams(index)) {}
 
@@ -70,7 +70,7 @@ class CudaSwapDevice final : public c10::impl::SwapDevice {
   bool owns(const DataPtr& data) const override {
     // Uncached allocations, IPC memory and tensors of other libraries have other deleters.
     return data.get() != nullptr && data.get() == data.get_context() &&
-        data.get_deleter() == &allocator::raw_delete;
+           data.get_deleter() == &allocator::raw_delete;
   }
 
   int64_t current_stream() const override {
@@ -121,6 +121,10 @@ class CudaSwapDevice final : public c10::impl::SwapDevice {
 
   void keep_block_for_copy(const DataPtr& data) override {
     record(data, cuda_->pageout_stream());
+  }
+
+  void keep_block_for_arrival(const DataPtr& data) override {
+    record(data, cuda_->pagein_stream());
   }
 
   bool capturing() const override {
