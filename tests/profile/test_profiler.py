@@ -8,10 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from tests.profile.models import Branching, Convolutions, OneBranching, TiedLM
+from tests.profile.models import Branching, Convolutions, Fresh, OneBranching, TiedLM
 from torch_lms.errors import ProfileError
 from torch_lms.profile import Profile, ProfileConfig, profile, trace
 from torch_lms.profile.devices import find_device
+from torch_lms.profile.piecewise import PieceByPiece, Pieces
+from torch_lms.profile.sizes import SizeWatcher
+from torch_lms.profile.storages import StorageNames
+from torch_lms.profile.timing import RunTimer, make_clock
 
 QUICK = ProfileConfig(warmup_runs=1, timed_runs=3, progress=False)
 IDS = torch.tensor([[1, 2, 3], [4, 5, 6]])
@@ -21,6 +25,7 @@ CASES = [
     pytest.param(Convolutions, (IMAGES,), False, id="in_place"),
     pytest.param(OneBranching, (torch.ones(2, 4),), False, id="opened"),
     pytest.param(Branching, (torch.ones(2, 4),), False, id="runtime"),
+    pytest.param(lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), (torch.ones(2, 4),), False, id="dropout"),
     pytest.param(TiedLM, (IDS,), True, id="pieces"),
     pytest.param(Convolutions, (IMAGES,), True, id="pieces_in_place"),
 ]
@@ -209,6 +214,19 @@ def test_what_is_no_optimizer_is_refused(optimizer: Any) -> None:
 def test_a_graph_is_needed_to_run_piece_by_piece() -> None:
     with pytest.raises(ProfileError, match="piece by piece"):
         profile(Branching(), torch.ones(2, 4), config=ProfileConfig(pieces=True, timed_runs=1))
+
+
+@pytest.mark.parametrize(("build", "args"), [(Convolutions, (IMAGES,)), (Fresh, (torch.ones(2, 4),))])
+def test_values_piece_by_piece_are_those_of_the_model(build: Any, args: Any) -> None:
+    torch.manual_seed(0)
+    model = build().eval()
+    traced = trace(model, args)
+    storages = StorageNames(model)
+    timer = RunTimer(make_clock(torch.device("cpu")))
+    pieces = Pieces(torch.device("cpu"), 1, 2, storages, SizeWatcher(storages), timer, lambda: None)
+    with torch.enable_grad():
+        found = PieceByPiece(traced, pieces).run(*traced.arguments(args))
+    assert torch.equal(found, model(*args))
 
 
 def test_progress_is_shown_on_the_error_stream(capsys: pytest.CaptureFixture[str]) -> None:

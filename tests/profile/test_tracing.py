@@ -63,6 +63,18 @@ def test_parameters_are_the_models_own_under_their_own_names(source: str) -> Non
 
 
 @pytest.mark.parametrize("source", SOURCES)
+def test_a_tied_parameter_is_read_under_its_first_name(source: str) -> None:
+    class Functional(TiedLM):
+        def forward(self, ids_BT: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return torch.nn.functional.linear(self.mix(self.embed(ids_BT)), self.head.weight)
+
+    graph = graph_of(trace(Functional(), (IDS,), sources=[source])).graph
+    read = {node.target for node in graph.nodes if node.op == "get_attr"}
+    assert "embed.weight" in read
+    assert "head.weight" not in read
+
+
+@pytest.mark.parametrize("source", SOURCES)
 def test_gradients_are_those_of_the_model(source: str) -> None:
     torch.manual_seed(0)
     model = Convolutions()

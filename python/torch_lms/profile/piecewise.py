@@ -7,7 +7,7 @@ run.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from torch_lms._torch_compat import tree_map
+from torch_lms._torch_compat import storage_key, tree_map
 from torch_lms.errors import ProfileError
 from torch_lms.profile.interpreter import describe_node
 from torch_lms.profile.preserving import NodeError, placed_on
@@ -135,10 +135,8 @@ class _NodeOnDevice:
     def run_all(self) -> Any:
         """Sizes, then warm-up, then timed runs; gives the value on the host."""
         value, copies = self._run(self._pieces.sizes.watch)
-        value = self._to_host(value)
-        for key, (host, _) in self._inputs.items():
-            if copies[key]._version > 1:  # changed in place: one version is the clone's own
-                host.detach().copy_(copies[key].detach())
+        self._write_back(copies)
+        value = tree_map(partial(self._to_host, copies), value)
         del copies
         timer = self._pieces.timer
         for runs, keep in ((self._pieces.warmup_runs, False), (self._pieces.timed_runs, True)):
@@ -161,12 +159,31 @@ class _NodeOnDevice:
         args, kwargs = fx.node.map_aggregate((self._args, self._kwargs), swap)
         return watch(self._name, lambda: self._call(args, kwargs)), copies
 
-    def _to_host(self, value: Any) -> Any:
-        def bring(item: Any) -> Any:
-            if not isinstance(item, torch.Tensor):
-                return item
+    def _write_back(self, copies: Mapping[int, torch.Tensor]) -> None:
+        """Changes the host's values as the node has changed its inputs in place."""
+        for key, (host, _) in self._inputs.items():
+            if copies[key]._version and not isinstance(host, nn.Parameter):
+                host.detach().copy_(copies[key].detach())
+                host.requires_grad_(copies[key].requires_grad)
+
+    def _to_host(self, copies: Mapping[int, torch.Tensor], item: Any) -> Any:
+        """A value on the host; a view of an input becomes a view of the host's, so that later changes meet both."""
+        if not isinstance(item, torch.Tensor):
+            return item
+        host = self._view_on_host(copies, item)
+        if host is None:
             host = item.detach().cpu() if item.device.type != "cpu" else item.detach().clone()
             self._alias(host, item)
-            return host.requires_grad_(item.requires_grad)
+        return host.requires_grad_(item.requires_grad)
 
-        return tree_map(bring, value)
+    def _view_on_host(self, copies: Mapping[int, torch.Tensor], item: torch.Tensor) -> torch.Tensor | None:
+        for key, (host, _) in self._inputs.items():
+            copy = copies[key]
+            if item.layout != torch.strided or copy.layout != torch.strided or storage_key(item) != storage_key(copy):
+                continue
+            if item.shape == copy.shape and item.stride() == copy.stride():
+                return host.detach()
+            if host.stride() == copy.stride():
+                offset = host.storage_offset() + item.storage_offset() - copy.storage_offset()
+                return host.detach().as_strided(item.shape, item.stride(), offset)
+        return None
