@@ -22,6 +22,13 @@ CudaEntityTransferQueue::~CudaEntityTransferQueue() {
   std::unique_lock<std::mutex> lock(mutex_);
   queued_.clear();
   stop(lock);
+  for (const FinishedTransfer& transfer : finished_) { // nobody will commit them
+    if (transfer.out != nullptr) {
+      transfer.entity->abandon_pageout(transfer.out);
+    } else if (transfer.in != nullptr) {
+      transfer.entity->abandon_pagein(transfer.in);
+    }
+  }
 }
 
 // --- callers ------------------------------------------------------------------
@@ -29,7 +36,7 @@ CudaEntityTransferQueue::~CudaEntityTransferQueue() {
 void CudaEntityTransferQueue::add(std::shared_ptr<EntityStorageImpl> entity, bool at_head) {
   const size_t nbytes = entity->nbytes();
   std::lock_guard<std::mutex> lock(mutex_);
-  if (locked_) {
+  if (locked_ || waiting_ != 0) {
     throw Error(
         "expected an open transfer queue, found one that is being waited for or has been "
         "stopped; start it (start_actions, or a new swap environment) before adding transfers");
@@ -90,34 +97,43 @@ void CudaEntityTransferQueue::start_actions() {
   locked_ = false;
   if (!running_) {
     running_ = true;
-    stopping_ = false;
     worker_ = std::thread([this] { work(); });
+    busy_ = true; // until it has begun: what its start throws is for who waits
   }
 }
 
-void CudaEntityTransferQueue::wait_idle(std::unique_lock<std::mutex>& lock) {
+void CudaEntityTransferQueue::check_runs() const {
   if (!running_ && !queued_.empty()) {
     throw Error(
         "expected a started transfer queue, found one with transfers and no worker; call "
         "start_actions (torch.cuda.prefetch_all for prefetches) before waiting");
   }
+}
+
+void CudaEntityTransferQueue::wait_idle(std::unique_lock<std::mutex>& lock) {
+  check_runs();
   progressed_.wait(lock, [this] { return queued_.empty() && !busy_; });
 }
 
 void CudaEntityTransferQueue::wait_actions() {
   std::unique_lock<std::mutex> lock(mutex_);
-  const bool was_locked = locked_;
-  locked_ = true;
+  ++waiting_; // Locks the queue until the last who waits is done.
   try {
     wait_idle(lock);
   } catch (...) {
-    locked_ = was_locked;
+    --waiting_;
     throw;
   }
-  locked_ = was_locked;
-  if (error_ != nullptr) {
-    std::rethrow_exception(std::exchange(error_, nullptr));
-  }
+  --waiting_;
+  rethrow(lock);
+}
+
+void CudaEntityTransferQueue::wait_pending() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  check_runs();
+  const uint64_t last = progress() + queued_.size() + taken_;
+  progressed_.wait(lock, [&] { return progress() >= last || (queued_.empty() && !busy_); });
+  rethrow(lock);
 }
 
 void CudaEntityTransferQueue::wait_and_stop_actions() {
@@ -125,6 +141,11 @@ void CudaEntityTransferQueue::wait_and_stop_actions() {
   locked_ = true;
   wait_idle(lock);
   stop(lock);
+  rethrow(lock);
+}
+
+/// Once for each error, to the first who waits.
+void CudaEntityTransferQueue::rethrow(std::unique_lock<std::mutex>&) {
   if (error_ != nullptr) {
     std::rethrow_exception(std::exchange(error_, nullptr));
   }
@@ -134,6 +155,10 @@ void CudaEntityTransferQueue::stop(std::unique_lock<std::mutex>& lock) {
   if (!running_) {
     return;
   }
+  if (stopping_) {
+    progressed_.wait(lock, [this] { return !running_; }); // another thread stops it
+    return;
+  }
   stopping_ = true;
   work_.notify_all();
   std::thread worker = std::move(worker_);
@@ -141,6 +166,8 @@ void CudaEntityTransferQueue::stop(std::unique_lock<std::mutex>& lock) {
   worker.join();
   lock.lock();
   running_ = false;
+  stopping_ = false;
+  progressed_.notify_all();
 }
 
 std::vector<FinishedTransfer> CudaEntityTransferQueue::take_finished() {
@@ -183,8 +210,12 @@ std::exception_ptr CudaEntityTransferQueue::take_error() {
 // --- the worker -----------------------------------------------------------------
 
 void CudaEntityTransferQueue::work() {
-  if (on_worker_start_) {
-    on_worker_start_();
+  try {
+    if (on_worker_start_) {
+      on_worker_start_();
+    }
+  } catch (...) {
+    store_error(std::current_exception());
   }
   for (;;) {
     std::shared_ptr<EntityStorageImpl> next;
@@ -195,10 +226,12 @@ void CudaEntityTransferQueue::work() {
         progressed_.notify_all();
         work_.wait(lock, [this] { return stopping_ || !queued_.empty(); });
       }
-      if (!queued_.empty() && in_flight_bytes_ < max_in_flight_bytes_) {
+      const bool room = in_flight_.empty() || in_flight_bytes_ < max_in_flight_bytes_;
+      if (!queued_.empty() && room) {
         next = std::move(queued_.front());
         queued_.pop_front();
         busy_ = true;
+        ++taken_;
       } else if (in_flight_.empty() && stopping_) {
         return;
       }
@@ -249,6 +282,8 @@ void CudaEntityTransferQueue::finish_oldest() {
     store_error(std::current_exception());
     if (out) {
       oldest.transfer.entity->abandon_pageout(oldest.transfer.out);
+    } else {
+      oldest.transfer.entity->abandon_pagein(oldest.transfer.in);
     }
   }
   finish(std::move(oldest.transfer));
@@ -262,6 +297,7 @@ void CudaEntityTransferQueue::finish(FinishedTransfer transfer) {
   std::lock_guard<std::mutex> lock(mutex_);
   finished_.push_back(std::move(transfer));
   finished_count_.store(finished_.size(), std::memory_order_release);
+  --taken_;
   progress_.fetch_add(1, std::memory_order_acq_rel);
   progressed_.notify_all();
 }
@@ -276,6 +312,7 @@ void CudaEntityTransferQueue::commit_here(FinishedTransfer transfer) {
   transfer = FinishedTransfer();
   std::lock_guard<std::mutex> lock(mutex_);
   pending_bytes_.fetch_sub(nbytes, std::memory_order_acq_rel);
+  --taken_;
   progress_.fetch_add(1, std::memory_order_acq_rel);
   progressed_.notify_all();
 }

@@ -72,6 +72,10 @@ class CudaEntityTransferQueue {
   /// started.
   void wait_actions();
 
+  /// Waits until all transfers are over that are there now; others may be added
+  /// meanwhile. Rethrows as `wait_actions`.
+  void wait_pending();
+
   /// As `wait_actions`, but stops the worker and leaves the queue locked.
   void wait_and_stop_actions();
 
@@ -119,7 +123,9 @@ class CudaEntityTransferQueue {
   void finish(FinishedTransfer transfer);
   void commit_here(FinishedTransfer transfer);
   void store_error(std::exception_ptr error);
+  void check_runs() const;
   void wait_idle(std::unique_lock<std::mutex>& lock);
+  void rethrow(std::unique_lock<std::mutex>& lock);
   void stop(std::unique_lock<std::mutex>& lock);
 
   const TransferDirection direction_;
@@ -133,7 +139,9 @@ class CudaEntityTransferQueue {
   std::deque<std::shared_ptr<EntityStorageImpl>> queued_;
   std::vector<FinishedTransfer> finished_;
   std::exception_ptr error_;
-  bool locked_ = false;
+  bool locked_ = false; // stopped
+  size_t waiting_ = 0; // threads in `wait_actions`
+  size_t taken_ = 0; // transfers that the worker has taken and not finished
   bool running_ = false;
   bool stopping_ = false;
   bool busy_ = false; // the worker holds a transfer

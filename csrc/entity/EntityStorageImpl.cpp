@@ -22,6 +22,17 @@ const char* to_string(EntityState state) noexcept {
   return "unknown";
 }
 
+PageinTransfer::~PageinTransfer() {
+  if (block == nullptr || fence == nullptr) {
+    return;
+  }
+  try {
+    fence->wait(); // The copy writes to the block, which is about to get another owner.
+  } catch (const std::exception&) {
+    // The device is in error: there is no copy, and no next owner.
+  }
+}
+
 EntityStorageImpl::EntityStorageImpl(
     std::unique_ptr<StorageBinding> binding,
     std::shared_ptr<TransferBackend> backend,
@@ -40,22 +51,27 @@ bool EntityStorageImpl::request_pageout() {
   uint64_t accesses = 0;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (state() != EntityState::kResident || pinned() || gone()) {
+    if (state() != EntityState::kResident || requesting_ || pinned() || gone()) {
       return false;
     }
     accesses = accesses_;
     order_after_arrival_locked(); // a prefetch that nobody has used yet
+    requesting_ = true; // From here on nothing but this request can move the bytes.
   }
-  auto transfer = std::make_shared<PageoutTransfer>();
-  void* device = nullptr;
-  transfer->keep = binding_->acquire(nbytes_, &device);
-  if (transfer->keep == nullptr) {
+  std::shared_ptr<PageoutTransfer> transfer;
+  try {
+    transfer = prepare_pageout();
+  } catch (...) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    requesting_ = false;
+    throw;
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  requesting_ = false;
+  if (transfer == nullptr) {
     gone_.store(true, std::memory_order_release);
     return false;
   }
-  transfer->device = device;
-  transfer->after = backend_->submitted_work();
-  std::lock_guard<std::mutex> lock(mutex_);
   // An access since the fence was taken would not be covered by it.
   if (state() != EntityState::kResident || pinned() || accesses != accesses_) {
     return false;
@@ -64,6 +80,19 @@ bool EntityStorageImpl::request_pageout() {
   binding_->watch();
   set_state(EntityState::kOutQueued);
   return true;
+}
+
+/// Null if the storage no longer holds the entity's memory.
+std::shared_ptr<PageoutTransfer> EntityStorageImpl::prepare_pageout() {
+  auto transfer = std::make_shared<PageoutTransfer>();
+  void* device = nullptr;
+  transfer->keep = binding_->acquire(nbytes_, &device);
+  if (transfer->keep == nullptr) {
+    return nullptr;
+  }
+  transfer->device = device;
+  transfer->after = backend_->submitted_work();
+  return transfer;
 }
 
 bool EntityStorageImpl::begin_pageout(std::shared_ptr<PageoutTransfer>* started) {
@@ -130,10 +159,10 @@ CommitResult EntityStorageImpl::commit_pageout(
       if (pinned() || (first_seen_ != 0 && OpClock::get().running_since(first_seen_))) {
         return CommitResult::kInUse;
       }
-      out_ = nullptr;
       if (binding_->referenced()) {
-        *garbage = binding_->install_host(transfer->host, shared_from_this());
+        *garbage = binding_->install_host(transfer->host, shared_from_this()); // may throw
       }
+      out_ = nullptr;
       if (*garbage != nullptr) {
         host_ = transfer->host;
         set_state(EntityState::kPagedOut);
@@ -227,7 +256,25 @@ std::shared_ptr<PageinTransfer> EntityStorageImpl::submit_pagein_locked(
 bool EntityStorageImpl::commit_pagein(const std::shared_ptr<PageinTransfer>& transfer) {
   const KeepAlive keep = binding_->hold();
   std::lock_guard<std::mutex> lock(mutex_);
-  return keep != nullptr && commit_pagein_locked(transfer);
+  if (keep == nullptr || !commit_pagein_locked(transfer)) {
+    return false;
+  }
+  if (arrival_ != nullptr && !arrival_->done()) {
+    binding_->keep_block_for_arrival(); // No stream of the program waits for the copy yet.
+  }
+  return true;
+}
+
+void EntityStorageImpl::abandon_pagein(const std::shared_ptr<PageinTransfer>& transfer) noexcept {
+  std::unique_ptr<DeviceBlock> garbage; // destroyed after unlocking
+  std::lock_guard<std::mutex> lock(mutex_);
+  transfer->failed = true;
+  garbage = std::move(transfer->block);
+  if (in_ == transfer && !gone()) {
+    in_ = nullptr;
+    set_state(EntityState::kPagedOut);
+  }
+  submitted_.notify_all();
 }
 
 std::unique_ptr<DeviceBlock> EntityStorageImpl::cancel_arrival(
@@ -238,7 +285,11 @@ std::unique_ptr<DeviceBlock> EntityStorageImpl::cancel_arrival(
     return nullptr;
   }
   if (transfer->fence != nullptr && !transfer->fence->done()) {
-    backend_->order_after(transfer->fence);
+    if (binding_->on_home_stream()) {
+      backend_->order_after(transfer->fence);
+    } else {
+      transfer->fence->wait(); // The block's next owner is on another stream than the caller.
+    }
   }
   in_ = nullptr;
   set_state(EntityState::kPagedOut);
@@ -246,7 +297,8 @@ std::unique_ptr<DeviceBlock> EntityStorageImpl::cancel_arrival(
 }
 
 bool EntityStorageImpl::commit_pagein_locked(const std::shared_ptr<PageinTransfer>& transfer) {
-  if (in_ != transfer || state() != EntityState::kPagingIn || transfer->failed) {
+  if (in_ != transfer || state() != EntityState::kPagingIn || transfer->failed ||
+      gone_.load(std::memory_order_acquire)) {
     return false;
   }
   binding_->unwatch();
@@ -263,6 +315,9 @@ bool EntityStorageImpl::commit_pagein_locked(const std::shared_ptr<PageinTransfe
 AccessResult EntityStorageImpl::finish_pagein_locked(std::unique_lock<std::mutex>& lock) {
   const std::shared_ptr<PageinTransfer> transfer = in_;
   submitted_.wait(lock, [&] { return transfer->submitted; });
+  if (gone_.load(std::memory_order_acquire)) {
+    submitted_.wait(lock, [&] { return in_ != transfer; }); // until its release is over
+  }
   if (!commit_pagein_locked(transfer)) {
     return access_locked(lock); // it failed, or another thread was faster
   }
@@ -335,13 +390,14 @@ void EntityStorageImpl::host_copy_released() noexcept {
   {
     std::unique_lock<std::mutex> lock(mutex_);
     gone_.store(true, std::memory_order_release);
-    transfer = std::move(in_);
-    in_ = nullptr;
+    transfer = in_;
     if (transfer != nullptr) {
       submitted_.wait(lock, [&] { return transfer->submitted; });
     }
+    in_ = nullptr;
     std::swap(host, host_);
     set_state(EntityState::kResident);
+    submitted_.notify_all();
   }
   if (host != nullptr) {
     // Behind all work, which may be using the host copy in place.

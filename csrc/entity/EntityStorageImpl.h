@@ -51,8 +51,13 @@ struct PageoutTransfer {
   bool copying = false; // guarded by the entity's mutex: copy is being submitted
 };
 
-/// One copy to the device.
+/// One copy to the device. Waits for the copy if its block has not been installed.
 struct PageinTransfer {
+  PageinTransfer() = default;
+  ~PageinTransfer();
+  PageinTransfer(const PageinTransfer&) = delete;
+  PageinTransfer& operator=(const PageinTransfer&) = delete;
+
   std::unique_ptr<DeviceBlock> block;
   FencePtr fence;
   bool submitted = false; // guarded by the entity's mutex
@@ -97,8 +102,9 @@ class EntityStorageImpl : public std::enable_shared_from_this<EntityStorageImpl>
     return state_.load(std::memory_order_acquire);
   }
 
-  /// RESIDENT -> OUT_QUEUED. Returns false in every other state, and for a
-  /// pinned entity. The caller enqueues the entity.
+  /// RESIDENT -> OUT_QUEUED. Returns false in every other state, for a pinned
+  /// entity, and while another thread requests the same. The caller enqueues the
+  /// entity.
   bool request_pageout();
 
   /// PAGED_OUT -> IN_QUEUED. Returns false in every other state.
@@ -129,6 +135,9 @@ class EntityStorageImpl : public std::enable_shared_from_this<EntityStorageImpl>
 
   /// PAGING_IN -> RESIDENT. Returns false if another thread did it already.
   bool commit_pagein(const std::shared_ptr<PageinTransfer>& transfer);
+
+  /// A transfer whose copy failed: PAGING_IN -> PAGED_OUT.
+  void abandon_pagein(const std::shared_ptr<PageinTransfer>& transfer) noexcept;
 
   /// PAGING_IN -> PAGED_OUT: a prefetch that nobody has used is called off, and what it
   /// has copied is forgotten. Returns its device block, which the calling thread's
@@ -206,6 +215,7 @@ class EntityStorageImpl : public std::enable_shared_from_this<EntityStorageImpl>
 
  private:
   /// The cases of `access`, under the lock; may let go of it on the way.
+  std::shared_ptr<PageoutTransfer> prepare_pageout();
   AccessResult access_locked(std::unique_lock<std::mutex>& lock);
   AccessResult cancel_pageout_locked(std::unique_lock<std::mutex>& lock);
   AccessResult finish_pagein_locked(std::unique_lock<std::mutex>& lock);
@@ -229,6 +239,7 @@ class EntityStorageImpl : public std::enable_shared_from_this<EntityStorageImpl>
   mutable std::mutex mutex_;
   std::condition_variable submitted_;
   uint64_t accesses_ = 0;
+  bool requesting_ = false;
   UseHistory history_;
   std::shared_ptr<PageoutTransfer> out_;
   std::shared_ptr<PageinTransfer> in_;

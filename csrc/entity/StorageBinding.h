@@ -69,6 +69,17 @@ class StorageBinding {
   /// A cancelled copy still reads the storage's block: its memory must not be
   /// unmapped before the copy has finished.
   virtual void keep_block_for_copy() = 0;
+
+  /// The same for the copy of a page-in, which still writes to the storage's block.
+  virtual void keep_block_for_arrival() {
+    keep_block_for_copy();
+  }
+
+  /// Whether the calling thread submits to the stream that the storage's blocks are
+  /// allocated for. Called with or without a lock.
+  virtual bool on_home_stream() {
+    return true;
+  }
 };
 
 } // namespace torch_lms

@@ -7,6 +7,19 @@ namespace {
 
 constexpr uint64_t kLeastGap = 16;
 constexpr uint64_t kGapsInCycle = 128;
+constexpr uint64_t kLatenessInCycle = 4;
+
+/// What was expected before `now` and has not come yet is due, or, if it is very late,
+/// expected in a later cycle.
+uint64_t to_come(uint64_t expected, uint64_t now, const CycleShape& cycle) {
+  if (expected > now) {
+    return expected;
+  }
+  const uint64_t late = now - expected;
+  return late < cycle.length / kLatenessInCycle
+             ? now + 1
+             : expected + (late / cycle.length + 1) * cycle.length;
+}
 
 } // namespace
 
@@ -47,17 +60,19 @@ uint64_t UseHistory::next(uint64_t now, const CycleShape& cycle) const noexcept 
         return cycle.began + places.at[i];
       }
     }
-    return cycle.began + cycle.length + places.at[0];
+    return to_come(cycle.began + cycle.length + places.at[0], now, cycle);
   }
   if (cycle_ != cycle.number) {
     return kUnknown - last_; // not used in the cycle before either
   }
   const uint64_t place = last_ - cycle.began;
   if (place >= cycle.forward || cycle.forward == 0) {
-    return cycle.began + cycle.length + place;
+    return to_come(cycle.began + cycle.length + place, now, cycle);
   }
   const uint64_t backward = cycle.length - cycle.forward;
-  return cycle.began + cycle.forward + (cycle.forward - place) * backward / cycle.forward;
+  const uint64_t expected =
+      cycle.began + cycle.forward + (cycle.forward - place) * backward / cycle.forward;
+  return to_come(expected, now, cycle);
 }
 
 } // namespace torch_lms

@@ -25,6 +25,7 @@ class CpuDevice final : public Device {
   void note_current_stream() override {}
   c10::DataPtr allocate(size_t nbytes, int64_t stream) override;
   void keep_block_for_copy(const c10::DataPtr&) override {}
+  void keep_block_for_arrival(const c10::DataPtr&) override {}
   size_t allocated_bytes() const override;
   size_t peak_allocated_bytes() const override;
   void reset_peak() override;

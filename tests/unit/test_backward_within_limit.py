@@ -47,27 +47,16 @@ def wide_forward(x: torch.Tensor) -> torch.Tensor:
     return Forward.apply(x)
 
 
-one_node_is_one_op = pytest.mark.xfail(
-    strict=True,
-    raises=torch.OutOfMemoryError,
-    reason="the engine's record of a node, and a Function's of its forward, counts as an op: all that the Python code "
-    "inside uses stays pinned until it ends",
-)
-
-
 @pytest.mark.parametrize(
     "program",
     [
         pytest.param(chain, id="eager"),
-        pytest.param(Wide.apply, id="function_backward", marks=one_node_is_one_op),
-        pytest.param(wide_forward, id="function_forward", marks=one_node_is_one_op),
-        pytest.param(
-            lambda x: checkpoint(chain, x, use_reentrant=True), id="checkpoint_reentrant", marks=one_node_is_one_op
-        ),
+        pytest.param(Wide.apply, id="function_backward"),
+        pytest.param(wide_forward, id="function_forward"),
+        pytest.param(lambda x: checkpoint(chain, x, use_reentrant=True), id="checkpoint_reentrant"),
         pytest.param(
             lambda x: checkpoint(chain, x, use_reentrant=False),
             id="checkpoint_not_reentrant",
-            marks=one_node_is_one_op,
         ),
     ],
 )

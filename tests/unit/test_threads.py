@@ -194,7 +194,6 @@ def test_automatic_mode_keeps_threads_apart_within_a_limit(paged: ModuleType) ->
 # --- waits --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.xfail(strict=True, raises=LmsError, reason="a wait closes the queue to requests of other threads")
 def test_pageout_while_another_thread_waits_is_enqueued(paged: ModuleType) -> None:
     mine, others = ([torch.full((200,), float(i)) for i in range(count)] for count in (2000, 20))
     done = threading.Event()
@@ -218,7 +217,6 @@ def test_pageout_while_another_thread_waits_is_enqueued(paged: ModuleType) -> No
     assert [tensor[0].item() for tensor in mine] == [i + ROUNDS for i in range(2000)]
 
 
-@pytest.mark.xfail(strict=True, reason="waits that overlap leave the queue closed")
 def test_waits_of_several_threads_leave_the_queue_open(paged: ModuleType) -> None:
     tensors = [torch.full((1 << 18,), float(i)) for i in range(32)]
     for _ in range(20):

@@ -258,7 +258,6 @@ def test_memory_of_numpy_is_refused(paged: ModuleType) -> None:
         assert tensor.data_ptr() == array.ctypes.data
 
 
-@pytest.mark.xfail(strict=True, reason="a slice of a storage keeps the address, and the storage moves all the same")
 def test_slice_of_a_storage_stays_shared(paged: ModuleType) -> None:
     paged.pageout(torch.ones(1))
     tensor = torch.arange(16, dtype=torch.uint8)

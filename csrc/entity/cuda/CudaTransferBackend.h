@@ -57,6 +57,9 @@ class CudaTransferBackend final : public TransferBackend {
   cudaStream_t pageout_stream() const noexcept {
     return out_stream_;
   }
+  cudaStream_t pagein_stream() const noexcept {
+    return in_stream_;
+  }
 
  private:
   struct DeferredFree {

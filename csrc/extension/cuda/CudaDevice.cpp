@@ -72,6 +72,10 @@ void CudaDevice::keep_block_for_copy(const c10::DataPtr& data) {
   allocator::recordStream(data, c10::cuda::getStreamFromExternal(cuda_->pageout_stream(), index_));
 }
 
+void CudaDevice::keep_block_for_arrival(const c10::DataPtr& data) {
+  allocator::recordStream(data, c10::cuda::getStreamFromExternal(cuda_->pagein_stream(), index_));
+}
+
 size_t CudaDevice::allocated_bytes() const {
   return static_cast<size_t>(allocator::get()->getDeviceStats(index_).allocated_bytes[0].current);
 }

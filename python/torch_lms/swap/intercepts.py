@@ -41,6 +41,7 @@ def install() -> None:
         _wrap(torch.UntypedStorage, "data_ptr", _use)
         _wrap(torch.UntypedStorage, "resize_", _use)
         _wrap(torch.UntypedStorage, "share_memory_", _use)
+        _wrap_slices_of_storages()
         _wrap_to_dlpack()
         _wrap_compiled_graph()
         _installed = True
@@ -78,6 +79,18 @@ def _wrap(owner: type, name: str, before: Callable[[Any], None]) -> None:
         return method(self, *args, **kwargs)
 
     setattr(owner, name, wrapper)
+
+
+def _wrap_slices_of_storages() -> None:
+    """A slice of a storage is another storage on the same memory."""
+    get: Callable[[Any, Any], Any] = torch.UntypedStorage.__getitem__
+
+    @functools.wraps(get)
+    def wrapper(self: torch.UntypedStorage, index: Any) -> Any:
+        (_pin if isinstance(index, slice) else _use)(self)
+        return get(self, index)
+
+    torch.UntypedStorage.__getitem__ = wrapper  # type: ignore[method-assign]
 
 
 def _wrap_to_dlpack() -> None:

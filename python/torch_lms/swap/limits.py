@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from fractions import Fraction
 
 import torch
 
@@ -26,6 +27,7 @@ _UNITS_BYTES = {
     "gib": 2**30,
     "tib": 2**40,
 }
+_MOST_BYTES = 2**62
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*|%)\s*", re.IGNORECASE)
 
 
@@ -58,11 +60,13 @@ def parse_bytes(size: int | str, *, total_bytes: int | None = None) -> int:
         if unit == "%":
             if total_bytes is None:
                 raise LimitError(f"expected a size in bytes here, found the percentage {size!r}; name a size")
-            nbytes = int(float(match[1]) * total_bytes / 100)
+            nbytes = int(Fraction(match[1]) * total_bytes / 100)
         else:
-            nbytes = int(float(match[1]) * _UNITS_BYTES[unit])
+            nbytes = int(Fraction(match[1]) * _UNITS_BYTES[unit])
     if nbytes <= 0:
         raise LimitError(f"expected a size of at least one byte, found {size!r}; pass a positive size")
+    if nbytes > _MOST_BYTES:
+        raise LimitError(f"expected a size that memory can have, found {str(size)[:40]!r}; pass a smaller size")
     return nbytes
 
 

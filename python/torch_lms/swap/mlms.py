@@ -16,6 +16,7 @@ import torch
 from torch_lms._core import core
 from torch_lms.errors import EnvError
 from torch_lms.swap import automatic, manual
+from torch_lms.swap.limits import parse_bytes, parse_limits
 
 __all__ = ["attach"]
 
@@ -135,9 +136,10 @@ def get_enabled_lms() -> bool:
 def set_limit_lms(limit: int | str | None) -> None:
     """Sets the limit of each device, at once if automatic mode is on."""
     global _lms_limit
-    _lms_limit = limit
+    parse_limits(limit)  # raises before anything is changed
     if automatic.is_enabled():
         automatic.enable(limit, min_bytes=_lms_size_bytes)
+    _lms_limit = limit
 
 
 def get_limit_lms() -> int | str | None:
@@ -148,9 +150,10 @@ def get_limit_lms() -> int | str | None:
 def set_size_lms(size: int | str) -> None:
     """Sets the least size of a storage that may be paged out, at once if automatic mode is on."""
     global _lms_size_bytes
-    _lms_size_bytes = size
+    parse_bytes(size)  # raises before anything is changed
     if automatic.is_enabled():
         automatic.enable(_lms_limit, min_bytes=size)
+    _lms_size_bytes = size
 
 
 def get_size_lms() -> int | str:
