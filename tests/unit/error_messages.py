@@ -11,7 +11,7 @@ import pytest
 def check_message(message: str, *, found: str = "", do: str) -> None:
     """Checks that a message has its three parts, in order, and that they name ``found`` and ``do``."""
     expected_at = message.find("expected ")
-    found_at = message.find("found ")
+    found_at = min((at for at in (message.find("found "), message.find("found: ")) if at >= 0), default=-1)
     assert 0 <= expected_at < found_at, f"no 'expected ... found ...' in {message!r}"
     assert message[expected_at + len("expected ") : found_at].strip(" ,"), f"nothing expected in {message!r}"
     do_at = message.find(do, found_at)

@@ -21,6 +21,7 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch._inductor.output_code", "numpy", "pytest", "hypothesis"])
 
 PACKAGE_ROOT = Path(torch_lms.__file__).parents[1]
+ANSWER_WITHIN_S = 20
 REPOSITORY = Path(__file__).parents[2]
 
 
@@ -32,15 +33,20 @@ def _run(answer: Connection, function: Callable[..., Any], arguments: tuple[Any,
 
 
 def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Calls a function of a module in a new process; its result, or an assertion with its traceback."""
+    """Calls a function of a module in a new process; its result, or an assertion with its traceback.
+
+    A process that does not answer is ended: an endless wait in the core holds up no signal and no other test.
+    """
     here, there = _context.Pipe(duplex=False)
     process = _context.Process(target=_run, args=(there, function, arguments))
     process.start()
     there.close()
     try:
-        value, failure = here.recv()
+        value, failure = here.recv() if here.poll(ANSWER_WITHIN_S) else (None, "the process did not answer")
     except EOFError:
         value, failure = None, "the process ended without an answer"
+    if failure is not None:
+        process.kill()
     process.join()
     assert failure is None, failure
     assert process.exitcode == 0
