@@ -84,14 +84,18 @@ def main() -> None:
             run("git", "-C", folder, "checkout", "--quiet", "--detach", "upstream")
     if not (patched / "c10/core/StoragePager.h").exists():
         run("bash", "build_scripts/apply_patches.sh", "v1.13.1", patched)
-    result = Result(name="fork_hook", title="The fork's hook, v1.13.1, nothing paged out", columns=COLUMNS)
+    result = Result(
+        name="fork_hook", title="The fork's hook, v1.13.1, nothing paged out", columns=COLUMNS, readme=False
+    )
     measure(result, "upstream", build(plain, given.build / "upstream-build"))
     measure(result, "patched", build(patched, given.build / "patched-build"))
     before, after = result.rows
     grown = after["storage_bytes"] - before["storage_bytes"]
     result.check("sizeof(StorageImpl) grows by one pointer", "8 bytes", grown, grown == 8)
     more = after["data_instructions"] - before["data_instructions"]
-    result.check("StorageImpl::data() takes few more instructions", "at most 3", round(more, 2), more <= 3)
+    result.check(
+        "StorageImpl::data(), a check and what it costs in registers", "at most 5 more", round(more, 2), more <= 5
+    )
     print(result.write(given.output_dir))
 
 

@@ -9,7 +9,7 @@ versions=(v1.12.0 v1.13.1)
 
 # Commits of these scripts are the same everywhere: no user's settings, no clock.
 export GIT_CONFIG_GLOBAL=/dev/null GIT_CONFIG_NOSYSTEM=1
-export GIT_AUTHOR_NAME=torch-lms GIT_AUTHOR_EMAIL=torch-lms@users.noreply.github.com
+export GIT_AUTHOR_NAME=torch-lms GIT_AUTHOR_EMAIL=torch-lms@localhost
 export GIT_COMMITTER_NAME=$GIT_AUTHOR_NAME GIT_COMMITTER_EMAIL=$GIT_AUTHOR_EMAIL
 new_files_date='2026-11-21T00:00:00+0000'
 new_files_tag=large-model-support-new-files

@@ -1,5 +1,7 @@
 #include <c10/core/StoragePager.h>
 
+#include <c10/core/StorageImpl.h>
+
 namespace c10 {
 
 StoragePager::~StoragePager() = default;
@@ -24,10 +26,10 @@ void StoragePagerSlot::drop_slow() noexcept {
   delete release();
 }
 
-void StoragePagerSlot::pagein(DataPtr& data) const {
-  StoragePager* pager = get();
+void StorageImpl::pagein_slow() const {
+  StoragePager* pager = pager_.get();
   if (pager != nullptr && !pager->resident()) {
-    pager->pagein(data);
+    pager->pagein(data_ptr_);
   }
 }
 

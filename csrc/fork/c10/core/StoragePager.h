@@ -74,9 +74,6 @@ class C10_API StoragePagerSlot {
     }
   }
 
-  /// The slow path of an access, out of line.
-  void pagein(DataPtr& data) const;
-
  private:
   StoragePager* release() noexcept {
     return pager_.exchange(nullptr, std::memory_order_acq_rel);

@@ -76,18 +76,18 @@ bool EntityPaging::request_pageout_locked(DataPtr& data) {
 }
 
 void EntityPaging::cancel_pageout_locked() {
+  const EntityState state = entity_->state();
   AccessResult ignored = AccessResult::kResident;
-  entity_->touch(&ignored);
+  if (state == EntityState::kOutQueued || state == EntityState::kPagingOut) {
+    entity_->touch(&ignored);
+  }
 }
 
 // --- page-in ------------------------------------------------------------------
 
 bool EntityPaging::request_pagein_locked() {
   check_not_capturing();
-  const EntityState state = entity_->state();
-  if (state == EntityState::kOutQueued || state == EntityState::kPagingOut) {
-    cancel_pageout_locked(); // the cheapest page-in is not to leave
-  }
+  cancel_pageout_locked(); // the cheapest page-in is not to leave
   return entity_->request_pagein();
 }
 
