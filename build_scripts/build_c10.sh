@@ -2,20 +2,23 @@
 # Builds libc10, libc10_cuda where there is CUDA, and the tests of the fork from a patched source tree, and runs them:
 # plain, and under the address, undefined behaviour and thread sanitizers. Minutes, without the rest of PyTorch.
 #
-#   build_scripts/build_c10.sh TREE [--build FOLDER] [--modes 'plain address thread'] [--cuda on|off|auto]
+#   build_scripts/build_c10.sh TREE [--build FOLDER] [--modes 'plain address thread'] [--cuda on|off|auto] [--kit FOLDER]
 #
+# --kit copies what the tests of the CUDA device need, a few megabytes, into a folder that can be carried to a machine
+# with a GPU; there: LD_LIBRARY_PATH=FOLDER FOLDER/cuda_device_test
 # Uses ccache where it is there; MAX_JOBS says how many compilers run at once. FOLDER is build/c10 if it is not named.
 # shellcheck source-path=SCRIPTDIR source=fork.sh
 source "$(dirname "${BASH_SOURCE[0]}")/fork.sh"
 
-tree='' build=$project/build/c10 modes='plain address thread' cuda=auto
+tree='' build=$project/build/c10 modes='plain address thread' cuda=auto kit=''
 while (($#)); do
   case $1 in
     --help | -h) show_help ;;
     --build) build=${2:?expected a folder after --build} && shift ;;
     --modes) modes=${2:?expected modes after --modes} && shift ;;
     --cuda) cuda=${2:?expected on, off or auto after --cuda} && shift ;;
-    -*) fail "expected TREE [--build FOLDER] [--modes MODES] [--cuda on|off|auto], found '$1'; see --help" ;;
+    --kit) kit=${2:?expected a folder after --kit} cuda=on && shift ;;
+    -*) fail "expected TREE [--build FOLDER] [--modes MODES] [--cuda on|off|auto] [--kit FOLDER], found '$1'; see --help" ;;
     *) tree=$1 ;;
   esac
   shift
@@ -77,4 +80,13 @@ for mode in $modes; do
   (cd "$build/$mode" && with_sanitizers ctest --output-on-failure --timeout 300) ||
     fail "expected every test to pass in mode $mode, found the failures above"
 done
+if [ -n "$kit" ]; then
+  [[ " $modes " == *" plain "* ]] || fail "expected the mode plain with --kit, found '$modes'"
+  mkdir -p "$kit"
+  cp "$build"/plain/{c10/libc10.so,libc10_cuda.so,libswap_cuda.so,cuda_device_test,environment_test} "$kit/"
+  strip --strip-unneeded "$kit"/*
+  cp --dereference "${CUDA_HOME:-/usr/local/cuda}"/lib64/libcudart.so.[0-9]* "$kit/"
+  next_step "LD_LIBRARY_PATH=$kit $kit/cuda_device_test, on a machine with a GPU"
+  exit 0
+fi
 next_step "build_scripts/build_wheel.sh $tree --help"
