@@ -36,7 +36,7 @@ void CpuDevice::reset_peak() {
   CountingCpuAllocator::get().reset_peak();
 }
 
-size_t CpuDevice::total_bytes() const {
+size_t CpuDevice::memory_bytes() {
   return std::min(physical_bytes(), cgroup_limit_bytes());
 }
 

@@ -35,7 +35,11 @@ class CpuDevice final : public Device {
   std::vector<std::vector<AllocatorBlock>> blocks() const override {
     return {};
   }
-  size_t total_bytes() const override;
+  /// What the machine and the control groups allow.
+  static size_t memory_bytes();
+  size_t total_bytes() const override {
+    return memory_bytes();
+  }
   void control(size_t limit_bytes) override;
   void uncontrol() override;
   bool capturing() const override {

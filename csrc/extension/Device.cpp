@@ -120,11 +120,10 @@ void for_each_device(void (*visit)(Device&, void*), void* context) {
 
 void configure_host(const HostOptions& requested) {
   std::lock_guard<std::mutex> lock(make_mutex);
-  if (spill_pool != nullptr && !requested.spill_dir.empty() &&
-      requested.spill_dir != options.spill_dir) {
+  const std::string in_use = options.spill_dir.empty() ? default_spill_dir() : options.spill_dir;
+  if (spill_pool != nullptr && !requested.spill_dir.empty() && requested.spill_dir != in_use) {
     throw SpillFailed(
-        "expected the spill directory that is in use ('" +
-        (options.spill_dir.empty() ? default_spill_dir() : options.spill_dir) + "'), found '" +
+        "expected the spill directory that is in use ('" + in_use + "'), found '" +
         requested.spill_dir + "'; set spill_dir before anything is paged out");
   }
   if (!requested.spill_dir.empty()) {

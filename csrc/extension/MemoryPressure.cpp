@@ -24,8 +24,12 @@ constexpr size_t kContiguousReserve = 3;
 constexpr size_t kForwardReserve = 1;
 constexpr size_t kBackwardReserve = 8;
 constexpr int kContiguousTries = 3;
+constexpr int kTriesForOthers = 2000; // of a millisecond
 constexpr uint64_t kUsesToCool = 24;
 constexpr auto kPatience = std::chrono::seconds(30);
+// With ops of other threads that use what has been copied.
+constexpr auto kPatienceWithOps = std::chrono::seconds(1);
+constexpr int kMostStalls = 10;
 
 size_t index_of(c10::Device device) {
   return device.is_cuda() ? static_cast<size_t>(device.index()) + 1 : 0;
@@ -62,6 +66,17 @@ void MemoryPressure::enable(Device& device, size_t limit_bytes) {
   Pager::get().out_queue().start_actions();
   Pager::get().in_queue().start_actions();
   enabled_.store(true);
+  // What is known already, from paging by hand or from the last time.
+  Pager::get().table().for_each([&](const EntityPtr& entity) {
+    if (entity->gone() || &find_device_of(*entity) != &device) {
+      return;
+    }
+    if (entity->state() == EntityState::kPagedOut) {
+      note_paged_out(entity);
+    } else {
+      note_resident(entity);
+    }
+  });
 }
 
 void MemoryPressure::disable() {
@@ -120,10 +135,11 @@ size_t MemoryPressure::request_pageouts(DeviceWatch& watch, size_t nbytes) {
   return requested;
 }
 
-void MemoryPressure::keep_error() {
+/// Whether a page-out has failed since the last call.
+bool MemoryPressure::keep_error() {
   const std::exception_ptr error = Pager::get().out_queue().take_error();
   if (error == nullptr) {
-    return;
+    return false;
   }
   std::lock_guard<std::mutex> lock(error_mutex_);
   try {
@@ -131,6 +147,7 @@ void MemoryPressure::keep_error() {
   } catch (const std::exception& caught) {
     last_error_ = text_of(caught);
   }
+  return true;
 }
 
 std::string MemoryPressure::last_error() {
@@ -138,29 +155,46 @@ std::string MemoryPressure::last_error() {
   return last_error_;
 }
 
-/// Waits until a page-out is over and commits. False if none is under way, none
-/// can be committed, or page-outs fail.
-bool MemoryPressure::wait_for_pageouts(uint64_t* progress) {
+/// Waits until a page-out is over and commits.
+MemoryPressure::Progress MemoryPressure::wait_for_pageouts(uint64_t* progress) {
   Pager& pager = Pager::get();
   if (pager.out_queue().pending_bytes() == 0) {
-    return false;
+    return keep_error() ? Progress::kFailed : Progress::kNothingUnderWay;
   }
   const auto start = std::chrono::steady_clock::now();
   const size_t before = pager.out_queue().pending_bytes();
   bool moved = false;
+  auto copied = start; // when something was copied last
   while (!moved && std::chrono::steady_clock::now() - start < kPatience) {
-    *progress = pager.out_queue().wait_for_progress(*progress, 1000);
+    const uint64_t seen = *progress;
+    *progress = pager.out_queue().wait_for_progress(seen, 1000);
     pager.commit_finished();
     moved = pager.out_queue().pending_bytes() < before;
+    if (*progress != seen || !pager.out_queue().has_finished()) {
+      copied = std::chrono::steady_clock::now();
+    } else if (std::chrono::steady_clock::now() - copied > kPatienceWithOps) {
+      break;
+    }
     if (!moved && pager.out_queue().has_finished()) {
       // Copied, but another thread's op may still use it.
       std::this_thread::sleep_for(std::chrono::microseconds(50));
     }
   }
   pager.stats().wait_us.fetch_add(microseconds_since(start), std::memory_order_relaxed);
-  const std::string failed_before = last_error();
-  keep_error();
-  return moved && last_error() == failed_before;
+  if (keep_error()) {
+    return Progress::kFailed;
+  }
+  return moved ? Progress::kMoved : Progress::kNothingUnderWay;
+}
+
+/// Nothing can go out now. Ops of other threads hold their inputs only until they end:
+/// waits a moment if there are such ops. False if there are none, or for too long.
+bool MemoryPressure::others_may_let_go(int* tries) {
+  if (++*tries > kTriesForOthers || !OpClock::get().running_since(UINT64_MAX)) {
+    return false;
+  }
+  std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  return true;
 }
 
 bool MemoryPressure::make_room(Device& device, size_t nbytes) {
@@ -180,22 +214,38 @@ bool MemoryPressure::make_room(Device& device, size_t nbytes) {
   Pager& pager = Pager::get();
   pager.cancel_prefetches();
   uint64_t progress = pager.out_queue().progress();
-  for (;;) {
+  int stalls = 0;
+  for (int tries = 0;;) {
     pager.commit_finished();
     const size_t wanted = device.allocated_bytes() + nbytes + margin;
     if (wanted <= limit) {
       return true;
     }
     const size_t outgoing = pager.out_queue().pending_bytes();
+    size_t requested = 0;
     if (outgoing < wanted - limit) {
       if (pager.cancel_last_prefetch()) {
         continue;
       }
-      request_pageouts(watch, wanted - limit - outgoing);
+      requested = request_pageouts(watch, wanted - limit - outgoing);
     }
-    if (!wait_for_pageouts(&progress)) {
-      return device.allocated_bytes() + nbytes <= limit;
+    const Progress now = wait_for_pageouts(&progress);
+    if (now == Progress::kMoved) {
+      continue;
     }
+    if (device.allocated_bytes() + nbytes <= limit) {
+      return true;
+    }
+    if (now == Progress::kFailed) {
+      return false;
+    }
+    if (pager.out_queue().pending_bytes() != 0) {
+      if (++stalls > kMostStalls) {
+        return false;
+      }
+    } else if (outgoing + requested == 0 && !others_may_let_go(&tries)) {
+      return false;
+    } // else another thread has committed what this one was about to wait for
   }
 }
 
@@ -210,7 +260,7 @@ void MemoryPressure::make_contiguous(Device& device, size_t nbytes) {
   for (int tries = 0; tries < kContiguousTries && device.contiguous_bytes() < nbytes; ++tries) {
     // What is on its way out anyway may be enough.
     while (device.contiguous_bytes() < nbytes &&
-           (wait_for_pageouts(&progress) || pager.cancel_last_prefetch())) {
+           (wait_for_pageouts(&progress) == Progress::kMoved || pager.cancel_last_prefetch())) {
     }
     if (device.contiguous_bytes() < nbytes && !free_window(watch, nbytes)) {
       return;
@@ -273,7 +323,7 @@ bool MemoryPressure::after_out_of_memory(Device& device, size_t nbytes) {
   }
   const bool requested =
       request_pageouts(watch, nbytes) != 0 || pager.out_queue().pending_bytes() != 0;
-  while (wait_for_pageouts(&progress)) {
+  while (wait_for_pageouts(&progress) == Progress::kMoved) {
   }
   return requested;
 }

@@ -89,11 +89,14 @@ class MemoryPressure {
   size_t request_pageouts(DeviceWatch& watch, size_t nbytes);
   size_t page_out(DeviceWatch& watch, const EntityPtr& entity);
   bool free_window(DeviceWatch& watch, size_t nbytes);
-  bool wait_for_pageouts(uint64_t* progress);
+  enum class Progress { kMoved, kNothingUnderWay, kFailed };
+
+  Progress wait_for_pageouts(uint64_t* progress);
+  bool others_may_let_go(int* tries);
   void page_out_ahead(DeviceWatch& watch, bool backward);
   void page_out_cooled(DeviceWatch& watch, size_t missing_bytes);
   void prefetch_ahead(DeviceWatch& watch, bool backward);
-  void keep_error();
+  bool keep_error();
 
   std::atomic<bool> enabled_{false};
   CycleTracker cycles_;

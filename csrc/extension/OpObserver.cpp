@@ -30,7 +30,7 @@ std::atomic<bool> is_installed{false};
 struct Frame {
   int64_t depth = 0;
   std::vector<EntityPtr> pinned;
-  size_t first_of_op = 0; // entities of the innermost op begin here
+  std::vector<EntityPtr> raw; // see `hold_raw`
 };
 
 // A plain pointer in the thread's own block is read in one instruction; an object that has
@@ -42,6 +42,9 @@ Frame& make_frame() {
     Frame frame;
     ~Owner() {
       this_frame = nullptr;
+      for (const EntityPtr& entity : frame.raw) {
+        entity->unpin();
+      }
     }
   };
   thread_local Owner owner;
@@ -131,8 +134,9 @@ bool is_collective(const at::RecordFunction& op) {
 
 // --- the callback -------------------------------------------------------------------
 
-/// Pins first and pages in second, so that making room for one input does not
-/// push another out.
+/// Pins first and pages in last, so that making room for one input does not push
+/// another out, and calls page-outs of the inputs off in between: they cannot be
+/// committed now, and making room would wait for them.
 void use_inputs(const at::RecordFunction& op, Frame& now) {
   const size_t first = now.pinned.size();
   for (const c10::IValue& value : op.inputs()) {
@@ -145,6 +149,9 @@ void use_inputs(const at::RecordFunction& op, Frame& now) {
   }
   if (now.pinned.size() == first) {
     return;
+  }
+  for (size_t i = first; i < now.pinned.size(); ++i) {
+    Pager::get().call_off_pageout(now.pinned[i]);
   }
   // A collective goes on using its tensors on streams of its own after the op.
   const bool stays = is_collective(op);
@@ -173,6 +180,9 @@ std::unique_ptr<at::ObserverContext> on_op_begin(const at::RecordFunction& op) {
   }
   Frame& now = frame();
   if (now.depth++ == 0) {
+    if (!now.raw.empty()) {
+      let_go_of_raw();
+    }
     OpClock::get().begin_op();
     if (Pager::get().has_finished()) {
       Pager::get().commit_finished();
@@ -240,6 +250,23 @@ bool tracking() {
 }
 
 } // namespace
+
+EntityPtr entity_of_input(c10::StorageImpl& storage) {
+  return entity_for_op(storage, false);
+}
+
+void hold_raw(const EntityPtr& entity) {
+  entity->pin();
+  frame().raw.push_back(entity);
+}
+
+void let_go_of_raw() {
+  std::vector<EntityPtr> raw;
+  raw.swap(frame().raw);
+  for (const EntityPtr& entity : raw) {
+    entity->unpin();
+  }
+}
 
 void observe_ops() {
   if (is_installed.load(std::memory_order_acquire)) {

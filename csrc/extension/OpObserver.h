@@ -3,6 +3,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include <extension/EntityTable.h>
+
 namespace torch_lms {
 
 /// Layer 2: one global RecordFunction callback pages an op's inputs in before the
@@ -25,6 +27,16 @@ bool observing_ops() noexcept;
 /// and use them. `disable` ends it. Thread-safe.
 void track_storages(size_t min_bytes);
 void stop_tracking_storages();
+
+/// The entity of an op's input; null where paging has nothing to do with it. In automatic
+/// mode it becomes one.
+EntityPtr entity_of_input(c10::StorageImpl& storage);
+
+/// The calling thread has been given an entity's address. It stays where it is until
+/// the thread's next op, or its next call of ours: a kernel is launched with the addresses
+/// of several tensors, and bringing the last of them in must not push the first one out.
+void hold_raw(const EntityPtr& entity);
+void let_go_of_raw();
 
 /// Prepares a transfer worker: graph captures elsewhere do not restrict it.
 void prepare_worker();

@@ -288,6 +288,15 @@ bool Pager::use(const EntityPtr& entity) {
   return true;
 }
 
+void Pager::call_off_pageout(const EntityPtr& entity) {
+  const EntityState before = entity->state();
+  AccessResult result = AccessResult::kResident;
+  if ((before == EntityState::kOutQueued || before == EntityState::kPagingOut) &&
+      entity->touch(&result)) {
+    count(entity, result);
+  }
+}
+
 void Pager::raw_access(c10::StorageImpl* storage) {
   if (in_forked_child()) {
     return;
@@ -297,6 +306,7 @@ void Pager::raw_access(c10::StorageImpl* storage) {
     return;
   }
   find_device_of(*entity).note_current_stream();
+  hold_raw(entity); // before it comes in: making room for it must not push it out
   use(entity);
   MemoryPressure::get().record_use(entity);
 }
@@ -316,7 +326,11 @@ void Pager::keep_resident(const c10::Storage& storage) {
 }
 
 void Pager::release_resident(const c10::Storage& storage) {
-  const EntityPtr entity = find(*storage.unsafeGetStorageImpl());
+  c10::StorageImpl& impl = *storage.unsafeGetStorageImpl();
+  const EntityPtr entity = find(impl);
+  if (entity == nullptr && why_not_movable(impl, find_device(impl.device())) != nullptr) {
+    return; // It never moves anyway, and `keep_resident` counted nothing.
+  }
   if (entity == nullptr || !entity->pinned()) {
     throw Error(
         "expected a storage that has been pinned with torch_lms.pin, found one that has not; call "

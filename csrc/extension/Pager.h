@@ -72,6 +72,9 @@ class Pager {
   /// bytes could not be brought to the device: the host copy serves instead.
   bool use(const EntityPtr& entity);
 
+  /// The calling thread has pinned an entity: it stays, if it was on its way out.
+  void call_off_pageout(const EntityPtr& entity);
+
   /// Raw mutable access to a watched storage.
   void raw_access(c10::StorageImpl* storage);
 

@@ -1,4 +1,5 @@
 #include <exception>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -11,6 +12,7 @@
 #include <extension/Chaos.h>
 #include <extension/Compat.h>
 #include <extension/CountingCpuAllocator.h>
+#include <extension/CpuDevice.h>
 #include <extension/Fork.h>
 #include <extension/MemoryPressure.h>
 #include <extension/OpObserver.h>
@@ -37,7 +39,10 @@ c10::Storage storage_of(const py::handle& object) {
   if (torch::isStorage(object.ptr())) {
     return torch::createStorage(object.ptr());
   }
-  throw py::type_error("expected a torch.Tensor or a storage");
+  throw py::type_error(
+      "expected a torch.Tensor or a torch.UntypedStorage, found " +
+      std::string(py::str(py::type::of(object).attr("__name__"))) +
+      "; pass tensors, or lists of them");
 }
 
 void check_not_forked() {
@@ -58,14 +63,32 @@ std::vector<c10::Storage> storages_of(const py::sequence& objects) {
   return storages;
 }
 
-int64_t pageout(const py::sequence& objects) {
-  const auto storages = storages_of(objects);
+int64_t enqueue_pageouts(const std::vector<c10::Storage>& storages) {
   const py::gil_scoped_release no_gil;
+  let_go_of_raw();
   Pager& pager = Pager::get();
   pager.out_queue().start_actions();
   int64_t count = 0;
   for (const c10::Storage& storage : storages) {
     count += pager.pageout(storage) ? 1 : 0;
+  }
+  return count;
+}
+
+int64_t pageout(const py::sequence& objects) {
+  check_not_forked();
+  std::vector<c10::Storage> storages;
+  std::exception_ptr refused; // of the first that is none; those before it go out
+  for (size_t i = 0; i < objects.size() && refused == nullptr; ++i) {
+    try {
+      storages.push_back(storage_of(objects[i]));
+    } catch (const PageoutRefused&) {
+      refused = std::current_exception();
+    }
+  }
+  const int64_t count = enqueue_pageouts(storages);
+  if (refused != nullptr) {
+    std::rethrow_exception(refused);
   }
   return count;
 }
@@ -90,6 +113,41 @@ void use(const py::sequence& objects) {
   for (const c10::Storage& storage : storages) {
     Pager::get().raw_access(storage.unsafeGetStorageImpl());
   }
+}
+
+/// Storages that stay on their device while one of these lives: raw kernels run on them.
+class HeldStorages {
+ public:
+  explicit HeldStorages(const std::vector<c10::Storage>& storages) {
+    for (const c10::Storage& storage : storages) {
+      EntityPtr entity = entity_of_input(*storage.unsafeGetStorageImpl());
+      if (entity != nullptr) {
+        entity->pin();
+        entities_.push_back(std::move(entity));
+      }
+    }
+    for (const EntityPtr& entity : entities_) {
+      find_device_of(*entity).note_current_stream();
+      Pager::get().use(entity);
+      MemoryPressure::get().record_use(entity);
+    }
+  }
+  ~HeldStorages() {
+    for (const EntityPtr& entity : entities_) {
+      entity->unpin();
+    }
+  }
+  HeldStorages(const HeldStorages&) = delete;
+  HeldStorages& operator=(const HeldStorages&) = delete;
+
+ private:
+  std::vector<EntityPtr> entities_;
+};
+
+std::unique_ptr<HeldStorages> hold(const py::sequence& objects) {
+  const auto storages = storages_of(objects);
+  const py::gil_scoped_release no_gil;
+  return std::make_unique<HeldStorages>(storages);
 }
 
 /// The entity's state, `resident` for a storage without one.
@@ -126,12 +184,23 @@ void disable() {
   check_not_forked();
   const py::gil_scoped_release no_gil;
   Pager& pager = Pager::get();
-  pager.wait_pageouts();
-  pager.wait_pageins();
+  std::exception_ptr failed;
+  const auto attempt = [&failed](const std::function<void()>& step) {
+    try {
+      step();
+    } catch (...) { // The rest has to be undone all the same.
+      failed = std::current_exception();
+    }
+  };
+  attempt([&] { pager.wait_pageouts(); });
+  attempt([&] { pager.wait_pageins(); });
   MemoryPressure::get().disable();
   for_each_device([](Device& device, void*) { device.uncontrol(); }, nullptr);
-  pager.pagein_all();
+  attempt([&] { pager.pagein_all(); });
   stop_tracking_storages();
+  if (failed != nullptr) {
+    std::rethrow_exception(failed);
+  }
 }
 
 py::dict stats(bool reset) {
@@ -221,6 +290,8 @@ void bind_requests(py::module_& module) {
   module.def("pageout", &pageout);
   module.def("prefetch", &prefetch, py::arg("storages"), py::arg("start") = true);
   module.def("use", &use);
+  py::class_<HeldStorages>(module, "HeldStorages");
+  module.def("hold", &hold);
   module.def("state", &state);
   module.def("pin", [](const py::handle& object) {
     check_not_forked();
@@ -265,6 +336,7 @@ void bind_queues(py::module_& module) {
       "wait_pageouts",
       [] {
         check_not_forked();
+        let_go_of_raw();
         Pager::get().wait_pageouts();
       },
       no_gil);
@@ -311,13 +383,16 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     check_not_forked();
     configure_host(HostOptions{limit_bytes, spill_dir});
   });
-  module.def(
-      "total_bytes", [](const std::string& device) { return device_named(device).total_bytes(); });
+  module.def("total_bytes", [](const std::string& device) {
+    // Asking for it opens no spill file yet.
+    return device == "cpu" ? CpuDevice::memory_bytes() : device_named(device).total_bytes();
+  });
   module.def("count_cpu_allocations", [] {
     find_device(c10::Device(c10::kCPU));
     CountingCpuAllocator::get().install();
   });
   module.def("observing_ops", &observing_ops);
+  module.def("in_forked_child", &in_forked_child);
   module.def("enable_chaos", [](uint64_t seed, int64_t period) {
     Pager::get().out_queue().start_actions();
     Pager::get().in_queue().start_actions();

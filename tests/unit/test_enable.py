@@ -209,10 +209,6 @@ def test_on_again_keeps_the_limit_for_what_is_new() -> None:
         torch_lms.disable()
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="find_or_track returns an entity of an earlier automatic mode without note_resident: it never goes out",
-)
 @counts_exactly
 def test_on_again_pages_out_what_an_earlier_automatic_mode_knew() -> None:
     on(8)
@@ -227,11 +223,6 @@ def test_on_again_pages_out_what_an_earlier_automatic_mode_knew() -> None:
     assert all_ones(known + new)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=torch.OutOfMemoryError,
-    reason="DeviceWatch::begin knows nothing of the entities that are there, which count against the limit",
-)
 @counts_exactly
 def test_on_again_with_less_than_is_held_pages_out_what_is_held() -> None:
     on(8)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 
-import pytest
 import torch
 
 import torch_lms
@@ -65,11 +64,6 @@ def test_tensors_of_several_threads_keep_every_bit() -> None:
     assert wrong == []
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=torch.OutOfMemoryError,
-    reason="make_room gives up where another thread has committed the page-outs that it was about to wait for",
-)
 @counts_exactly
 def test_threads_that_run_against_the_limit_together_all_find_room() -> None:
     limit_bytes = 24 * BLOCK_BYTES

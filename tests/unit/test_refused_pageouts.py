@@ -137,7 +137,6 @@ def test_what_is_named_before_the_refused_one_goes_out(paged: ModuleType) -> Non
 
 
 @counts_exactly
-@pytest.mark.xfail(strict=True, reason="all arguments become storages before the first is enqueued")
 def test_what_is_named_before_a_sparse_one_goes_out(paged: ModuleType) -> None:
     first = torch.ones(100)
     with pytest.raises(PageoutError):
@@ -161,7 +160,6 @@ def test_pin_of_what_never_moves_has_no_effect() -> None:
     assert state(tensor) == "resident"
 
 
-@pytest.mark.xfail(strict=True, raises=LmsError, reason="pin of foreign memory counts nothing that unpin could undo")
 def test_unpin_undoes_pin_of_what_never_moves() -> None:
     tensor = torch.from_numpy(np.ones(100))
     torch_lms.pin(tensor)
@@ -187,7 +185,6 @@ def test_what_is_no_tensor_is_a_type_error(call: str, wrong: str) -> None:
         CALLS[call](WRONG[wrong])
 
 
-@pytest.mark.xfail(strict=True, reason="storage_of names what is expected only; _flatten leaves it to Python")
 @pytest.mark.parametrize("wrong", WRONG)
 def test_what_is_no_tensor_is_refused_in_three_parts(wrong: str) -> None:
     with raises_saying(TypeError, do="pass"):

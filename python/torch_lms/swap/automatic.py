@@ -95,7 +95,7 @@ def _configure_host(host_limit: int | str | None, spill_dir: str | os.PathLike[s
     host_bytes = 0 if host_limit is None else parse_bytes(host_limit, total_bytes=core.total_bytes("cpu"))
     directory = ""
     if spill_dir is not None:
-        directory = str(Path(spill_dir))
+        directory = str(Path(spill_dir).resolve())
         if not Path(directory).is_dir():
             raise LimitError(f"expected a directory in spill_dir=, found none at {directory!r}; create it first")
     core.configure_host(host_bytes, directory)

@@ -4,7 +4,7 @@ Note [Ways around the dispatcher]
     numpy and DLPack hand an address out for good: the storage is pinned for the rest of its life.
     ``data_ptr`` hands it out for a call (Triton's launcher does this for every argument), and
     ``resize_`` frees the memory without an op: the storage is paged in and any page-out of it is
-    called off. A compiled graph runs kernels on its inputs' addresses: its inputs are used first.
+    called off. A compiled graph runs kernels on its inputs' addresses: they stay until it ends.
     From torch 2.13 on the core notices raw mutable access to paged-out storages by itself; these
     wrappers also cover 2.11 and 2.12, and addresses of resident storages.
 """
@@ -58,7 +58,9 @@ def _use(owner: Any) -> None:
 
 
 def _movable(owner: Any) -> bool:
-    """Whether there is a storage at all that could move."""
+    """Whether there is a storage at all that could move; in a forked child none does."""
+    if core.in_forked_child():
+        return False
     if isinstance(owner, torch.UntypedStorage):
         return owner.device.type in ("cpu", "cuda")
     return (
@@ -114,7 +116,10 @@ def _wrap_compiled_graph() -> None:
 
     @functools.wraps(call)
     def wrapper(self: Any, inputs: Any) -> Any:
-        core.use([tensor for tensor in inputs if _movable(tensor)])
-        return call(self, inputs)
+        held = core.hold([tensor for tensor in inputs if _movable(tensor)])
+        try:
+            return call(self, inputs)
+        finally:
+            del held  # they may go again
 
     CompiledFxGraph.__call__ = wrapper  # type: ignore[method-assign]

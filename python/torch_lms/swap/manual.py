@@ -21,8 +21,12 @@ def _flatten(items: tuple[Pageables, ...]) -> list[Pageable]:
     for item in items:
         if isinstance(item, torch.Tensor | torch.UntypedStorage):
             flat.append(item)
-        else:
+        elif isinstance(item, Iterable):
             flat.extend(item)
+        else:
+            raise TypeError(
+                f"expected tensors, storages or iterables of them, found {type(item).__name__}; pass tensors"
+            )
     return flat
 
 
