@@ -1,6 +1,4 @@
-// The environment, its queues and the storages in them, on a device whose copies wait and fail on
-// demand.
-
+// What the environment does when memory or a copy is missing, and what it refuses.
 
 #include "c10_harness.h"
 
