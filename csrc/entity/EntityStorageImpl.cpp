@@ -1,5 +1,6 @@
 #include <entity/EntityStorageImpl.h>
 
+#include <algorithm>
 #include <utility>
 
 namespace torch_lms {
@@ -82,6 +83,13 @@ bool EntityStorageImpl::request_pageout() {
   return true;
 }
 
+void EntityStorageImpl::mark_requested() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (out_ != nullptr) {
+    out_->tick = OpClock::get().tick();
+  }
+}
+
 /// Null if the storage no longer holds the entity's memory.
 std::shared_ptr<PageoutTransfer> EntityStorageImpl::prepare_pageout() {
   auto transfer = std::make_shared<PageoutTransfer>();
@@ -156,7 +164,8 @@ CommitResult EntityStorageImpl::commit_pageout(
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (out_ == transfer) {
-      if (pinned() || (first_seen_ != 0 && OpClock::get().running_since(first_seen_))) {
+      const uint64_t since = std::max(first_seen_, transfer->tick);
+      if (pinned() || (since != 0 && OpClock::get().running_since(since))) {
         return CommitResult::kInUse;
       }
       if (binding_->referenced()) {

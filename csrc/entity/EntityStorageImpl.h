@@ -45,6 +45,7 @@ struct PageoutTransfer {
   KeepAlive keep;
   const void* device = nullptr;
   FencePtr after;
+  uint64_t tick = 0; // guarded by the entity's mutex: see `mark_requested`
   void* host = nullptr;
   FencePtr fence;
   std::atomic<bool> cancelled{false};
@@ -106,6 +107,13 @@ class EntityStorageImpl : public std::enable_shared_from_this<EntityStorageImpl>
   /// entity, and while another thread requests the same. The caller enqueues the
   /// entity.
   bool request_pageout();
+
+  /// For a request whose queue has it by now, in a program that pages by hand: ops that
+  /// began before may use the bytes without having pinned them, since nothing was on its
+  /// way out then. The page-out is not committed before they end. (Where every op pins
+  /// its inputs anyway, in automatic mode, this would make ops that wait for room wait
+  /// for each other.)
+  void mark_requested();
 
   /// PAGED_OUT -> IN_QUEUED. Returns false in every other state.
   bool request_pagein();

@@ -120,7 +120,15 @@ bool Pager::pageout(const c10::Storage& storage) {
   const EntityPtr entity = find_or_track(impl, false);
   device->note_current_stream();
   if (entity->request_pageout()) {
-    enqueue_pageout(entity);
+    entity->pin(); // Nobody commits it before it is marked.
+    try {
+      enqueue_pageout(entity);
+      entity->mark_requested();
+    } catch (...) {
+      entity->unpin();
+      throw;
+    }
+    entity->unpin();
     return true;
   }
   if (entity->state() == EntityState::kResident && entity->pinned()) {
