@@ -91,15 +91,13 @@ def test_forked_child_keeps_what_the_parent_pages_in_and_overwrites(paged: Modul
     os.close(go_write)
 
 
-def test_forked_child_computes_and_differentiates_but_pages_nothing(paged: ModuleType) -> None:
-    weight = torch.nn.Parameter(torch.randn(30, 30))
-    expected = torch.autograd.grad((weight @ weight).sum(), weight)[0].tolist()
+def test_forked_child_computes_but_pages_nothing(paged: ModuleType) -> None:
+    weight = torch.randn(30, 30)
+    expected = (weight @ weight).tolist()
     round_trip([weight])
 
     def body() -> None:
-        (weight @ weight).sum().backward()
-        assert weight.grad is not None
-        assert weight.grad.tolist() == expected
+        assert (weight @ weight).tolist() == expected
         for request in (paged.pageout, paged.prefetch, paged.pin):
             with pytest.raises(paged.errors.LmsError, match="forked"):
                 request(weight)
