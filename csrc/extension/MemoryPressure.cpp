@@ -158,11 +158,11 @@ std::string MemoryPressure::last_error() {
 /// Waits until a page-out is over and commits.
 MemoryPressure::Progress MemoryPressure::wait_for_pageouts(uint64_t* progress) {
   Pager& pager = Pager::get();
-  if (pager.out_queue().pending_bytes() == 0) {
+  const size_t before = pager.out_queue().pending_bytes();
+  if (before == 0) {
     return keep_error() ? Progress::kFailed : Progress::kNothingUnderWay;
   }
   const auto start = std::chrono::steady_clock::now();
-  const size_t before = pager.out_queue().pending_bytes();
   bool moved = false;
   auto copied = start; // when something was copied last
   while (!moved && std::chrono::steady_clock::now() - start < kPatience) {
@@ -215,6 +215,7 @@ bool MemoryPressure::make_room(Device& device, size_t nbytes) {
   pager.cancel_prefetches();
   uint64_t progress = pager.out_queue().progress();
   int stalls = 0;
+  int failures = 0;
   for (int tries = 0;;) {
     pager.commit_finished();
     const size_t wanted = device.allocated_bytes() + nbytes + margin;
@@ -237,7 +238,13 @@ bool MemoryPressure::make_room(Device& device, size_t nbytes) {
       return true;
     }
     if (now == Progress::kFailed) {
-      return false;
+      // It may be the failure of an earlier request: once these are over, the next counts.
+      if (++failures > 1) {
+        return false;
+      }
+      while (wait_for_pageouts(&progress) != Progress::kNothingUnderWay) {
+      }
+      continue;
     }
     if (pager.out_queue().pending_bytes() != 0) {
       if (++stalls > kMostStalls) {

@@ -306,6 +306,15 @@ void bind_requests(py::module_& module) {
   });
 }
 
+/// Nobody waits for these transfers any more: what failed stays where it is.
+void stop_at_exit(CudaEntityTransferQueue& queue) {
+  queue.start_actions(); // what has been enqueued without a worker is worked off
+  try {
+    queue.wait_and_stop_actions();
+  } catch (const std::exception&) {
+  }
+}
+
 void bind_queues(py::module_& module) {
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
   module.def(
@@ -358,10 +367,8 @@ void bind_queues(py::module_& module) {
       "shutdown",
       [] {
         if (!in_forked_child()) {
-          Pager::get().out_queue().start_actions();
-          Pager::get().in_queue().start_actions();
-          Pager::get().out_queue().wait_and_stop_actions();
-          Pager::get().in_queue().wait_and_stop_actions();
+          stop_at_exit(Pager::get().out_queue());
+          stop_at_exit(Pager::get().in_queue());
         }
       },
       no_gil);

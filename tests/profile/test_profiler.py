@@ -76,11 +76,11 @@ def test_model_is_left_as_it_was(build: Any, args: Any, pieces: bool) -> None:
         parameter.grad = torch.full_like(parameter, 3.0)
     gradients = [parameter.grad for parameter in model.parameters()]
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    pointers = [tensor.data_ptr() for tensor in [*model.parameters(), *model.buffers()]]
+    storages = [tensor.untyped_storage()._cdata for tensor in [*model.parameters(), *model.buffers()]]
     state = torch.get_rng_state()
     profile(model, *args, config=ProfileConfig(warmup_runs=0, timed_runs=1, pieces=pieces), optimizer=torch.optim.Adam)
     assert torch.equal(torch.get_rng_state(), state)
-    assert pointers == [tensor.data_ptr() for tensor in [*model.parameters(), *model.buffers()]]
+    assert storages == [tensor.untyped_storage()._cdata for tensor in [*model.parameters(), *model.buffers()]]
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name]), name
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):

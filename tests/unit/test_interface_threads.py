@@ -68,6 +68,7 @@ def test_tensors_of_several_threads_keep_every_bit() -> None:
 def test_threads_that_run_against_the_limit_together_all_find_room() -> None:
     limit_bytes = 24 * BLOCK_BYTES
     torch_lms.enable({"cpu": limit_bytes}, min_bytes=MIN_BYTES)
+    torch_lms.stats(reset=True)
 
     def hold_20_of_300() -> None:
         held: list[torch.Tensor] = []
