@@ -23,6 +23,7 @@ class CpuDevice final : public Device {
     return 0;
   }
   void note_current_stream() override {}
+  void note_busy_streams() override {}
   c10::DataPtr allocate(size_t nbytes, int64_t stream) override;
   void keep_block_for_copy(const c10::DataPtr&) override {}
   void keep_block_for_arrival(const c10::DataPtr&) override {}

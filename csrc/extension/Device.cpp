@@ -58,6 +58,12 @@ std::shared_ptr<HostPool> make_spill_pool() {
       std::make_unique<FileSlabSource>(directory, kSpillSlabBytes), pool);
 }
 
+size_t index_of(c10::Device device) {
+  const size_t index = device.is_cuda() ? static_cast<size_t>(device.index()) + 1 : 0;
+  TORCH_CHECK_INDEX(index < kMaxDevices, "torch_lms: expected at most 64 CUDA devices");
+  return index;
+}
+
 Device* make_device(c10::Device device) {
   if (device.is_cpu()) {
     if (spill_pool == nullptr) {
@@ -82,12 +88,18 @@ Device* make_device(c10::Device device) {
 
 } // namespace
 
+Device* known_device(c10::Device device) {
+  if (!device.is_cpu() && !device.is_cuda()) {
+    return nullptr;
+  }
+  return devices[index_of(device)].load(std::memory_order_acquire);
+}
+
 Device* find_device(c10::Device device) {
   if (!device.is_cpu() && !device.is_cuda()) {
     return nullptr;
   }
-  const size_t index = device.is_cuda() ? static_cast<size_t>(device.index()) + 1 : 0;
-  TORCH_CHECK_INDEX(index < kMaxDevices, "torch_lms: expected at most 64 CUDA devices");
+  const size_t index = index_of(device);
   if (Device* found = devices[index].load(std::memory_order_acquire)) {
     return found;
   }

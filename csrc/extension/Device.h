@@ -41,6 +41,9 @@ class Device {
   /// The calling thread is about to submit work that uses entities.
   virtual void note_current_stream() = 0;
 
+  /// Nobody has noted streams so far: work that uses entities may be on any.
+  virtual void note_busy_streams() = 0;
+
   /// A new block, to be used on `stream`. May take the allocator's lock.
   virtual c10::DataPtr allocate(size_t nbytes, int64_t stream) = 0;
 
@@ -76,6 +79,9 @@ class Device {
 
 /// The device of a storage, or null if entities do not exist for its type.
 Device* find_device(c10::Device device);
+
+/// The same if it has been asked for before, else null: makes no device.
+Device* known_device(c10::Device device);
 
 /// Every device that has been found so far.
 void for_each_device(void (*visit)(Device&, void*), void* context);

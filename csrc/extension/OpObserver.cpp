@@ -139,8 +139,16 @@ bool is_collective(const at::RecordFunction& op) {
 /// committed now, and making room would wait for them.
 void use_inputs(const at::RecordFunction& op, Frame& now) {
   const size_t first = now.pinned.size();
+  bool noted = false;
   for (const c10::IValue& value : op.inputs()) {
-    visit_value(value, [&now](c10::StorageImpl& storage) {
+    visit_value(value, [&now, &noted](c10::StorageImpl& storage) {
+      if (!noted && storage.device_type() == c10::kCUDA) {
+        // Also for what is no entity yet: if it is paged out next, this op comes first.
+        if (Device* device = known_device(storage.device())) {
+          device->note_current_stream();
+        }
+        noted = true;
+      }
       if (EntityPtr entity = entity_for_op(storage, false)) {
         entity->pin();
         now.pinned.push_back(std::move(entity));
@@ -268,14 +276,16 @@ void let_go_of_raw() {
   }
 }
 
-void observe_ops() {
+bool observe_ops() {
   if (is_installed.load(std::memory_order_acquire)) {
-    return;
+    return false;
   }
   std::lock_guard<std::mutex> lock(install_mutex);
-  if (!is_installed.load()) {
-    install(tracking());
+  if (is_installed.load()) {
+    return false;
   }
+  install(tracking());
+  return true;
 }
 
 void stop_observing_if_idle() {

@@ -14,8 +14,8 @@ namespace torch_lms {
 /// the time in automatic mode; otherwise ops cost nothing. Ops that were running
 /// when it was installed are not observed.
 
-/// Installs the callback. No effect if it is installed. Thread-safe.
-void observe_ops();
+/// Installs the callback. False if it was installed already. Thread-safe.
+bool observe_ops();
 
 /// Removes the callback if nothing is paged out or on its way and no automatic
 /// mode is on. Thread-safe.

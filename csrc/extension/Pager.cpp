@@ -116,7 +116,9 @@ bool Pager::pageout(const c10::Storage& storage) {
   if (device->capturing()) {
     refuse(storage, "a CUDA graph is being captured, and nothing moves meanwhile");
   }
-  observe_ops();
+  if (observe_ops()) {
+    device->note_busy_streams();
+  }
   const EntityPtr entity = find_or_track(impl, false);
   device->note_current_stream();
   if (entity->request_pageout()) {

@@ -178,6 +178,7 @@ void enable(const std::string& device_name, size_t limit_bytes, size_t min_bytes
   MemoryPressure::get().enable(device, limit_bytes);
   device.control(limit_bytes);
   track_storages(min_bytes);
+  device.note_busy_streams();
 }
 
 void disable() {

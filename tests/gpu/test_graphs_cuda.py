@@ -16,10 +16,6 @@ from tests.gpu.new_interpreters import NewInterpreters
 from torch_lms.swap import state
 
 MIB = 1 << 20
-NOT_YET = {
-    "triton_kernel_whose_tensors_do_not_fit": "an address that data_ptr gave away may leave with the next page-in",
-}
-
 NEED_TRITON = [function.__name__ for function in graph_scenarios.NEED_TRITON]
 
 
@@ -34,8 +30,6 @@ def page_out(*tensors: torch.Tensor) -> None:
 
 def scenario(name: str) -> object:
     marks = [pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")] if name in NEED_TRITON else []
-    if why := NOT_YET.get(name):
-        marks.append(pytest.mark.xfail(strict=True, reason=why))
     return pytest.param(name, marks=marks)
 
 

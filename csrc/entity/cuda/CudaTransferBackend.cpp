@@ -1,6 +1,7 @@
 #include <entity/cuda/CudaTransferBackend.h>
 
 #include <algorithm>
+#include <iterator>
 #include <string>
 #include <utility>
 
@@ -9,7 +10,43 @@
 namespace torch_lms {
 namespace {
 
-/// Makes `device` current for the calling thread while in scope.
+// Note [While a graph is captured]
+// An op of a capture may find its input paged out. Its page-in must not become part of the
+// graph, and must not break the capture:
+// - A capture forbids its own thread many calls (queries of events among them) unless the
+//   thread says that it knows better: `RelaxedCapture`.
+// - An event that is recorded on a stream under capture is a node of the graph, and would
+//   draw the copy's stream into it. Such a stream is left out: nothing leaves during a
+//   capture, and what a page-in overwrites is a block that the allocator found free of the
+//   stream's earlier work.
+// - A stream under capture cannot wait for an event from outside: the thread waits instead.
+
+/// Lets the calling thread use streams that are not being captured.
+class RelaxedCapture {
+ public:
+  RelaxedCapture() noexcept {
+    cudaThreadExchangeStreamCaptureMode(&mode_);
+  }
+  ~RelaxedCapture() {
+    cudaThreadExchangeStreamCaptureMode(&mode_);
+  }
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
+bool is_capturing(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  if (cudaStreamIsCapturing(stream, &status) != cudaSuccess) {
+    cudaGetLastError();
+    return true; // The legacy stream, while another stream that it waits for is captured.
+  }
+  return status != cudaStreamCaptureStatusNone;
+}
+
+/// Makes `device` current for the calling thread while in scope, whatever it captures.
 class DeviceScope {
  public:
   explicit DeviceScope(int device) {
@@ -28,6 +65,7 @@ class DeviceScope {
   DeviceScope& operator=(const DeviceScope&) = delete;
 
  private:
+  const RelaxedCapture relaxed_;
   int previous_ = 0;
   bool changed_ = false;
 };
@@ -66,19 +104,22 @@ class EventPool {
 
 class CudaFence final : public Fence {
  public:
-  explicit CudaFence(int device) : device_(device) {}
+  explicit CudaFence(int device) : device_(device) {
+    events_.reserve(1);
+  }
   ~CudaFence() override {
     for (cudaEvent_t event : events_) {
       EventPool::get(device_).give(event);
     }
   }
   void record(cudaStream_t stream) {
-    events_.reserve(1);
+    events_.reserve(events_.size() + 1);
     cudaEvent_t event = EventPool::get(device_).take();
     events_.push_back(event);
     check_cuda(cudaEventRecord(event, stream), "to record an event");
   }
   bool done() noexcept override {
+    const RelaxedCapture relaxed;
     for (cudaEvent_t event : events_) {
       // An error is not "done": wait() reports it.
       if (cudaEventQuery(event) != cudaSuccess) {
@@ -92,6 +133,7 @@ class CudaFence final : public Fence {
     if (done()) {
       return;
     }
+    const RelaxedCapture relaxed;
     for (cudaEvent_t event : events_) {
       check_cuda(cudaEventSynchronize(event), "to wait for a transfer");
     }
@@ -195,9 +237,14 @@ void CudaTransferBackend::reclaim(bool wait) {
     deferred.swap(deferred_);
   }
   std::vector<DeferredFree> pending;
+  std::exception_ptr failed;
   for (auto& entry : deferred) {
-    if (wait) {
-      entry.after->wait();
+    try {
+      if (wait && failed == nullptr) {
+        entry.after->wait();
+      }
+    } catch (...) {
+      failed = std::current_exception();
     }
     if (entry.after->done()) {
       pool_->free(entry.host);
@@ -205,9 +252,12 @@ void CudaTransferBackend::reclaim(bool wait) {
       pending.push_back(std::move(entry));
     }
   }
-  std::lock_guard<std::mutex> lock(deferred_mutex_);
-  for (auto& entry : pending) {
-    deferred_.push_back(std::move(entry));
+  {
+    std::lock_guard<std::mutex> lock(deferred_mutex_);
+    std::move(pending.begin(), pending.end(), std::back_inserter(deferred_));
+  }
+  if (failed != nullptr) {
+    std::rethrow_exception(failed);
   }
 }
 
@@ -218,9 +268,21 @@ FencePtr CudaTransferBackend::submitted_work() {
   auto fence = std::make_shared<CudaFence>(device_);
   const size_t count = stream_count_.load(std::memory_order_acquire);
   for (size_t i = 0; i < count; ++i) {
-    fence->record(streams_[i]);
+    if (!is_capturing(streams_[i])) {
+      fence->record(streams_[i]);
+    }
   }
   return fence;
+}
+
+void CudaTransferBackend::note_busy_streams(const std::vector<cudaStream_t>& streams) {
+  DeviceScope scope(device_);
+  for (cudaStream_t stream : streams) {
+    if (!is_capturing(stream) && cudaStreamQuery(stream) == cudaErrorNotReady) {
+      note_stream(stream);
+    }
+  }
+  cudaGetLastError(); // cudaErrorNotReady must not stick
 }
 
 FencePtr CudaTransferBackend::copy(
@@ -232,9 +294,14 @@ FencePtr CudaTransferBackend::copy(
     const FencePtr& after) {
   DeviceScope scope(device_);
   order(stream, after);
-  check_cuda(cudaMemcpyAsync(to, from, nbytes, kind, stream), "to submit a copy");
   auto fence = std::make_shared<CudaFence>(device_);
-  fence->record(stream);
+  check_cuda(cudaMemcpyAsync(to, from, nbytes, kind, stream), "to submit a copy");
+  try {
+    fence->record(stream);
+  } catch (...) {
+    cudaStreamSynchronize(stream); // Nobody could tell when the copy no longer uses the memory.
+    throw;
+  }
   return fence;
 }
 
@@ -257,7 +324,12 @@ FencePtr CudaTransferBackend::copy_to_device(
 
 void CudaTransferBackend::order_after(const FencePtr& fence) {
   DeviceScope scope(device_);
-  order(current_stream_(), fence);
+  const cudaStream_t current = current_stream_();
+  if (fence != nullptr && is_capturing(current)) {
+    fence->wait(); // See Note [While a graph is captured].
+    return;
+  }
+  order(current, fence);
 }
 
 } // namespace torch_lms

@@ -35,6 +35,10 @@ class CudaTransferBackend final : public TransferBackend {
   /// Ops have been submitted to `stream`. Thread-safe; cheap when already known.
   void note_stream(cudaStream_t stream);
 
+  /// Notes those that have work to do: ops may have been submitted to them before anybody
+  /// noted streams. Thread-safe.
+  void note_busy_streams(const std::vector<cudaStream_t>& streams);
+
   /// The streams that have been noted. Thread-safe.
   std::vector<cudaStream_t> noted_streams() const;
 

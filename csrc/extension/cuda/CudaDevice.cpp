@@ -1,6 +1,8 @@
 #include <extension/cuda/CudaDevice.h>
 
 #include <algorithm>
+#include <set>
+#include <tuple>
 #include <utility>
 
 #include <c10/cuda/CUDACachingAllocator.h>
@@ -17,6 +19,22 @@ namespace torch_lms {
 
 namespace allocator = c10::cuda::CUDACachingAllocator;
 
+namespace {
+
+/// Every stream that PyTorch hands out for a device, the default one included. There is no
+/// list of them, but they are handed out in turn: when the first comes again, all have come.
+std::vector<cudaStream_t> streams_of_pytorch(c10::DeviceIndex device) {
+  std::set<cudaStream_t> streams{c10::cuda::getDefaultCUDAStream(device).stream()};
+  const int greatest = std::get<1>(c10::cuda::CUDAStream::priority_range()); // the lowest number
+  for (int priority = 0; priority >= greatest; --priority) {
+    while (streams.insert(c10::cuda::getStreamFromPool(priority, device).stream()).second) {
+    }
+  }
+  return {streams.begin(), streams.end()};
+}
+
+} // namespace
+
 void prepare_worker() {
   // A capture in another thread must not forbid this one's calls; they touch only
   // streams that are never captured.
@@ -25,11 +43,12 @@ void prepare_worker() {
 }
 
 CudaDevice::CudaDevice(c10::DeviceIndex index, std::shared_ptr<HostPool> pool)
-    : index_(index), pool_(std::move(pool)) {
+    : index_(index), pool_(std::move(pool)), pool_streams_(streams_of_pytorch(index)) {
   auto cuda = std::make_shared<CudaTransferBackend>(
       index_, pool_, [index] { return c10::cuda::getCurrentCUDAStream(index).stream(); });
   cuda_ = cuda.get();
   backend_ = std::move(cuda);
+  note_busy_streams();
 }
 
 bool CudaDevice::owns(const c10::DataPtr& data) const {
@@ -43,6 +62,10 @@ int64_t CudaDevice::current_stream() const {
 
 void CudaDevice::note_current_stream() {
   cuda_->note_stream(c10::cuda::getCurrentCUDAStream(index_).stream());
+}
+
+void CudaDevice::note_busy_streams() {
+  cuda_->note_busy_streams(pool_streams_);
 }
 
 c10::DataPtr CudaDevice::allocate(size_t nbytes, int64_t stream) {

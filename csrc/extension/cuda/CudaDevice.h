@@ -25,6 +25,7 @@ class CudaDevice final : public Device {
   bool owns(const c10::DataPtr& data) const override;
   int64_t current_stream() const override;
   void note_current_stream() override;
+  void note_busy_streams() override;
   c10::DataPtr allocate(size_t nbytes, int64_t stream) override;
   void keep_block_for_copy(const c10::DataPtr& data) override;
   void keep_block_for_arrival(const c10::DataPtr& data) override;
@@ -42,6 +43,7 @@ class CudaDevice final : public Device {
   const c10::DeviceIndex index_;
   std::atomic<size_t> reserved_limit_bytes_{SIZE_MAX};
   const std::shared_ptr<HostPool> pool_;
+  const std::vector<cudaStream_t> pool_streams_;
   CudaTransferBackend* cuda_ = nullptr; // owned by backend_
   std::shared_ptr<TransferBackend> backend_;
 };

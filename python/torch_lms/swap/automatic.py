@@ -30,7 +30,8 @@ def enable(
 
     Storages are known from the ops that make and use them. Under pressure the least recently
     used go out, ahead of need where possible, and come back before they are used. Results are
-    those of the unlimited program, bit for bit.
+    those of the unlimited program, bit for bit. Called again, it changes the limits of the devices
+    that it names, or adds them.
 
     Args:
         limit: of each device: bytes, ``"24GiB"``, or ``"50%"`` of the device's memory; or a mapping
@@ -45,7 +46,7 @@ def enable(
 
     Raises:
         LimitError: for a size, a device or a directory that cannot be understood or is not there.
-        EnvError: if automatic mode is on with other devices, or a CUDA graph has been captured.
+        EnvError: if a CUDA graph was captured before automatic mode was on.
         LmsError: in a forked child.
     """
     global _enabled
@@ -54,7 +55,8 @@ def enable(
     _configure_host(host_limit, spill_dir)
     if any(device.startswith("cuda") for device in limits):
         torch.cuda.init()
-        _refuse_graphs()
+        if not _enabled:
+            _refuse_graphs()
         if expandable_segments:
             _expand_segments()
     intercepts.install()
