@@ -85,7 +85,7 @@ def main() -> None:
     if not (patched / "c10/core/StoragePager.h").exists():
         run("bash", "build_scripts/apply_patches.sh", "v1.13.1", patched)
     result = Result(
-        name="fork_hook", title="The fork's hook, v1.13.1, nothing paged out", columns=COLUMNS, readme=False
+        name="fork_hook", title="The fork's hook, v1.13.1, nothing paged out", columns=COLUMNS
     )
     measure(result, "upstream", build(plain, given.build / "upstream-build"))
     measure(result, "patched", build(patched, given.build / "patched-build"))

@@ -127,7 +127,7 @@ def main() -> None:
     parser.add_argument("--output", default="benchmarks/results")
     given = parser.parse_args()
     title = "Largest stage time over the mean, by algorithm"
-    result = Result(name="partition_balance", title=title, columns=COLUMNS, readme=False)
+    result = Result(name="partition_balance", title=title, columns=COLUMNS)
     for name, make in GRAPHS.items():
         graph = make()
         for stages in STAGES:

@@ -274,7 +274,6 @@ def main() -> None:
         title=f"GPT, {job.shape.layers} layers, hidden {job.shape.hidden}, vocabulary {job.shape.vocabulary}, "
         f"{job.microbatches} microbatches of {job.rows} x {job.shape.tokens}, 1F1B on two devices",
         columns=COLUMNS,
-        readme=args.device == "cuda",
     )
     for name, stage_of in cuts.items():
         gc.collect()

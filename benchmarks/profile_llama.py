@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("--pieces", action="store_true", help="also node by node, from the host")
     parser.add_argument("--save", help="write the profile to this file")
     given = parser.parse_args()
-    result = Result(name="profile_llama", title="Profiling Llama 1B", columns=COLUMNS, readme=False)
+    result = Result(name="profile_llama", title="Profiling Llama 1B", columns=COLUMNS)
     for pieces in [None, True] if given.pieces else [None]:
         found, seconds = run(given, pieces)
         error = (found.forward_us + found.backward_us) / found.step_us - 1

@@ -1,7 +1,12 @@
 """Fills the README's results from ``benchmarks/results/*.json``, so that no figure is written by hand.
 
-Each file whose ``readme`` is true becomes one table: its ``title``, its ``columns`` (key, heading, format) and its
-``rows``, with the command and the machine below. A row without a column's key has an empty cell there.
+A pair of markers names the files whose tables stand between them, and if need be the columns of each by their keys:
+
+    <!-- results:begin transfers gpt:limit,step_ms -->
+    <!-- results:end -->
+
+A table is a file's ``title``, its ``columns`` (key, heading, format) and its ``rows``, with the command and the machine
+below. A row with none of the columns but the first is left out; one without a column's key has an empty cell there.
 
     python benchmarks/render_tables.py           # writes README.md
     python benchmarks/render_tables.py --check   # fails if README.md is not what it would write
@@ -11,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,8 +25,8 @@ from typing import Any
 __all__ = ["fill", "render_results", "render_table"]
 
 _ROOT = Path(__file__).resolve().parent.parent
-_BEGIN = "<!-- results:begin -->"
-_END = "<!-- results:end -->"
+_MARKED = re.compile(r"(<!-- results:begin (?P<names>[^>]*?) ?-->\n).*?(<!-- results:end -->)", re.DOTALL)
+_MARKER = re.compile(r"<!-- results:(begin|end)")
 _NUMBERS = (int, float)
 _GIB = 1 << 30
 
@@ -38,32 +44,53 @@ def render_table(columns: Sequence[Sequence[str]], rows: Sequence[Mapping[str, A
     return "\n".join("| " + " | ".join(line) + " |" for line in (headings, rules, *cells))
 
 
-def render_results(folder: Path) -> str:
-    """The tables of every result in a folder that is meant for the README, in the order of their files' names."""
+def render_results(folder: Path, names: Sequence[str]) -> str:
+    """The tables of results in a folder.
+
+    Args:
+        folder: of the JSON files.
+        names: of the files, without ``.json``; ``name:key,key`` for some of the columns.
+
+    Raises:
+        ValueError: if there is no such file, or no such column in it.
+    """
     parts = []
-    for path in sorted(folder.glob("*.json")):
+    for word in names:
+        name, _, keys = word.partition(":")
+        path = folder / f"{name}.json"
+        if not path.is_file():
+            raise ValueError(f"expected the results of a benchmark in {path}, found none; run the benchmark")
         document = json.loads(path.read_text())
-        if not document.get("readme"):
-            continue
+        columns = _columns(document["columns"], keys.split(",") if keys else None, word)
+        shown = [row for row in document["rows"] if any(row.get(key) is not None for key, _, _ in columns[1:])]
         parts += [
             f"**{document.get('title') or document['name']}**",
-            render_table(document["columns"], document["rows"]),
+            render_table(columns, shown),
             f"`{document['command']}` on {_describe(document['environment'])}.",
         ]
     return "\n\n".join(parts)
 
 
-def fill(text: str, results: str) -> str:
-    """A text with results between its two markers, in place of what is there.
+def fill(text: str, folder: Path) -> str:
+    """A text with results between its markers, in place of what is there.
 
     Raises:
-        ValueError: if the text does not have each marker once, in order.
+        ValueError: if the markers do not come in pairs, or name what is not there.
     """
-    before, begin, rest = text.partition(_BEGIN)
-    _, end, after = rest.partition(_END)
-    if not (begin and end) or _BEGIN in rest or _END in before + after:
-        raise ValueError(f"expected {_BEGIN} and then {_END} once each, found them otherwise; put them back")
-    return f"{before}{_BEGIN}\n{results}\n{_END}{after}" if results else f"{before}{_BEGIN}\n{_END}{after}"
+    if len(_MARKER.findall(text)) != 2 * len(_MARKED.findall(text)):
+        raise ValueError(
+            "expected pairs of <!-- results:begin NAME ... --> and <!-- results:end -->, found others; put them right"
+        )
+    return _MARKED.sub(lambda at: f"{at[1]}{render_results(folder, at['names'].split())}\n{at[3]}", text)
+
+
+def _columns(columns: Sequence[Sequence[str]], keys: Sequence[str] | None, word: str) -> list[Sequence[str]]:
+    if keys is None:
+        return list(columns)
+    by_key = {column[0]: column for column in columns}
+    if missing := [key for key in keys if key not in by_key]:
+        raise ValueError(f"expected columns out of {', '.join(by_key)} in {word!r}, found {', '.join(missing)}")
+    return [by_key[key] for key in keys]
 
 
 def _is_number(rows: Sequence[Mapping[str, Any]], key: str) -> bool:
@@ -100,7 +127,7 @@ def main() -> int:
     given = parser.parse_args()
     readme = _ROOT / "README.md"
     text = readme.read_text()
-    filled = fill(text, render_results(_ROOT / "benchmarks" / "results"))
+    filled = fill(text, _ROOT / "benchmarks" / "results")
     if filled == text:
         return 0
     if given.check:

@@ -36,7 +36,6 @@ class Result:
         columns: key, heading and format of each column.
         rows: values by key.
         checks: the targets.
-        readme: whether the README shows the table.
     """
 
     name: str
@@ -44,7 +43,6 @@ class Result:
     columns: list[tuple[str, str, str]]
     rows: list[dict[str, Any]] = field(default_factory=list)
     checks: list[Check] = field(default_factory=list)
-    readme: bool = True
 
     def check(self, what: str, target: str, measured: float | str, ok: bool) -> None:
         """Records a target, and prints it."""

@@ -13,15 +13,26 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torch_lms.partition.balanced import create_balanced_partition
     from torch_lms.swap import SwapEnv, disable, enable, pageout, pin, prefetch, stats, wait
 
-__all__ = ["SwapEnv", "disable", "enable", "pageout", "pin", "prefetch", "stats", "wait"]
+__all__ = [
+    "SwapEnv",
+    "create_balanced_partition",
+    "disable",
+    "enable",
+    "pageout",
+    "pin",
+    "prefetch",
+    "stats",
+    "wait",
+]
 
 __version__ = "0.1.0"
 
 # Imported on first use: profiles and partitions also work where there is no compiled core.
-_HOME = dict.fromkeys(__all__, "torch_lms.swap")
-_PACKAGES = ("errors", "swap")
+_HOME = {**dict.fromkeys(__all__, "torch_lms.swap"), "create_balanced_partition": "torch_lms.partition.balanced"}
+_PACKAGES = ("errors", "partition", "pipeline", "profile", "swap")
 
 
 def __getattr__(name: str) -> Any:

@@ -22,7 +22,8 @@ def test_torchrun_trains_a_gpt_and_draws_it(tmp_path: Path) -> None:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     words = [
         "-m",
-        "torch_lms.cli.pipeline",
+        "torch_lms",
+        "pipeline",
         "--device",
         "cpu",
         "--steps",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -269,20 +270,35 @@ def test_doctor_finds_everything_in_order() -> None:
 # --- tables in the README ----------------------------------------------------------------------------------------
 
 
-def test_readme_table_has_only_what_is_meant_for_it(tmp_path: Path) -> None:
-    document = {
-        "title": "A title",
-        "command": "python x.py",
-        "environment": {"gpu": "a GPU", "torch": "2.11"},
-        "columns": [["mode", "Mode", "{}"], ["ms", "Step (ms)", "{:.1f}"], ["equal", "Equal", "{}"]],
-        "rows": [{"mode": "plain", "ms": 1.25}, {"mode": "limited", "ms": 2, "equal": True}],
-    }
-    (tmp_path / "a.json").write_text(json.dumps({**document, "readme": True}))
-    (tmp_path / "b.json").write_text(json.dumps({**document, "readme": False, "title": "Another"}))
-    text = render_results(tmp_path)
+DOCUMENT = {
+    "title": "A title",
+    "command": "python x.py",
+    "environment": {"gpu": "a GPU", "torch": "2.11"},
+    "columns": [["mode", "Mode", "{}"], ["ms", "Step (ms)", "{:.1f}"], ["equal", "Equal", "{}"]],
+    "rows": [{"mode": "plain", "ms": 1.25}, {"mode": "limited", "ms": 2, "equal": True}],
+}
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    (tmp_path / "a.json").write_text(json.dumps(DOCUMENT))
+    (tmp_path / "b.json").write_text(json.dumps({**DOCUMENT, "title": "Another"}))
+    return tmp_path
+
+
+def test_readme_table_has_only_what_is_named(results: Path) -> None:
+    text = render_results(results, ["a"])
     assert "| plain | 1.2 |  |\n| limited | 2.0 | yes |" in text
     assert "`python x.py` on 1 x a GPU, torch 2.11." in text
     assert "Another" not in text
+    some = render_results(results, ["b:mode,equal"])
+    assert "| Mode | Equal |\n| --- | --- |\n| limited | yes |\n\n" in some
+
+
+@pytest.mark.parametrize(("names", "found"), [(["c"], "found none"), (["a:mode,size"], "found size")])
+def test_readme_table_of_what_is_not_there(names: list[str], found: str, results: Path) -> None:
+    with pytest.raises(ValueError, match=found):
+        render_results(results, names)
 
 
 def test_numbers_are_set_to_the_right() -> None:
@@ -290,8 +306,22 @@ def test_numbers_are_set_to_the_right() -> None:
     assert table == "| Name | ms |\n| --- | ---: |\n| a\\|b | 1 |"
 
 
-def test_filling_twice_changes_nothing_more() -> None:
-    once = fill("a\n<!-- results:begin -->\nold\n<!-- results:end -->\nb\n", "new")
-    assert once == "a\n<!-- results:begin -->\nnew\n<!-- results:end -->\nb\n" == fill(once, "new")
-    with pytest.raises(ValueError, match="once each"):
-        fill("no markers", "new")
+def test_filling_twice_changes_nothing_more(results: Path) -> None:
+    text = "a\n<!-- results:begin a -->\nold\n<!-- results:end -->\nb\n<!-- results:begin b -->\n<!-- results:end -->\n"
+    once = fill(text, results)
+    assert once == fill(once, results)
+    assert re.findall(r"^(?!\|).+", once, re.MULTILINE) == [
+        "a",
+        "<!-- results:begin a -->",
+        "**A title**",
+        "`python x.py` on 1 x a GPU, torch 2.11.",
+        "<!-- results:end -->",
+        "b",
+        "<!-- results:begin b -->",
+        "**Another**",
+        "`python x.py` on 1 x a GPU, torch 2.11.",
+        "<!-- results:end -->",
+    ]
+    assert fill("no markers", results) == "no markers"
+    with pytest.raises(ValueError, match="pairs"):
+        fill("<!-- results:begin a -->\n", results)

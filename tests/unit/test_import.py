@@ -15,7 +15,17 @@ from tests.unit.fresh_process import PACKAGE_ROOT, run_python
 from torch_lms import errors, swap
 
 PACKAGE = PACKAGE_ROOT / "torch_lms"
-PUBLIC_NAMES = ["SwapEnv", "disable", "enable", "pageout", "pin", "prefetch", "stats", "wait"]
+PUBLIC_NAMES = [
+    "SwapEnv",
+    "create_balanced_partition",
+    "disable",
+    "enable",
+    "pageout",
+    "pin",
+    "prefetch",
+    "stats",
+    "wait",
+]
 
 # Each may import those in front of it, never those behind it.
 LAYERS = ["errors", "_core", "_torch_compat", "swap", "profile", "partition", "pipeline", "cli"]

@@ -9,6 +9,7 @@ import torch
 
 import torch_lms
 from torch_lms.cli.partition import add_partition
+from torch_lms.cli.pipeline import add_pipeline
 from torch_lms.cli.profile import add_profile
 from torch_lms.cli.run import Paging
 from torch_lms.cli.train import TrainOptions
@@ -29,6 +30,7 @@ def make_parser() -> argparse.ArgumentParser:
     doctor.add_argument("--json", action="store_true", help="print JSON instead of tables")
     add_profile(commands.add_parser("profile", help="measure what each node of a model costs in time and memory"))
     add_partition(commands.add_parser("partition", help="cut a profiled model into the stages of a pipeline"))
+    add_pipeline(commands.add_parser("pipeline", help="train a GPT as a pipeline, under torchrun"))
     return parser
 
 

@@ -10,6 +10,7 @@ from rich.console import Console
 from torch_lms.cli.arguments import make_parser, train_options
 from torch_lms.cli.doctor import doctor
 from torch_lms.cli.partition import run_partition
+from torch_lms.cli.pipeline import run_pipeline
 from torch_lms.cli.profile import run_profile
 from torch_lms.cli.train import train
 from torch_lms.errors import LmsError
@@ -26,6 +27,8 @@ def run(arguments: Sequence[str] | None) -> int:
     console = Console()
     if given.command == "doctor":
         return doctor(console, as_json=given.json)
+    if given.command == "pipeline":
+        return run_pipeline(given)
     if given.command in _COMMANDS:
         return _run(given, parser, console)
     try:

@@ -32,13 +32,13 @@ from torch_lms.pipeline.simulation import Event
 from torch_lms.pipeline.torch_backend import SCHEDULES
 from torch_lms.profile.profiler import ProfileConfig
 
-__all__ = ["add_arguments", "main", "run_pipeline"]
+__all__ = ["add_pipeline", "main", "run_pipeline"]
 
 _TIMEOUT = timedelta(minutes=10)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The words of the command."""
+def add_pipeline(parser: argparse.ArgumentParser) -> None:
+    """Gives a parser the words of ``pipeline``."""
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--schedule", choices=tuple(SCHEDULES), default="1f1b", help="(%(default)s)")
     parser.add_argument(
@@ -162,7 +162,7 @@ def _draw(path: Path, plan: BalancedPlan, pipeline: Pipeline, events: Sequence[E
 def main(arguments: Sequence[str] | None = None) -> int:
     """``python -m torch_lms.cli.pipeline``."""
     parser = argparse.ArgumentParser(prog="torch_lms pipeline", description="Train a GPT as a pipeline.")
-    add_arguments(parser)
+    add_pipeline(parser)
     return run_pipeline(parser.parse_args(arguments))
 
 
