@@ -84,9 +84,7 @@ def main() -> None:
             run("git", "-C", folder, "checkout", "--quiet", "--detach", "upstream")
     if not (patched / "c10/core/StoragePager.h").exists():
         run("bash", "build_scripts/apply_patches.sh", "v1.13.1", patched)
-    result = Result(
-        name="fork_hook", title="The fork's hook, v1.13.1, nothing paged out", columns=COLUMNS
-    )
+    result = Result(name="fork_hook", title="The fork's hook, v1.13.1, nothing paged out", columns=COLUMNS)
     measure(result, "upstream", build(plain, given.build / "upstream-build"))
     measure(result, "patched", build(patched, given.build / "patched-build"))
     before, after = result.rows
