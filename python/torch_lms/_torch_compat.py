@@ -15,6 +15,8 @@ from torch import nn, overrides
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
+from torch_lms.errors import ProfileError
+
 __all__ = [
     "function_mode",
     "has_export",
@@ -30,10 +32,20 @@ __all__ = [
 
 
 def untyped_storage(tensor: torch.Tensor) -> Any:
-    """The bytes behind a tensor."""
+    """The bytes behind a tensor.
+
+    Raises:
+        ProfileError: for a meta tensor, with PyTorch 1.12.
+    """
     if hasattr(tensor, "untyped_storage"):
         return tensor.untyped_storage()
-    return tensor.storage()._storage
+    try:
+        return tensor.storage()._storage
+    except NotImplementedError:
+        raise ProfileError(
+            f"expected a tensor whose storage Python can see, found one on the meta device with PyTorch "
+            f"{torch.__version__}, which cannot tell; build the model on the CPU, or use PyTorch 2"
+        ) from None
 
 
 def storage_key(tensor: torch.Tensor) -> int:

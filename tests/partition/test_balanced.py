@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from torch_lms.errors import LmsError, PartitionError
+from torch_lms.errors import LmsError, PartitionError, ProfileError
 from torch_lms.partition.balanced import BalanceConfig, create_balanced_partition, plan_balanced_partition
 from torch_lms.partition.stages import run_stages
 from torch_lms.partition.state_dicts import merge_state_dicts
@@ -35,6 +35,8 @@ class Unequal(nn.Module):
 
 
 IDS = torch.arange(8).view(2, 4) % 10
+SEES_META_STORAGES = hasattr(torch.Tensor, "untyped_storage")
+meta_storages = pytest.mark.skipif(not SEES_META_STORAGES, reason="Python does not see storages on the meta device")
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3])
@@ -47,6 +49,7 @@ def test_stages_run_like_the_model_and_hold_all_of_it(stages: int) -> None:
     assert merge_state_dicts(made).keys() == model.state_dict().keys()
 
 
+@meta_storages
 def test_meta_model_is_cut_by_sizes_and_materialised() -> None:
     model = Unequal()
     meta = Unequal().to("meta")
@@ -111,6 +114,13 @@ def test_bad_devices_and_too_many_stages_are_refused(devices: list[str], message
         create_balanced_partition(Unequal(), devices, IDS, config=QUICK)
 
 
+@pytest.mark.skipif(SEES_META_STORAGES, reason="this PyTorch can tell meta storages apart")
+def test_old_pytorch_says_that_it_cannot_cut_a_meta_model() -> None:
+    with pytest.raises(ProfileError, match="build the model on the CPU"):
+        create_balanced_partition(Unequal().to("meta"), ["cpu", "cpu"], IDS.to("meta"), config=QUICK)
+
+
+@meta_storages
 def test_a_stage_of_another_rank_stays_where_it_is() -> None:
     meta = Unequal().to("meta")
     meta.head.weight = meta.embed.weight
