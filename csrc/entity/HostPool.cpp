@@ -33,7 +33,7 @@ void close_end(int& fd) noexcept {
 } // namespace
 
 HostPool::HostPool(std::unique_ptr<SlabSource> source, HostPoolOptions options)
-    : source_(std::move(source)), alignment_(options.alignment), limit_bytes_(options.limit_bytes) {
+    : alignment_(options.alignment), source_(std::move(source)), limit_bytes_(options.limit_bytes) {
   if (source_ == nullptr) {
     throw Error("expected a source of slabs, found none; give the pool one");
   }
@@ -69,8 +69,8 @@ void* HostPool::allocate(size_t nbytes) {
 
 /// Reserves a slab, then acquires it, then takes the block from it.
 void* HostPool::grow(size_t nbytes) {
-  const size_t wanted = std::max(round_to(nbytes, kSlabStepBytes), source_->slab_bytes());
   std::lock_guard<std::mutex> resizing(resize_mutex_);
+  const size_t wanted = std::max(round_to(nbytes, kSlabStepBytes), source_->slab_bytes());
   Lock lock(mutex_);
   if (void* data = make_room(lock, nbytes, wanted)) {
     return data;
@@ -190,6 +190,18 @@ void HostPool::set_limit(size_t limit_bytes) noexcept {
   lock.lock();
   while (!fits_locked(0) && release_free_slab(lock)) {
   }
+}
+
+bool HostPool::replace_source(std::unique_ptr<SlabSource> source) {
+  std::lock_guard<std::mutex> resizing(resize_mutex_);
+  Lock lock(mutex_);
+  while (release_free_slab(lock)) {
+  }
+  if (!slabs_.empty()) {
+    return false;
+  }
+  source_.swap(source); // the old one ends without the locks
+  return true;
 }
 
 HostPoolStats HostPool::stats() const noexcept {

@@ -60,6 +60,10 @@ class HostPool {
   /// the rest are within it; slabs in use stay. Thread-safe.
   void set_limit(size_t limit_bytes) noexcept;
 
+  /// Slabs come from another source from now on. False, and nothing is changed, while a
+  /// block is in use. Thread-safe.
+  bool replace_source(std::unique_ptr<SlabSource> source);
+
   /// Thread-safe.
   HostPoolStats stats() const noexcept;
 
@@ -106,11 +110,11 @@ class HostPool {
   static bool can_join_locked(Blocks::iterator left, Blocks::iterator right) noexcept;
   void join_locked(Blocks::iterator left, Blocks::iterator right) noexcept;
 
-  const std::unique_ptr<SlabSource> source_;
   const size_t alignment_;
 
   std::mutex resize_mutex_; ///< Held while slabs come and go; taken before `mutex_`.
   mutable std::mutex mutex_; ///< Guards all below.
+  std::unique_ptr<SlabSource> source_; ///< Replaced under both mutexes.
   size_t limit_bytes_;
   size_t slab_bytes_ = 0;
   size_t used_bytes_ = 0;

@@ -133,13 +133,14 @@ void for_each_device(void (*visit)(Device&, void*), void* context) {
 void configure_host(const HostOptions& requested) {
   std::lock_guard<std::mutex> lock(make_mutex);
   const std::string in_use = options.spill_dir.empty() ? default_spill_dir() : options.spill_dir;
-  if (spill_pool != nullptr && !requested.spill_dir.empty() && requested.spill_dir != in_use) {
-    throw SpillFailed(
-        "expected the spill directory that is in use ('" + in_use + "'), found '" +
-        requested.spill_dir + "'; set spill_dir before anything is paged out");
-  }
-  if (!requested.spill_dir.empty()) {
+  if (!requested.spill_dir.empty() && requested.spill_dir != in_use) {
     default_spill_limit_bytes(requested.spill_dir); // throws if it is not there
+    auto files = std::make_unique<FileSlabSource>(requested.spill_dir, kSpillSlabBytes);
+    if (spill_pool != nullptr && !(*spill_pool)->replace_source(std::move(files))) {
+      throw SpillFailed(
+          "expected the spill directory that is in use ('" + in_use + "'), found '" +
+          requested.spill_dir + "'; name another when nothing is paged out");
+    }
     options.spill_dir = requested.spill_dir;
   }
   if (requested.limit_bytes != 0) {

@@ -259,6 +259,19 @@ TEST(where_the_preferred_slab_cannot_be_had_a_smaller_one_may_do) {
   CHECK_EQ(fixture.pool.stats().slab_bytes, 2 * kMiB);
 }
 
+TEST(another_source_takes_over_when_no_block_is_in_use) {
+  SourceRecord record; // outlives the pool
+  Fixture fixture;
+  char* block = fixture.take(1);
+  CHECK(!fixture.pool.replace_source(std::make_unique<FakeSlabSource>(record, kMiB)));
+  fixture.pool.free(block);
+  CHECK(fixture.pool.replace_source(std::make_unique<FakeSlabSource>(record, 2 * kSlab)));
+  CHECK_EQ(fixture.record.outstanding_bytes, 0);
+  CHECK_EQ(fixture.pool.stats().slab_bytes, 0);
+  fixture.take(1);
+  CHECK_EQ(record.outstanding_bytes, 2 * kSlab);
+}
+
 TEST(options_that_make_no_sense_are_refused) {
   for (size_t alignment : {size_t{0}, size_t{3}, size_t{4095}, size_t{8192}}) {
     HostPoolOptions options;

@@ -39,7 +39,8 @@ def enable(
             there is none. No limit means all of the device's memory.
         min_bytes: smaller storages stay where they are.
         host_limit: of the host memory (for the CPU: the disk space) for paged-out bytes; by default
-            80 % of what the machine and its control group allow (90 % of the free disk).
+            80 % of what the machine and its control group allow (90 % of the free disk). Once given, it
+            holds until another is.
         spill_dir: the directory for the CPU's spill files; by default that for temporary files.
         expandable_segments: let PyTorch's CUDA allocator grow its segments, so that memory freed in
             small pieces serves large requests. Left as it is if PYTORCH_CUDA_ALLOC_CONF says.
