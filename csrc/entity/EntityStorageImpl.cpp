@@ -173,7 +173,7 @@ CommitResult EntityStorageImpl::commit_pageout(
       }
       out_ = nullptr;
       if (*garbage != nullptr) {
-        host_ = transfer->host;
+        host_ = std::exchange(transfer->host, nullptr);
         set_state(EntityState::kPagedOut);
         return CommitResult::kCommitted;
       }
