@@ -88,3 +88,19 @@ def state(tensor: Tensor) -> str:
         ``resident``, ``out_queued``, ``paging_out``, ``paged_out``, ``in_queued`` or ``paging_in``.
     """
     return str(torch.ops.storage_swap.state(tensor))
+
+
+def stats(reset: bool = False) -> dict[str, int]:
+    r"""What paging has done since the program began or the last reset, and where things are now.
+
+    Args:
+        reset: start counting anew. Gauges (``paged_out_*``, ``tracked_storages``, ``host_*``) stay as they are.
+
+    Returns:
+        ``pageouts``, ``pageins`` (of them ``passive_pageins``, which an access had to do itself, and ``prefetch_hits``),
+        ``prefetches`` that were enqueued, ``cancelled_pageouts``, which an access called off, ``pagein_failures``, which
+        found no room, all with their ``_bytes`` where they have some; ``paged_out_storages`` and ``paged_out_bytes`` at
+        this moment; ``tracked_storages``, which were paged out at least once; and of the host memory ``host_bytes``,
+        ``host_used_bytes`` and ``host_limit_bytes``.
+    """
+    return dict(torch.ops.storage_swap.stats(reset))

@@ -6,6 +6,7 @@
 #include <c10/core/impl/CpuEntityStorageImpl.h>
 #include <c10/core/impl/CudaEntityStorageImpl.h>
 #include <c10/core/impl/Error.h>
+#include <c10/core/impl/SwapCounters.h>
 
 namespace c10 {
 namespace impl {
@@ -15,7 +16,7 @@ using torch_lms::EntityState;
 
 EntityPaging::EntityPaging(SwapDevice& device, size_t nbytes, SwapQueues queues)
     : device_(device), queues_(queues) {
-  auto memory = std::make_unique<ParkedMemory>(device);
+  auto memory = std::make_unique<ParkedMemory>(device, nbytes);
   memory_ = memory.get();
   if (device.device().is_cuda()) {
     entity_ = std::make_shared<torch_lms::CudaEntityStorageImpl>(
@@ -77,9 +78,17 @@ bool EntityPaging::request_pageout_locked(DataPtr& data) {
 
 void EntityPaging::cancel_pageout_locked() {
   const EntityState state = entity_->state();
-  AccessResult ignored = AccessResult::kResident;
+  AccessResult result = AccessResult::kResident;
   if (state == EntityState::kOutQueued || state == EntityState::kPagingOut) {
-    entity_->touch(&ignored);
+    entity_->touch(&result);
+  }
+  count_access(result);
+}
+
+void EntityPaging::count_access(AccessResult result) noexcept {
+  // What came back is counted where its memory is, see ParkedMemory.
+  if (result == AccessResult::kCancelledPageout) {
+    count(swap_counters().cancelled_pageouts);
   }
 }
 
@@ -98,6 +107,7 @@ bool EntityPaging::request_pagein_locked() {
 // where the worker is busy, stopped or held. Both copy on one stream, so that the order of the
 // queue is the order of the copies.
 void EntityPaging::pagein_passive_locked() {
+  memory_->set_passive(true);
   queues_.in.erase(entity_.get());
   entity_->request_pagein();
   try {
@@ -109,9 +119,11 @@ void EntityPaging::pagein_passive_locked() {
     entity_->access();
   } catch (...) {
     queues_.in.erase(entity_.get());
+    memory_->set_passive(false);
     throw;
   }
   queues_.in.erase(entity_.get());
+  memory_->set_passive(false);
 }
 
 void EntityPaging::pagein_locked() {
@@ -121,7 +133,7 @@ void EntityPaging::pagein_locked() {
   if (state == EntityState::kPagedOut || state == EntityState::kInQueued) {
     pagein_passive_locked();
   } else {
-    entity_->access();
+    count_access(entity_->access());
   }
 }
 
@@ -155,6 +167,7 @@ void EntityPaging::release() noexcept {
   if (!called_off) {
     entity_->host_copy_released();
   }
+  memory_->leave_host();
   garbage = memory_->take();
 }
 
@@ -200,6 +213,7 @@ bool EntityPager::prefetch() {
     paging_->entity()->cancel_pagein();
     throw;
   }
+  count(swap_counters().prefetches);
   return true;
 }
 

@@ -65,6 +65,7 @@ class EntityPaging {
  private:
   void pagein_passive_locked();
   void check_not_capturing() const;
+  static void count_access(torch_lms::AccessResult result) noexcept;
 
   std::mutex mutex_;
   SwapDevice& device_;

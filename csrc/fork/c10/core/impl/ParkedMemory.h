@@ -20,8 +20,8 @@ namespace impl {
 /// pager's otherwise.
 class ParkedMemory final : public torch_lms::StorageBinding {
  public:
-  explicit ParkedMemory(SwapDevice& device)
-      : device_(device), home_stream_(device.current_stream()) {}
+  ParkedMemory(SwapDevice& device, size_t nbytes)
+      : device_(device), nbytes_(nbytes), home_stream_(device.current_stream()) {}
 
   // For the pager.
   void park(DataPtr&& data) {
@@ -40,6 +40,12 @@ class ParkedMemory final : public torch_lms::StorageBinding {
   void expire() noexcept {
     expired_.store(true, std::memory_order_release);
   }
+  /// Whether the next page-in is one that an access has to do. For counting.
+  void set_passive(bool passive) noexcept {
+    passive_.store(passive, std::memory_order_relaxed);
+  }
+  /// The bytes are no longer on the host: back, or gone. For counting.
+  bool leave_host() noexcept;
 
   // For the entity. A storage that dies calls its transfers off, so nothing has to keep it
   // alive: queues hold weak references, in effect.
@@ -78,9 +84,12 @@ class ParkedMemory final : public torch_lms::StorageBinding {
 
  private:
   SwapDevice& device_;
+  const size_t nbytes_;
   const int64_t home_stream_;
   DataPtr data_;
   std::atomic<bool> expired_{false};
+  std::atomic<bool> on_host_{false};
+  std::atomic<bool> passive_{false};
 };
 
 } // namespace impl

@@ -7,6 +7,7 @@
 
 #include <c10/core/Allocator.h>
 #include <c10/core/Device.h>
+#include <c10/core/impl/HostPool.h>
 #include <c10/core/impl/TransferBackend.h>
 #include <c10/macros/Macros.h>
 
@@ -56,6 +57,9 @@ class C10_API SwapDevice {
   /// The limit of the host memory for paged-out bytes, which devices of a type share; 0
   /// for a part of what the machine has.
   virtual void set_host_limit(size_t limit_bytes) = 0;
+
+  /// The host memory for paged-out bytes; several devices may have one in common.
+  virtual const torch_lms::HostPool& host_pool() const = 0;
 };
 
 /// The devices of one type.

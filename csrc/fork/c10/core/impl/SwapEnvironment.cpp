@@ -2,10 +2,12 @@
 
 #include <algorithm>
 #include <exception>
+#include <set>
 #include <string>
 #include <utility>
 
 #include <c10/core/impl/Error.h>
+#include <c10/core/impl/SwapCounters.h>
 
 namespace c10 {
 namespace impl {
@@ -47,6 +49,11 @@ void commit_pagein(torch_lms::FinishedTransfer& finished) {
 
 } // namespace
 
+SwapCounters& swap_counters() noexcept {
+  static auto* counters = new SwapCounters();
+  return *counters;
+}
+
 SwapEnvironment& SwapEnvironment::get() {
   static auto* environment = new SwapEnvironment();
   return *environment;
@@ -79,18 +86,20 @@ void SwapEnvironment::open(size_t host_limit_bytes) {
         "expected a PyTorch built with CUDA, found one without; rebuild it, or set "
         "TORCH_SWAP_CPU=1 before the program starts to page main memory out to files, for tests");
   }
-  {
-    std::lock_guard<std::mutex> devices_lock(devices_mutex_);
-    host_limit_bytes_ = host_limit_bytes;
-    for (const auto& device : devices_) {
-      if (device != nullptr) {
-        device->set_host_limit(host_limit_bytes);
-      }
-    }
-  }
+  set_host_limit(host_limit_bytes);
   in_.open();
   out_.start_actions();
   open_.store(true, std::memory_order_release);
+}
+
+void SwapEnvironment::set_host_limit(size_t limit_bytes) {
+  std::lock_guard<std::mutex> lock(devices_mutex_);
+  host_limit_bytes_ = limit_bytes;
+  for (const auto& device : devices_) {
+    if (device != nullptr) {
+      device->set_host_limit(limit_bytes);
+    }
+  }
 }
 
 void SwapEnvironment::close() {
@@ -106,20 +115,32 @@ void SwapEnvironment::close() {
     }
   };
   attempt([this] { out_.wait_and_stop_actions(); });
-  attempt([this] { wait_pageins(/*stop=*/true); });
+  attempt([this] { stop_pageins(); });
   attempt([this] { pagein_all(); });
   if (failed != nullptr) {
     std::rethrow_exception(failed);
   }
 }
 
-void SwapEnvironment::wait_pageins(bool stop) {
+// A prefetch that cannot be followed is no failure: the access will page in.
+
+void SwapEnvironment::stop_pageins() {
   in_.start_actions();
   try {
-    stop ? in_.wait_and_stop_actions() : in_.wait_actions();
+    in_.wait_and_stop_actions();
   } catch (const torch_lms::NoRoom&) {
-    // A prefetch that cannot be followed is no failure: the access will page in.
   }
+}
+
+void SwapEnvironment::wait_pending_pageins() {
+  try {
+    in_.wait_pending();
+  } catch (const torch_lms::NoRoom&) {
+  }
+}
+
+void SwapEnvironment::wait_pending_pageouts() {
+  out_.wait_pending();
 }
 
 void SwapEnvironment::pagein_all() {
@@ -154,7 +175,7 @@ void SwapEnvironment::pagein_all() {
 
 void SwapEnvironment::prefetch_init() {
   check_open();
-  wait_pageins(/*stop=*/true);
+  stop_pageins();
   in_.open();
 }
 
@@ -186,6 +207,37 @@ bool SwapEnvironment::prefetch(StorageImpl& storage) {
 torch_lms::EntityState SwapEnvironment::state(const StorageImpl& storage) const {
   const auto* pager = dynamic_cast<const EntityPager*>(storage.pager());
   return pager != nullptr ? pager->paging()->entity()->state() : torch_lms::EntityState::kResident;
+}
+
+SwapStats SwapEnvironment::stats() {
+  const SwapCounters& counters = swap_counters();
+  SwapStats stats;
+  stats.pageouts = counters.pageouts.load();
+  stats.pageout_bytes = counters.pageout_bytes.load();
+  stats.pageins = counters.pageins.load();
+  stats.pagein_bytes = counters.pagein_bytes.load();
+  stats.passive_pageins = counters.passive_pageins.load();
+  stats.prefetches = counters.prefetches.load();
+  stats.prefetch_hits = counters.prefetch_hits.load();
+  stats.cancelled_pageouts = counters.cancelled_pageouts.load();
+  stats.pagein_failures = counters.pagein_failures.load();
+  stats.paged_out_storages = counters.paged_out_storages.load();
+  stats.paged_out_bytes = counters.paged_out_bytes.load();
+  {
+    std::lock_guard<std::mutex> lock(pagings_mutex_);
+    stats.tracked_storages = static_cast<int64_t>(pagings_.size());
+  }
+  std::set<const torch_lms::HostPool*> pools;
+  std::lock_guard<std::mutex> lock(devices_mutex_);
+  for (const auto& device : devices_) {
+    if (device != nullptr && pools.insert(&device->host_pool()).second) {
+      const torch_lms::HostPoolStats pool = device->host_pool().stats();
+      stats.host.slab_bytes += pool.slab_bytes;
+      stats.host.used_bytes += pool.used_bytes;
+      stats.host.limit_bytes += pool.limit_bytes;
+    }
+  }
+  return stats;
 }
 
 // --- devices and pagers ------------------------------------------------------------

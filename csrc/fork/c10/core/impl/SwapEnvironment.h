@@ -3,6 +3,7 @@
 #include <array>
 #include <atomic>
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -10,10 +11,28 @@
 #include <c10/core/StorageImpl.h>
 #include <c10/core/impl/CudaEntityTransferQueue.h>
 #include <c10/core/impl/EntityPager.h>
+#include <c10/core/impl/HostPool.h>
 #include <c10/core/impl/SwapDevice.h>
 
 namespace c10 {
 namespace impl {
+
+/// What paging has done, and where things are now. See `SwapCounters` for the counters.
+struct SwapStats {
+  int64_t pageouts = 0;
+  int64_t pageout_bytes = 0;
+  int64_t pageins = 0;
+  int64_t pagein_bytes = 0;
+  int64_t passive_pageins = 0;
+  int64_t prefetches = 0;
+  int64_t prefetch_hits = 0;
+  int64_t cancelled_pageouts = 0;
+  int64_t pagein_failures = 0;
+  int64_t paged_out_storages = 0;
+  int64_t paged_out_bytes = 0;
+  int64_t tracked_storages = 0; ///< Paged out at least once; dead ones not yet swept included.
+  torch_lms::HostPoolStats host; ///< Of all devices together.
+};
 
 /// The context of transfers: two queues with a worker each. One object, made on first use,
 /// never destroyed. Storages that are paged out stay usable when it is closed.
@@ -32,6 +51,9 @@ class C10_API SwapEnvironment {
   /// failed on the way; the environment is closed then, too. Throws Error if it is not open.
   void close();
 
+  /// Another limit, from now on and for every device; 0 as in `open`.
+  void set_host_limit(size_t limit_bytes);
+
   bool is_open() const noexcept {
     return open_.load(std::memory_order_acquire);
   }
@@ -42,8 +64,17 @@ class C10_API SwapEnvironment {
   /// Starts the queue of page-ins.
   void prefetch_all();
 
-  /// Waits until all page-outs are over. Rethrows what failed.
+  /// Waits until all page-outs are over; none can be asked for meanwhile. Rethrows what
+  /// failed.
   void wait_pageouts();
+
+  /// These wait for what is there now, whether the environment is open or not, and lock
+  /// nothing. A prefetch without room is no failure. Rethrow what failed.
+  void wait_pending_pageouts();
+  void wait_pending_pageins();
+
+  /// Brings every storage to its device. Rethrows what failed; the others come all the same.
+  void pagein_all();
 
   /// Enqueues a page-out. Returns false where there is nothing to do. Throws PageoutRefused.
   bool pageout(StorageImpl& storage);
@@ -54,6 +85,8 @@ class C10_API SwapEnvironment {
   /// Where the bytes of a storage are. For tests and for looking.
   torch_lms::EntityState state(const StorageImpl& storage) const;
 
+  SwapStats stats();
+
  private:
   SwapEnvironment();
 
@@ -63,8 +96,7 @@ class C10_API SwapEnvironment {
   SwapDevice& find_device(Device device);
   EntityPager& find_or_install_pager(StorageImpl& storage, SwapDevice& device);
   void remember(const std::shared_ptr<EntityPaging>& paging);
-  void pagein_all();
-  void wait_pageins(bool stop);
+  void stop_pageins();
 
   std::atomic<bool> open_{false};
   std::mutex open_mutex_; // one thread opens or closes

@@ -1,6 +1,11 @@
+#include <algorithm>
 #include <string>
+#include <utility>
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/impl/Error.h>
+#include <c10/core/impl/HostMemory.h>
+#include <c10/core/impl/SwapCounters.h>
 #include <c10/core/impl/SwapEnvironment.h>
 #include <torch/library.h>
 
@@ -19,6 +24,34 @@ void need_prefetch(const Tensor& self) {
 
 namespace {
 
+thread_local const char* error_kind_of_thread = "";
+
+/// Notes what kind of error the thread meets, for torch_lms: Python sees the text alone.
+template <typename Step>
+auto noting_errors(const Step& step) -> decltype(step()) {
+  error_kind_of_thread = "";
+  try {
+    return step();
+  } catch (const torch_lms::PageoutRefused&) {
+    error_kind_of_thread = "PageoutRefused";
+    throw;
+  } catch (const torch_lms::HostPoolFull&) {
+    error_kind_of_thread = "HostPoolFull";
+    throw;
+  } catch (const torch_lms::SpillFailed&) {
+    error_kind_of_thread = "SpillFailed";
+    throw;
+  } catch (const torch_lms::Error&) {
+    error_kind_of_thread = "Error";
+    throw;
+  }
+}
+
+/// The kind of the thread's last error, empty for one that is not of paging. Forgets it.
+std::string take_error_kind() {
+  return std::exchange(error_kind_of_thread, "");
+}
+
 c10::impl::SwapEnvironment& environment() {
   return c10::impl::SwapEnvironment::get();
 }
@@ -28,15 +61,15 @@ void create_env(int64_t host_limit_bytes) {
       host_limit_bytes >= 0,
       "expected a host_limit of 0 (a part of the machine's memory) or more bytes, found ",
       host_limit_bytes);
-  environment().open(static_cast<size_t>(host_limit_bytes));
+  noting_errors([&] { environment().open(static_cast<size_t>(host_limit_bytes)); });
 }
 
 void prefetch_init() {
-  environment().prefetch_init();
+  noting_errors([] { environment().prefetch_init(); });
 }
 
 void wait_pageouts() {
-  environment().wait_pageouts();
+  noting_errors([] { environment().wait_pageouts(); });
 }
 
 void prefetch_all() {
@@ -44,7 +77,7 @@ void prefetch_all() {
 }
 
 void close_env() {
-  environment().close();
+  noting_errors([] { environment().close(); });
 }
 
 bool is_open() {
@@ -55,10 +88,75 @@ std::string state(const Tensor& self) {
   return torch_lms::to_string(environment().state(*self.storage().unsafeGetStorageImpl()));
 }
 
+// --- for torch_lms -------------------------------------------------------------------
+
+c10::StorageImpl& storage_of(const Tensor& self) {
+  if (!self.has_storage()) {
+    throw torch_lms::PageoutRefused(
+        "expected a tensor with a storage, found one of layout " + c10::str(self.layout()) +
+        " or a wrapper; page out the tensors it is made of (for a sparse tensor: "
+        "tensor.indices() and tensor.values())");
+  }
+  return *self.storage().unsafeGetStorageImpl();
+}
+
+bool pageout(const Tensor& self) {
+  return noting_errors([&] { return environment().pageout(storage_of(self)); });
+}
+
+bool prefetch(const Tensor& self) {
+  return noting_errors([&] { return environment().prefetch(storage_of(self)); });
+}
+
+void wait_pending_pageouts() {
+  noting_errors([] { environment().wait_pending_pageouts(); });
+}
+
+void wait_pending_pageins() {
+  noting_errors([] { environment().wait_pending_pageins(); });
+}
+
+void pagein_all() {
+  noting_errors([] { environment().pagein_all(); });
+}
+
+void set_host_limit(int64_t host_limit_bytes) {
+  environment().set_host_limit(static_cast<size_t>(host_limit_bytes));
+}
+
+int64_t host_memory_bytes() {
+  return static_cast<int64_t>(
+      std::min(torch_lms::physical_bytes(), torch_lms::cgroup_limit_bytes()));
+}
+
+c10::Dict<std::string, int64_t> stats(bool reset) {
+  const c10::impl::SwapStats stats = environment().stats();
+  c10::Dict<std::string, int64_t> values;
+  values.insert("pageouts", stats.pageouts);
+  values.insert("pageout_bytes", stats.pageout_bytes);
+  values.insert("pageins", stats.pageins);
+  values.insert("pagein_bytes", stats.pagein_bytes);
+  values.insert("passive_pageins", stats.passive_pageins);
+  values.insert("prefetches", stats.prefetches);
+  values.insert("prefetch_hits", stats.prefetch_hits);
+  values.insert("cancelled_pageouts", stats.cancelled_pageouts);
+  values.insert("pagein_failures", stats.pagein_failures);
+  values.insert("paged_out_storages", stats.paged_out_storages);
+  values.insert("paged_out_bytes", stats.paged_out_bytes);
+  values.insert("tracked_storages", stats.tracked_storages);
+  values.insert("host_bytes", static_cast<int64_t>(stats.host.slab_bytes));
+  values.insert("host_used_bytes", static_cast<int64_t>(stats.host.used_bytes));
+  values.insert("host_limit_bytes", static_cast<int64_t>(stats.host.limit_bytes));
+  if (reset) {
+    c10::impl::swap_counters().reset();
+  }
+  return values;
+}
+
 } // namespace
 
 // The functions of torch/cuda/swap.py. Registered here, they need no change of Python's module, and
-// callers of operators let go of Python's lock.
+// callers of operators let go of Python's lock. Those of the second group are for torch_lms.
 TORCH_LIBRARY(storage_swap, m) {
   m.def("create_env", &create_env);
   m.def("prefetch_init", &prefetch_init);
@@ -67,6 +165,16 @@ TORCH_LIBRARY(storage_swap, m) {
   m.def("close_env", &close_env);
   m.def("is_open", &is_open);
   m.def("state", &state);
+  m.def("stats", &stats);
+
+  m.def("pageout", &pageout);
+  m.def("prefetch", &prefetch);
+  m.def("wait_pending_pageouts", &wait_pending_pageouts);
+  m.def("wait_pending_pageins", &wait_pending_pageins);
+  m.def("pagein_all", &pagein_all);
+  m.def("set_host_limit", &set_host_limit);
+  m.def("host_memory_bytes", &host_memory_bytes);
+  m.def("take_error_kind", &take_error_kind);
 }
 
 } // namespace native
