@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn, overrides
@@ -20,6 +20,7 @@ from torch_lms.errors import ProfileError
 __all__ = [
     "function_mode",
     "has_export",
+    "is_storage",
     "named_parameters_with_ties",
     "storage_bytes",
     "storage_key",
@@ -29,6 +30,18 @@ __all__ = [
     "tree_unflatten",
     "untyped_storage",
 ]
+
+
+_STORAGES = tuple(
+    getattr(torch, name)
+    for name in ("UntypedStorage", "TypedStorage", "_UntypedStorage", "_TypedStorage")
+    if hasattr(torch, name)
+)
+
+
+def is_storage(value: object) -> TypeGuard[torch.UntypedStorage]:
+    """Whether something is a storage; one with a type will do."""
+    return isinstance(value, _STORAGES)
 
 
 def untyped_storage(tensor: torch.Tensor) -> Any:

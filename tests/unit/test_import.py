@@ -28,7 +28,7 @@ PUBLIC_NAMES = [
 ]
 
 # Each may import those in front of it, never those behind it.
-LAYERS = ["errors", "_core", "_torch_compat", "swap", "profile", "partition", "pipeline", "cli"]
+LAYERS = ["errors", "_torch_compat", "_fork", "_core", "swap", "profile", "partition", "pipeline", "cli"]
 
 
 def test_the_package_has_exactly_its_public_names() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from torch_lms._core import core
+from torch_lms._core import core, need_extension
 from torch_lms.errors import EnvError, LimitError
 from torch_lms.swap import intercepts
 from torch_lms.swap.limits import Limit, parse_bytes, parse_limits
@@ -48,9 +48,10 @@ def enable(
     Raises:
         LimitError: for a size, a device or a directory that cannot be understood or is not there.
         EnvError: if a CUDA graph was captured before automatic mode was on.
-        LmsError: in a forked child.
+        LmsError: in a forked child, and on a PyTorch with the fork's patches, which pages by hand alone.
     """
     global _enabled
+    need_extension("automatic mode", "page with torch_lms.SwapEnv, or use stock PyTorch 2.11 or later")
     limits = parse_limits(limit)
     smallest = parse_bytes(min_bytes)
     _configure_host(host_limit, spill_dir)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 
-from torch_lms._core import core
+from torch_lms._core import core, need_extension
 from torch_lms.swap import intercepts
 
 __all__ = ["enable_from_environment"]
@@ -19,6 +19,7 @@ def enable_from_environment() -> bool:
     """Turns chaos mode on if the environment asks for it; returns whether it did."""
     if os.environ.get("TORCH_LMS_CHAOS") != "1":
         return False
+    need_extension("chaos mode", "unset TORCH_LMS_CHAOS")
     intercepts.install()
     core.enable_chaos(
         int(os.environ.get("TORCH_LMS_CHAOS_SEED", "0")),

@@ -6,7 +6,8 @@ Note [Ways around the dispatcher]
     ``resize_`` frees the memory without an op: the storage is paged in and any page-out of it is
     called off. A compiled graph runs kernels on its inputs' addresses: they stay until it ends.
     From torch 2.13 on the core notices raw mutable access to paged-out storages by itself; these
-    wrappers also cover 2.11 and 2.12, and addresses of resident storages.
+    wrappers also cover 2.11 and 2.12, and addresses of resident storages. The fork's runtime notices
+    every access, and pages out only what the program names: there, none of this is installed.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 
-from torch_lms._core import core
+from torch_lms._core import core, sees_every_access
 
 __all__ = ["install"]
 
@@ -29,7 +30,7 @@ _installed = False
 def install() -> None:
     """Watches from now on. No effect when called again; safe in any thread."""
     global _installed
-    if _installed:
+    if _installed or sees_every_access:
         return
     with _lock:
         if _installed:

@@ -8,18 +8,19 @@ from typing import TypeAlias
 import torch
 
 from torch_lms._core import core
+from torch_lms._torch_compat import is_storage
 from torch_lms.swap import intercepts
 
 __all__ = ["is_resident", "pageout", "pin", "prefetch", "state", "unpin", "wait"]
 
-Pageable: TypeAlias = torch.Tensor | torch.UntypedStorage
-Pageables: TypeAlias = Pageable | Iterable[Pageable]
+Pageable: TypeAlias = "torch.Tensor | torch.UntypedStorage"  # a text, since 1.12 has another name for the second
+Pageables: TypeAlias = "Pageable | Iterable[Pageable]"
 
 
 def _flatten(items: tuple[Pageables, ...]) -> list[Pageable]:
     flat: list[Pageable] = []
     for item in items:
-        if isinstance(item, torch.Tensor | torch.UntypedStorage):
+        if isinstance(item, torch.Tensor) or is_storage(item):
             flat.append(item)
         elif isinstance(item, Iterable):
             flat.extend(item)

@@ -1,0 +1,282 @@
+"""The runtime of a PyTorch with the fork's patches, under the names of the compiled extension (``_C.pyi``).
+
+There every access to a storage brings it back by itself, whoever makes it, so nothing has to be watched here: the
+functions give the fork's operators (``csrc/fork/aten/src/ATen/native/StorageSwap.cpp``) the arguments and errors of
+the extension's. What the fork does not have, automatic mode above all, is refused in words.
+
+Note [Whose environment it is]
+    The fork pages while its one environment is open. Here it is opened by the first call that needs it, and closed when
+    everything is paged in, unless the program has opened it by itself (``torch.cuda.create_swap_env``): then it is the
+    program's to close.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, NoReturn
+
+import torch
+
+from torch_lms import errors
+from torch_lms._torch_compat import is_storage
+
+__all__ = [
+    "configure_host",
+    "count_cpu_allocations",
+    "has_cuda",
+    "has_materializer",
+    "hold_pageins",
+    "in_forked_child",
+    "is_complete",
+    "is_here",
+    "pagein_all",
+    "pageout",
+    "pin",
+    "prefetch",
+    "refuse",
+    "shutdown",
+    "start_pageins",
+    "start_pageouts",
+    "state",
+    "stats",
+    "total_bytes",
+    "unpin",
+    "wait_pageins",
+    "wait_pageouts",
+]
+
+has_cuda: bool = torch.version.cuda is not None
+has_materializer: bool = True  # raw access pages in: all access does
+
+_operators: Any = torch.ops.storage_swap
+_lock = threading.Lock()  # held while storages are enqueued and while the environment opens or closes
+_opened_here = False
+_host_limit_bytes = 0
+_orphaned = False
+
+_ERRORS: dict[str, type[errors.LmsError]] = {
+    "Error": errors.LmsError,
+    "HostPoolFull": errors.HostPoolFullError,
+    "PageoutRefused": errors.PageoutError,
+    "SpillFailed": errors.SpillError,
+}
+
+
+def is_here() -> bool:
+    """Whether the PyTorch that is imported has the fork's patches."""
+    return importlib.util.find_spec("torch.cuda.swap") is not None
+
+
+def is_complete() -> bool:
+    """Whether they are those that this module was written for."""
+    return all(hasattr(_operators, name) for name in ("pageout", "stats", "take_error_kind"))
+
+
+def refuse(what: str, instead: str) -> NoReturn:
+    """Says that the fork has no such thing."""
+    raise errors.LmsError(
+        f"expected the extension of torch_lms for {what}, found the runtime of a PyTorch with the fork's patches "
+        f"({torch.__version__}), which pages by hand alone; {instead}"
+    )
+
+
+# --- requests ---------------------------------------------------------------------------------------
+
+
+def pageout(storages: Sequence[Any]) -> int:
+    """Enqueues page-outs; those before one that is refused stay enqueued."""
+    return _enqueue("pageout", storages)
+
+
+def prefetch(storages: Sequence[Any], start: bool = True) -> int:
+    """Enqueues page-ins, and starts them or leaves them for `start_pageins`."""
+    count = _enqueue("prefetch", storages)
+    if start and storages:
+        start_pageins()
+    return count
+
+
+def state(storage: Any) -> str:
+    """Where a storage is."""
+    return str(_call("state", _tensor(storage)))
+
+
+def pin(storage: Any) -> None:
+    """Not in the fork."""
+    refuse("pin", "leave the tensor out of what you page out: nothing else moves it")
+
+
+def unpin(storage: Any) -> None:
+    """Not in the fork."""
+    refuse("unpin", "nothing has been pinned")
+
+
+def _enqueue(operator: str, storages: Sequence[Any]) -> int:
+    _check_not_forked()
+    if not storages:
+        return 0
+    with _open_environment():
+        return sum(bool(_call(operator, _tensor(storage))) for storage in storages)
+
+
+def _tensor(storage: Any) -> torch.Tensor:
+    if isinstance(storage, torch.Tensor):
+        return storage
+    if is_storage(storage):
+        untyped = getattr(storage, "_storage", storage)  # 1.12 and 1.13: of one with a type
+        empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
+        return empty.set_(untyped, 0, (0,), (1,))  # does not touch the bytes
+    raise TypeError(
+        f"expected a torch.Tensor or a torch.UntypedStorage, found {type(storage).__name__}; "
+        "pass tensors, or lists of them"
+    )
+
+
+# --- queues -------------------------------------------------------------------------------------------
+
+
+def start_pageouts() -> None:
+    """Opens the environment."""
+    _check_not_forked()
+    with _open_environment():
+        pass
+
+
+def start_pageins() -> None:
+    """Starts the queue of page-ins."""
+    _check_not_forked()
+    with _open_environment():
+        _call("prefetch_all")
+
+
+def hold_pageins() -> None:
+    """Waits for the page-ins under way; from now on prefetches wait for `start_pageins`."""
+    _check_not_forked()
+    with _open_environment():
+        _call("prefetch_init")
+
+
+def wait_pageouts() -> None:
+    """Waits until every page-out that is there now is over."""
+    _check_not_forked()
+    _call("wait_pending_pageouts")
+
+
+def wait_pageins() -> None:
+    """Waits until every page-in that is there now is over."""
+    _check_not_forked()
+    _call("wait_pending_pageins")
+
+
+def pagein_all() -> None:
+    """Brings everything to its device. See Note [Whose environment it is]."""
+    global _opened_here
+    _check_not_forked()
+    with _lock:
+        if _opened_here and _operators.is_open():
+            _opened_here = False
+            _call("close_env")
+        else:
+            _call("pagein_all")
+
+
+def shutdown() -> None:
+    """Ends what is under way, at the end of the process; nobody learns of failures any more."""
+    if in_forked_child() or not _operators.is_open():
+        return
+    for wait in ("wait_pageouts", "prefetch_init"):
+        with suppress(RuntimeError):
+            _call(wait)
+
+
+@contextmanager
+def _open_environment() -> Iterator[None]:
+    global _opened_here
+    with _lock:
+        if not _operators.is_open():
+            _call("create_env", _host_limit_bytes)
+            _opened_here = True
+        yield
+
+
+def _call(operator: str, *arguments: Any) -> Any:
+    """Calls an operator of the fork; its errors become those of torch_lms."""
+    function: Callable[..., Any] = getattr(_operators, operator)
+    try:
+        return function(*arguments)
+    except RuntimeError as error:
+        kind = _ERRORS.get(_operators.take_error_kind())
+        if kind is None:
+            raise
+        raise kind(str(error)) from None
+
+
+# --- host, devices, figures -----------------------------------------------------------------------------
+
+
+def configure_host(limit_bytes: int, spill_dir: str) -> None:
+    """Sets the limit of the host memory for paged-out bytes; 0 leaves it as it is."""
+    global _host_limit_bytes
+    if spill_dir:
+        raise errors.LmsError(
+            f"expected no spill_dir= with the fork's runtime, found {spill_dir!r}; its spill files, for tests, lie "
+            "where the variable TMPDIR says at the start of the program"
+        )
+    if limit_bytes:
+        _host_limit_bytes = limit_bytes
+        _call("set_host_limit", limit_bytes)
+
+
+def total_bytes(device: str) -> int:
+    """The memory of a device; of the CPU, the control group's limit where that is less."""
+    if device == "cpu":
+        return int(_call("host_memory_bytes"))
+    return int(torch.cuda.get_device_properties(torch.device(device)).total_memory)
+
+
+def count_cpu_allocations() -> None:
+    """Not in the fork."""
+    refuse("counting the CPU's allocations", "use stock PyTorch 2.11 or later")
+
+
+def stats(reset: bool = False) -> dict[str, int]:
+    """The fork's counters, and CUDA's of the memory that tensors hold."""
+    values = {str(name): int(value) for name, value in _call("stats", reset).items()}
+    # What cannot happen: there is no limit to keep to, and no access that the host copy serves.
+    values.update(host_served=0, allocation_retries=0, wait_us=0, limit_bytes=0)
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    values["allocated_bytes"] = sum(torch.cuda.memory_allocated(device) for device in devices)
+    values["peak_allocated_bytes"] = sum(torch.cuda.max_memory_allocated(device) for device in devices)
+    if reset:
+        for device in devices:
+            torch.cuda.reset_peak_memory_stats(device)
+    return values
+
+
+# --- forked children ------------------------------------------------------------------------------------
+
+
+def in_forked_child() -> bool:
+    """Whether this process was forked while the environment was open: its workers stayed behind."""
+    return _orphaned
+
+
+def _check_not_forked() -> None:
+    if _orphaned:
+        raise errors.LmsError(
+            "expected the process that opened the swap environment, found a child forked from it; storages stay where "
+            "they are in a forked child: start it with 'spawn' to page there"
+        )
+
+
+def _note_fork() -> None:
+    global _orphaned
+    _orphaned = _orphaned or bool(_operators.is_open())
+
+
+if is_here():
+    os.register_at_fork(after_in_child=_note_fork)
