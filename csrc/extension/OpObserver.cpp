@@ -179,6 +179,9 @@ void use_inputs(const at::RecordFunction& op, Frame& now) {
 /// of them (a checkpoint's forward), and what these use must not stay pinned until the end.
 bool is_op(const at::RecordFunction& record) {
   const char* name = record.name();
+  if (name[0] == 'a' && name[1] == 't' && name[2] == 'e' && name[3] == 'n' && name[4] == ':') {
+    return true; // nearly all, without a call
+  }
   return std::strchr(name, ':') != nullptr && std::strncmp(name, "autograd::", 10) != 0;
 }
 
@@ -224,15 +227,18 @@ void on_op_end(const at::RecordFunction& op, at::ObserverContext*) {
   if (--now.depth != 0) {
     return;
   }
+  if (now.pinned.empty()) {
+    OpClock::get().end_op();
+    Chaos::get().after_op();
+    return;
+  }
   std::vector<EntityPtr> pinned;
   pinned.swap(now.pinned);
   for (const EntityPtr& entity : pinned) {
     entity->unpin();
   }
   OpClock::get().end_op();
-  if (!pinned.empty()) {
-    MemoryPressure::get().after_op(pinned);
-  }
+  MemoryPressure::get().after_op(pinned);
   Chaos::get().after_op();
   pinned.clear();
   now.pinned.swap(pinned); // keeps its capacity
