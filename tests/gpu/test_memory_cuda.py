@@ -42,6 +42,18 @@ def observed(paged: ModuleType) -> torch.Tensor:
 # --- what is given back -------------------------------------------------------------------------------
 
 
+def test_pageout_gives_device_memory_back_and_pagein_takes_it(paged: ModuleType, cleaned: None) -> None:
+    tensor = filled(64)
+    before = torch.cuda.memory_allocated()
+    page_out(tensor)
+    assert torch.cuda.memory_allocated() == before - 64 * MIB
+    assert state(tensor) == "paged_out"
+    assert tensor.device.type == "cuda"
+    assert tensor.sum().item() == 16 * MIB
+    assert state(tensor) == "resident"
+    assert torch.cuda.memory_allocated() >= before
+
+
 def test_pageout_through_any_view_gives_the_whole_storage_back(paged: ModuleType, cleaned: None) -> None:
     tensor = filled(64)
     view = tensor.view(-1, 1024)[3:5].t()
@@ -92,6 +104,44 @@ def test_pageout_waits_for_a_stream_that_still_writes(observed: torch.Tensor) ->
         page_out(tensor)
         torch.cuda.current_stream().wait_stream(side)
         assert tensor.eq(value + 1).all()
+
+
+def test_pageout_waits_for_a_stream_that_was_busy_before_anybody_watched(paged: ModuleType) -> None:
+    side = torch.cuda.Stream()
+    for value in range(5):
+        tensor = filled(16, value)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(A_WHILE_CYCLES)
+            tensor.add_(1)
+        page_out(tensor)
+        torch.cuda.current_stream().wait_stream(side)
+        assert tensor.eq(value + 1).all()
+        torch_lms.wait()  # nothing is out: ops are no longer observed
+
+
+def test_pagein_is_ordered_before_its_first_use_on_another_stream(paged: ModuleType) -> None:
+    side = torch.cuda.Stream()
+    for value in range(20):
+        tensor = filled(16, value)
+        page_out(tensor)
+        torch_lms.prefetch(tensor)
+        with torch.cuda.stream(side):
+            doubled = tensor * 2
+        torch.cuda.current_stream().wait_stream(side)
+        assert torch.equal(doubled, torch.full_like(doubled, 2 * value))
+
+
+def test_memory_of_a_called_off_pageout_may_be_reused_at_once(paged: ModuleType) -> None:
+    for value in range(20):
+        tensor = filled(64, value)
+        torch_lms.pageout(tensor)
+        kept = tensor[:1024].clone()  # calls the page-out off
+        del tensor
+        other = filled(64, -1)
+        assert kept.eq(value).all()
+        assert other.eq(-1).all()
+    torch_lms.wait()
 
 
 def test_memory_of_a_pageout_is_not_reused_while_a_stream_still_reads_it(observed: torch.Tensor) -> None:
