@@ -1,6 +1,6 @@
 """torch_lms on the fork's own runtime: runs in an environment whose PyTorch has been built from a patched source.
 
-    TORCH_SWAP_CPU=1 PYTHONPATH=python python -m pytest --noconftest tests/fork/test_fork_python_layer.py
+    TORCH_SWAP_CPU=1 python -m pytest --noconftest tests/fork/test_fork_python_*.py
 
 The flag pages main memory, so that all but the device is tested without a GPU.
 """
@@ -9,83 +9,28 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import gc
-import importlib.util
-import os
-import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch")
-if importlib.util.find_spec("torch.cuda.swap") is None:
-    pytest.skip("needs a PyTorch with the fork's patches", allow_module_level=True)
-DEVICES = ["cpu"] if os.environ.get("TORCH_SWAP_CPU") == "1" else []
-if torch.cuda.is_available():
-    DEVICES.append("cuda")
-if not DEVICES:
-    pytest.skip("needs a GPU, or TORCH_SWAP_CPU=1", allow_module_level=True)
+from tests.fork.python_layer import (
+    NBYTES,
+    STATES,
+    device,
+    filled,
+    is_filled,
+    paged_out,
+    settled,
+    swap,
+    torch,
+    torch_lms,
+)
+from torch_lms import errors
 
-import torch_lms  # noqa: E402
-from torch_lms import errors, swap  # noqa: E402
-
-PACKAGE_ROOT = Path(torch_lms.__file__).parents[1]
-NBYTES = 64 << 10
-STATES = {"resident", "out_queued", "paging_out", "paged_out", "in_queued", "paging_in"}
-
-
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture(autouse=True)
-def settled() -> Iterator[None]:
-    """Nothing is out and no environment is open, before and after; counters begin at zero."""
-    torch_lms.stats(reset=True)
-    yield
-    if torch.cuda.swap.is_swap_env_open():
-        torch.cuda.close_swap_env()
-    gc.collect()
-    assert torch_lms.stats().paged_out_storages == 0
-
-
-def filled(device: str, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 2**30, (NBYTES // 4,), dtype=torch.int32, generator=generator).to(device)
-
-
-def is_filled(tensor: torch.Tensor, seed: int = 0) -> bool:
-    return torch.equal(tensor.cpu(), filled("cpu", seed))
-
-
-def paged_out(*tensors: torch.Tensor) -> None:
-    assert torch_lms.pageout(*tensors) == len(tensors)
-    torch_lms.wait()
-    assert [swap.state(tensor) for tensor in tensors] == ["paged_out"] * len(tensors)
-
-
-def check_message(error: BaseException, *parts: str) -> None:
-    """Expected, found, do, and these texts."""
-    text = str(error)
-    assert 0 <= text.find("expected ") < text.find("found "), text
-    assert all(part in text for part in parts), text
-
-
-def run_python(program: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "PYTHONPATH": str(PACKAGE_ROOT), **variables},
-        cwd="/",
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+__all__ = ["device", "settled"]  # fixtures
 
 
 # --- what is chosen ---------------------------------------------------------------------------------
@@ -349,109 +294,6 @@ def test_the_forks_own_statistics_are_the_same(device: str) -> None:
     assert own.items() <= ours.items()
 
 
-# --- errors ---------------------------------------------------------------------------------------------
-
-
-REFUSED: dict[str, Callable[[], torch.Tensor]] = {
-    "foreign memory": lambda: torch.frombuffer(bytearray(NBYTES), dtype=torch.uint8),
-    "meta": lambda: torch.empty(4, device="meta"),
-    "sparse": lambda: torch.eye(4).to_sparse(),
-}
-
-
-@pytest.mark.parametrize("kind", REFUSED)
-def test_what_cannot_be_paged_out_is_refused_and_what_stood_before_it_goes(device: str, kind: str) -> None:
-    tensor, wrong = filled(device), REFUSED[kind]()
-    with pytest.raises(errors.PageoutError) as caught:
-        torch_lms.pageout(tensor, wrong)
-    check_message(caught.value)
-    torch_lms.wait()
-    assert swap.state(tensor) == "paged_out"
-    assert is_filled(tensor)
-
-
-def test_a_full_host_is_an_error_at_the_wait_and_the_storage_stays(device: str) -> None:
-    tensor = torch.ones(4 << 20, device=device)
-    env = torch_lms.SwapEnv(host_limit="2MiB")
-    try:
-        torch_lms.pageout(tensor)
-        with env, pytest.raises(errors.HostPoolFullError, match="host_limit="):
-            env.wait()
-        assert swap.state(tensor) == "resident"
-    finally:
-        swap.SwapEnv(host_limit="50%")
-    paged_out(tensor)
-    assert torch.equal(tensor.cpu(), torch.ones(4 << 20))
-
-
-def test_limits_are_understood_as_elsewhere() -> None:
-    with pytest.raises(errors.LimitError):
-        torch_lms.SwapEnv(host_limit="much")
-    swap.SwapEnv(host_limit="50%")
-    with torch_lms.SwapEnv() as env:
-        env.pageout(filled(DEVICES[0]))
-        limit = torch_lms.stats().host_limit_bytes
-        assert abs(limit - torch.ops.storage_swap.host_memory_bytes() / 2) <= 1
-
-
-def test_a_spill_directory_cannot_be_chosen(tmp_path: Path) -> None:
-    with pytest.raises(errors.LmsError) as caught:
-        torch_lms.SwapEnv(spill_dir=tmp_path)
-    check_message(caught.value, str(tmp_path), "TMPDIR")
-
-
-@pytest.mark.skipif("cpu" not in DEVICES, reason="the CPU's backend has files")
-def test_a_missing_directory_for_spill_files_is_a_spill_error() -> None:
-    program = (
-        "import torch, torch_lms\n"
-        "tensor = torch.ones(9)\n"
-        "torch_lms.pageout(tensor)\n"
-        "try:\n    torch_lms.wait()\n"
-        "except torch_lms.errors.SpillError as error:\n    print('spill', error)\n"
-        "assert torch.equal(tensor, torch.ones(9))\n"
-    )
-    ended = run_python(program, TMPDIR="/nowhere/at/all")
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.startswith("spill expected ")
-
-
-def test_automatic_mode_is_refused_in_words() -> None:
-    for enable in (lambda: torch_lms.enable("1GiB"), torch_lms.enable):
-        with pytest.raises(errors.LmsError) as caught:
-            enable()
-        check_message(caught.value, "automatic mode", torch.__version__, "SwapEnv")
-    torch_lms.disable()  # nothing to end
-    assert not swap.is_enabled()
-
-
-@pytest.mark.parametrize(
-    ("call", "do"),
-    [
-        (lambda: torch_lms.pin(torch.ones(3)), "leave the tensor out"),
-        (lambda: swap.unpin(torch.ones(3)), "nothing has been pinned"),
-        (swap.count_cpu_allocations, "stock PyTorch"),
-    ],
-)
-def test_what_the_fork_does_not_have_is_refused_in_words(call: Callable[[], object], do: str) -> None:
-    with pytest.raises(errors.LmsError) as caught:
-        call()
-    check_message(caught.value, "the extension of torch_lms", do)
-
-
-def test_chaos_mode_is_refused_in_words() -> None:
-    ended = run_python("import torch_lms", TORCH_LMS_CHAOS="1")
-    assert ended.returncode == 1
-    assert "chaos mode" in ended.stderr
-    assert "unset TORCH_LMS_CHAOS" in ended.stderr
-
-
-def test_without_a_device_the_error_says_what_to_do() -> None:
-    if torch.version.cuda is not None:
-        pytest.skip("needs a build without CUDA")
-    ended = run_python("import torch, torch_lms; torch_lms.pageout(torch.ones(3))", TORCH_SWAP_CPU="0")
-    assert "torch_lms.errors.LmsError: expected a PyTorch built with CUDA" in ended.stderr
-
-
 # --- the names of MLMS and IBM LMS ------------------------------------------------------------------------
 
 
@@ -487,40 +329,6 @@ def test_the_manuals_flow(device: str, functions: Any) -> None:
     assert [swap.state(tensor) for tensor in tensors] == ["resident"] * 3
     assert all(is_filled(tensor, seed) for seed, tensor in enumerate(tensors))
     assert not torch.cuda.swap.is_swap_env_open()
-
-
-# --- processes --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.skipif("cpu" not in DEVICES, reason="CUDA does not work in a forked child anyway")
-def test_a_forked_child_is_told() -> None:
-    program = (
-        "import os, torch, torch_lms\n"
-        "tensor = torch.ones(9)\n"
-        "torch_lms.pageout(tensor); torch_lms.wait()\n"
-        "child = os.fork()\n"
-        "if child == 0:\n"
-        "    for call in (lambda: torch_lms.pageout(tensor), torch_lms.wait):\n"
-        "        try:\n            call()\n"
-        "        except torch_lms.errors.LmsError as error:\n            assert 'spawn' in str(error)\n"
-        "        else:\n            os._exit(3)\n"
-        "    os._exit(0 if torch.equal(tensor, torch.ones(9)) else 4)\n"
-        "assert os.waitpid(child, 0)[1] == 0\n"
-        "assert torch.equal(tensor, torch.ones(9))\n"
-    )
-    ended = run_python(program)
-    assert ended.returncode == 0, ended.stderr
-
-
-@pytest.mark.parametrize("last", ["", "torch_lms.prefetch(tensors)", "torch.cuda.prefetch_init()"])
-def test_a_program_that_ends_while_paging_ends_in_silence(device: str, last: str) -> None:
-    program = (
-        "import torch, torch_lms\n"
-        f"tensors = [torch.ones(1 << 20, device={device!r}) for _ in range(20)]\n"
-        "torch_lms.pageout(tensors)\n" + last
-    )
-    ended = run_python(program)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
 
 
 # --- what needs no paging -----------------------------------------------------------------------------------
