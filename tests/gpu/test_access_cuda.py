@@ -1,35 +1,55 @@
-"""Each kind of access, wherever the storage is; and what one sees of transfers."""
+"""The unit tests' table of kinds of access, on CUDA tensors; transfers in the profiler; chaos mode."""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
 import sys
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
 import torch_lms
-from tests.access_driver import PLACES, check_access
-from tests.access_kinds import CPU_ONLY, KINDS
+from tests.unit.access_kinds import OP_KINDS, AccessKind
+from tests.unit.paging_states import STATES, Place, round_trip, snapshot
+from tests.unit.program_access_kinds import PROGRAM_KINDS
+from tests.unit.raw_access_kinds import RAW_KINDS
 
-MIB = 1 << 20
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+KINDS = [kind for kind in OP_KINDS + RAW_KINDS + PROGRAM_KINDS if not kind.cpu_only]
 
 
-def filled(mib: int, value: float = 1.0) -> torch.Tensor:
-    return torch.full((mib * MIB // 4,), value, dtype=torch.float32, device="cuda")
+def seen(kind: AccessKind, place: Place, *, again: bool) -> Any:
+    """What an access returns and leaves behind; also after its tensors have gone out and come back."""
+    torch.manual_seed(0)
+    tensors = kind.make("cuda")
+    place(tensors)
+    result = kind.access(*tensors)
+    at_once = snapshot((result, tensors))
+    if again:
+        refused = round_trip(tensors)
+        assert kind.pins == (refused > 0), f"{refused} storages refused to be paged out"
+    return at_once, snapshot((result, tensors))
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("name", [name for name in KINDS if name not in CPU_ONLY])
-def test_access_is_bit_equal_wherever_the_storage_is(name: str, place: str) -> None:
-    check_access(KINDS[name], place, "cuda")
+@functools.cache
+def seen_plain(name: str) -> Any:
+    return seen(next(kind for kind in KINDS if kind.name == name), STATES["plain"], again=False)
+
+
+@pytest.mark.parametrize("state", [state for state in STATES if state != "plain"])
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_access_in_every_state_is_bit_equal(kind: AccessKind, state: str, paged: ModuleType) -> None:
+    assert seen(kind, STATES[state], again=True) == seen_plain(kind.name)
 
 
 def test_transfers_show_in_the_profiler() -> None:
-    tensor = filled(16)
+    tensor = torch.ones(1 << 22, device="cuda")
     with torch.profiler.profile() as profile:
         torch_lms.pageout(tensor)
         torch_lms.wait()

@@ -10,13 +10,17 @@ import torch
 
 from tests.unit.access_kinds import OP_KINDS, AccessKind
 from tests.unit.paging_states import STATES, Place, round_trip, snapshot
+from tests.unit.program_access_kinds import PROGRAM_KINDS
 from tests.unit.raw_access_kinds import RAW_KINDS
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:Sparse:UserWarning", "ignore:The PyTorch API of nested tensors:UserWarning", "ignore:TypedStorage"
+    "ignore:Sparse:UserWarning",
+    "ignore:The PyTorch API of nested tensors:UserWarning",
+    "ignore:TypedStorage",
+    "ignore:`torch.jit",
 )
 
-KINDS = OP_KINDS + RAW_KINDS
+KINDS = OP_KINDS + RAW_KINDS + PROGRAM_KINDS
 
 
 def seen(kind: AccessKind, place: Place, *, again: bool) -> Any:
@@ -61,4 +65,4 @@ def test_states_are_what_they_say(place: str, states: set[str], paged: ModuleTyp
 
 def test_the_table_has_every_kind_once() -> None:
     names = [kind.name for kind in KINDS]
-    assert len(names) == len(set(names)) >= 52
+    assert len(names) == len(set(names)) >= 150
