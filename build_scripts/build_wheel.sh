@@ -55,9 +55,7 @@ PROGRAM
   fail "expected numpy 1 in $python, found a later one; run: $python -m pip install 'numpy<2'"
 
 # The distribution's source is without the code of third parties: its packages take their place.
-system_packages=(libsleef-dev libcpuinfo-dev libpthreadpool-dev libfp16-dev libfxdiv-dev libpsimd-dev libonnx-dev
-  libprotobuf-dev protobuf-compiler libeigen3-dev pybind11-dev libflatbuffers-dev flatbuffers-compiler libfmt-dev
-  libopenblas-dev)
+mapfile -t system_packages < <(bash "$project/build_scripts/install_packages.sh" --list fork-libraries)
 
 is_distribution_source() {
   [ ! -e "$tree/third_party/sleef/CMakeLists.txt" ]

@@ -79,7 +79,8 @@ version_of() {
 list_new_files() {
   (
     cd "$project"
-    git ls-files csrc/fork | grep -v '\.md$' | while IFS= read -r file; do
+    # Without a repository (an image, an archive) all files there count.
+    { git ls-files csrc/fork 2>/dev/null || find csrc/fork -type f; } | sort | grep -v '\.md$' | while IFS= read -r file; do
       printf '%s\t%s\n' "$file" "${file#csrc/fork/}"
     done
     sed -e 's/#.*//' -e '/^[[:space:]]*$/d' patches/entity_files | while IFS= read -r name; do

@@ -34,6 +34,7 @@ unformatted() {
 
 mapfile -t cpp_files < <(list 'csrc/*.h' 'csrc/*.cpp' 'tests/*.h' 'tests/*.cpp')
 mapfile -t shell_files < <(list '*.sh' '.ci/run')
+mapfile -t dockerfiles < <(list 'docker/*.Dockerfile')
 
 if ((fix)); then
   check "ruff check" ruff check --quiet --fix .
@@ -48,6 +49,7 @@ else
 fi
 check "mypy" mypy
 check "shellcheck" shellcheck --external-sources "${shell_files[@]}"
+check "hadolint" hadolint "${dockerfiles[@]}"
 
 if ((${#failed[@]})); then
   echo "lint: missed by ${failed[*]}; try bash build_scripts/lint.sh --fix"
