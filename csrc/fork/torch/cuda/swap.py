@@ -97,10 +97,10 @@ def stats(reset: bool = False) -> dict[str, int]:
         reset: start counting anew. Gauges (``paged_out_*``, ``tracked_storages``, ``host_*``) stay as they are.
 
     Returns:
-        ``pageouts``, ``pageins`` (of them ``passive_pageins``, which an access had to do itself, and ``prefetch_hits``),
-        ``prefetches`` that were enqueued, ``cancelled_pageouts``, which an access called off, ``pagein_failures``, which
-        found no room, all with their ``_bytes`` where they have some; ``paged_out_storages`` and ``paged_out_bytes`` at
-        this moment; ``tracked_storages``, which were paged out at least once; and of the host memory ``host_bytes``,
-        ``host_used_bytes`` and ``host_limit_bytes``.
+        ``pageouts``, ``pageins`` (of them ``passive_pageins``, which an access had to do itself, and
+        ``prefetch_hits``), ``prefetches`` that were enqueued, ``cancelled_pageouts``, which an access called off,
+        ``pagein_failures``, which found no room, all with their ``_bytes`` where they have some;
+        ``paged_out_storages`` and ``paged_out_bytes`` at this moment; ``tracked_storages``, which were paged out at
+        least once; and of the host memory ``host_bytes``, ``host_used_bytes`` and ``host_limit_bytes``.
     """
     return dict(torch.ops.storage_swap.stats(reset))
