@@ -64,9 +64,9 @@ class Bench:
 def measure_ops(bench: Bench, result: Result, count: int) -> None:
     """A small op: plain, with one storage paged out (the callback is installed), and in automatic mode.
 
-    Any callback that sees an op's inputs refers to them. For a tensor that nothing but a Python variable refers to, this
-    is a first reference from C++, for which PyTorch takes Python's lock, twice. Tensors that a graph keeps for backward
-    have one already. So both are measured.
+    Any callback that sees an op's inputs refers to them. For a tensor that nothing but a Python variable refers to,
+    this is a first reference from C++, for which PyTorch takes Python's lock, twice. Tensors that a graph keeps for
+    backward have one already. So both are measured.
     """
     other = torch.zeros(1 << 18, device=bench.device)
 

@@ -9,6 +9,7 @@
 #   extension-build   what compiles torch_lms for stock PyTorch
 #   extension-run     what its wheel needs besides other wheels
 #   fork-build        get_source.sh, apply_patches.sh and build_wheel.sh, without a Python
+#   fork-c10          what build_c10.sh needs besides
 #   fork-libraries    what takes the place of third parties' code in the distribution's source package
 #   fork-run          the libraries that a wheel of it loads
 #   fork-cuda-build   what a CUDA image of Ubuntu 22.04 lacks for build_wheel.sh: its Python 3.10, and linear algebra
@@ -16,12 +17,13 @@
 # shellcheck source-path=SCRIPTDIR source=fork.sh
 source "$(dirname "${BASH_SOURCE[0]}")/fork.sh"
 
-purposes=(extension-build extension-run fork-build fork-libraries fork-run fork-cuda-build fork-cuda-run)
+purposes=(extension-build extension-run fork-build fork-c10 fork-libraries fork-run fork-cuda-build fork-cuda-run)
 packages_for() {
   case $1 in
     extension-build) echo g++ python3 python3-dev python3-venv ;;
     extension-run) echo python3 ;;
     fork-build) echo ca-certificates ccache cmake g++ git ninja-build xz-utils ;;
+    fork-c10) echo libfmt-dev ;;
     fork-libraries)
       echo libsleef-dev libcpuinfo-dev libpthreadpool-dev libfp16-dev libfxdiv-dev libpsimd-dev libonnx-dev \
         libprotobuf-dev protobuf-compiler libeigen3-dev pybind11-dev libflatbuffers-dev flatbuffers-compiler \
