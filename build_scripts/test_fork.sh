@@ -12,22 +12,22 @@ sources=$project/build/source
 fetch() {
   local version
   if ((EUID == 0)) && command -v apt-get >/dev/null; then
-    bash build_scripts/install_packages.sh fork-build fork-c10
+    bash build_scripts/install_packages.sh fork-build fork-c10 || return
   fi
-  make_environment build_scripts/requirements-dev.txt
+  make_environment build_scripts/requirements-dev.txt || return
   for version in v1.12.0 v1.13.1; do
     [ -e "$sources/$version" ] ||
       bash build_scripts/get_source.sh "$version" "$sources/$version" \
-        --from "$([ "$version" = v1.12.0 ] && echo wheel || echo package)"
+        --from "$([ "$version" = v1.12.0 ] && echo wheel || echo package)" || return
   done
 }
 
 patched_c10() {
   local tree=$sources/patched-v1.13.1
   rm -rf "$tree"
-  git clone --quiet --local "$sources/v1.13.1" "$tree"
-  bash build_scripts/apply_patches.sh v1.13.1 "$tree"
-  bash build_scripts/build_c10.sh "$tree"
+  git clone --quiet --local "$sources/v1.13.1" "$tree" &&
+    bash build_scripts/apply_patches.sh v1.13.1 "$tree" &&
+    bash build_scripts/build_c10.sh "$tree"
 }
 
 phase "sources" fetch
