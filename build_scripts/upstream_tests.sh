@@ -61,7 +61,7 @@ PROGRAM
 missing=$(
   "$python" - <<'PROGRAM'
 import importlib.util as util
-names = {"pytest": "'pytest<9'", "expecttest": "expecttest", "hypothesis": "hypothesis", "numpy": "'numpy<2'", "ninja": "ninja"}
+names = {"pytest": "'pytest<9'", "expecttest": "expecttest", "hypothesis": "hypothesis", "numpy": "'numpy<1.24'", "ninja": "ninja", "yaml": "pyyaml"}
 print(" ".join(package for name, package in names.items() if util.find_spec(name) is None))
 PROGRAM
 )

@@ -54,7 +54,7 @@ has_materializer: bool = True  # raw access pages in: all access does
 
 _operators: Any = torch.ops.storage_swap
 _lock = threading.Lock()  # held while storages are enqueued and while the environment opens or closes
-_opened_here = False
+_opening = 0  # the number of the opening that was made here
 _host_limit_bytes = 0
 _orphaned = False
 
@@ -73,7 +73,7 @@ def is_here() -> bool:
 
 def is_complete() -> bool:
     """Whether they are those that this module was written for."""
-    return all(hasattr(_operators, name) for name in ("pageout", "stats", "take_error_kind"))
+    return all(hasattr(_operators, name) for name in ("pageout", "stats", "take_error_kind", "times_opened"))
 
 
 def refuse(what: str, instead: str) -> NoReturn:
@@ -174,11 +174,9 @@ def wait_pageins() -> None:
 
 def pagein_all() -> None:
     """Brings everything to its device. See Note [Whose environment it is]."""
-    global _opened_here
     _check_not_forked()
     with _lock:
-        if _opened_here and _operators.is_open():
-            _opened_here = False
+        if _operators.is_open() and _operators.times_opened() == _opening:
             _call("close_env")
         else:
             _call("pagein_all")
@@ -195,11 +193,11 @@ def shutdown() -> None:
 
 @contextmanager
 def _open_environment() -> Iterator[None]:
-    global _opened_here
+    global _opening
     with _lock:
         if not _operators.is_open():
             _call("create_env", _host_limit_bytes)
-            _opened_here = True
+            _opening = _operators.times_opened()
         yield
 
 

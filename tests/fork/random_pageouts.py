@@ -37,9 +37,8 @@ def begin(seed: int = 0) -> None:
     global _native
     if _native is None:
         source = Path(__file__).with_suffix(".cpp")
-        _native = torch.utils.cpp_extension.load(
-            "torch_lms_random_pageouts", [str(source)], extra_cflags=["-O1"], verbose=False
-        )
+        flags = ["-O1", "-DNDEBUG"]  # as PyTorch was built: classes have other members without
+        _native = torch.utils.cpp_extension.load("torch_lms_random_pageouts", [str(source)], extra_cflags=flags)
         _watch_addresses()
         os.register_at_fork(
             before=_native.before_fork,

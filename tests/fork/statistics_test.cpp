@@ -144,6 +144,16 @@ TEST(everything_comes_in_and_the_environment_stays_open) {
   CHECK(holds(other, 2));
 }
 
+TEST(each_opening_has_its_number) {
+  int64_t before = 0;
+  {
+    OpenEnvironment env;
+    before = env.environment.times_opened();
+  }
+  OpenEnvironment env;
+  CHECK_EQ(env.environment.times_opened(), before + 1);
+}
+
 TEST(others_may_page_out_while_one_waits_for_what_was_there) {
   OpenEnvironment env;
   const c10::Storage first = make_storage(kBytes, 1);

@@ -176,6 +176,8 @@ def test_an_inner_environment_leaves_the_outer_one_usable(device: str) -> None:
 
 def test_the_programs_own_environment_stays_open(device: str) -> None:
     tensor, other = filled(device), filled(device, 1)
+    paged_out(other)
+    torch.cuda.close_swap_env()  # the one that this has opened
     torch.cuda.create_swap_env()
     other.pageout_manual()
     with torch_lms.SwapEnv() as env:

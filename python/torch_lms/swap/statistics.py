@@ -32,7 +32,8 @@ class SwapStats:
         host_bytes: gauge: host memory (or disk) that is held for paged-out bytes.
         host_used_bytes: gauge: the part of ``host_bytes`` in use.
         host_limit_bytes: gauge: the limit of ``host_bytes``.
-        allocated_bytes: gauge: bytes that tensors hold on the devices in use.
+        allocated_bytes: gauge: bytes that tensors hold on the devices in use; those of the CPU only while
+            they are counted (automatic mode, or `count_cpu_allocations`).
         peak_allocated_bytes: their peak since the start or the last reset.
         limit_bytes: gauge: what the devices are kept within; 0 without a limit.
     """

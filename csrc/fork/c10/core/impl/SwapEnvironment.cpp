@@ -89,6 +89,7 @@ void SwapEnvironment::open(size_t host_limit_bytes) {
   set_host_limit(host_limit_bytes);
   in_.open();
   out_.start_actions();
+  times_opened_.fetch_add(1, std::memory_order_acq_rel);
   open_.store(true, std::memory_order_release);
 }
 

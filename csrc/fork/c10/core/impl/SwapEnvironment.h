@@ -58,6 +58,11 @@ class C10_API SwapEnvironment {
     return open_.load(std::memory_order_acquire);
   }
 
+  /// Tells one opening from another: how many there were.
+  int64_t times_opened() const noexcept {
+    return times_opened_.load(std::memory_order_acquire);
+  }
+
   /// From now on prefetches wait for `prefetch_all`. Waits for those under way.
   void prefetch_init();
 
@@ -99,6 +104,7 @@ class C10_API SwapEnvironment {
   void stop_pageins();
 
   std::atomic<bool> open_{false};
+  std::atomic<int64_t> times_opened_{0};
   std::mutex open_mutex_; // one thread opens or closes
   torch_lms::CudaEntityTransferQueue out_;
   torch_lms::CudaEntityTransferQueue in_;

@@ -120,6 +120,10 @@ void pagein_all() {
   noting_errors([] { environment().pagein_all(); });
 }
 
+int64_t times_opened() {
+  return environment().times_opened();
+}
+
 void set_host_limit(int64_t host_limit_bytes) {
   environment().set_host_limit(static_cast<size_t>(host_limit_bytes));
 }
@@ -172,6 +176,7 @@ TORCH_LIBRARY(storage_swap, m) {
   m.def("wait_pending_pageouts", &wait_pending_pageouts);
   m.def("wait_pending_pageins", &wait_pending_pageins);
   m.def("pagein_all", &pagein_all);
+  m.def("times_opened", &times_opened);
   m.def("set_host_limit", &set_host_limit);
   m.def("host_memory_bytes", &host_memory_bytes);
   m.def("take_error_kind", &take_error_kind);
