@@ -39,6 +39,7 @@ COLUMNS = [
     ("pageins", "Page-ins", "{}"),
     ("seconds", "Time (s)", "{}"),
 ]
+_LOG_CHARACTERS = 16_000  # a crash's stack and the error above it
 _LOOK_EVERY_S = 2.0
 _SHOW_EVERY_S = 30.0
 
@@ -126,7 +127,7 @@ class Run:
         """Writes down the test that was running when its process ended."""
         lines = [line for line in read(self.journal) if line["test"]]
         if lines and lines[-1]["outcome"] == "begun":
-            text = "".join(self._log.read_text(errors="replace")[-3000:])
+            text = self._log.read_text(errors="replace")[-_LOG_CHARACTERS:]
             with self.journal.open("a") as journal:
                 journal.write(json.dumps({"test": lines[-1]["test"], "outcome": reason, "text": text}) + "\n")
 
