@@ -92,10 +92,6 @@ class KnownStorages {
     return known.stays ? c10::intrusive_ptr<StorageImpl>() : known.storage.lock();
   }
 
-  std::mutex& mutex() {
-    return mutex_;
-  }
-
  private:
   void sweep_locked() {
     if (known_.size() < sweep_at_) {
@@ -148,6 +144,9 @@ class RandomPageouts {
   }
 
   void end() {
+    if (in_child_.load()) {
+      return;
+    }
     std::lock_guard<std::mutex> gate(gate_);
     close_locked();
   }
@@ -158,7 +157,9 @@ class RandomPageouts {
   }
 
   void keep(const c10::Storage& storage) {
-    known_.note(storage, /*stays=*/true);
+    if (!in_child_.load()) {
+      known_.note(storage, /*stays=*/true);
+    }
   }
 
   void pause(int64_t by) {
@@ -176,19 +177,22 @@ class RandomPageouts {
     return failure_;
   }
 
-  // Around a fork, everything is resident and no thread holds a lock of ours.
+  // Around a fork everything is resident and nothing goes out. A lock must not be held meanwhile:
+  // other threads may get Python's lock and wait for ours. So the child, where a lock may be held
+  // for good, takes none.
   void before_fork() {
-    gate_.lock();
+    std::lock_guard<std::mutex> gate(gate_);
     was_running_ = running_.load();
     close_locked();
-    known_.mutex().lock();
   }
-  void after_fork(bool in_parent) {
-    known_.mutex().unlock();
-    if (in_parent && was_running_) {
+  void after_fork_in_parent() {
+    std::lock_guard<std::mutex> gate(gate_);
+    if (was_running_) {
       open_locked();
     }
-    gate_.unlock();
+  }
+  void after_fork_in_child() {
+    in_child_.store(true);
   }
 
  private:
@@ -202,8 +206,11 @@ class RandomPageouts {
       return nullptr;
     }
     if (ops_of_thread++ == 0) {
-      std::lock_guard<std::mutex> gate(self.gate_);
       self.threads_in_ops_.fetch_add(1);
+      if (self.running_.load()) {
+        std::lock_guard<std::mutex> gate(
+            self.gate_); // until those who did not see this op are done
+      }
     }
     self.note_all(op.inputs());
     return nullptr;
@@ -256,6 +263,9 @@ class RandomPageouts {
 
   /// Python's lock is held.
   void between_ops() {
+    if (!running_.load()) {
+      return;
+    }
     std::lock_guard<std::mutex> gate(gate_);
     if (!running_.load() || paused_.load() != 0 || threads_in_ops_.load() != 0) {
       return;
@@ -318,6 +328,7 @@ class RandomPageouts {
   KnownStorages known_;
   std::atomic<bool> running_{false};
   std::atomic<bool> pending_{false};
+  std::atomic<bool> in_child_{false};
   std::atomic<int64_t> paused_{0};
   std::atomic<int64_t> threads_in_ops_{0};
   std::atomic<uint64_t> times_{0};
@@ -346,7 +357,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def(
       "keep_storage", [](uintptr_t address) { RandomPageouts::get().keep(storage_at(address)); });
   module.def("before_fork", [] { RandomPageouts::get().before_fork(); });
-  module.def("after_fork", [](bool in_parent) { RandomPageouts::get().after_fork(in_parent); });
+  module.def("after_fork_in_parent", [] { RandomPageouts::get().after_fork_in_parent(); });
+  module.def("after_fork_in_child", [] { RandomPageouts::get().after_fork_in_child(); });
   module.def("times", [] { return RandomPageouts::get().times(); });
   module.def("requests", [] { return RandomPageouts::get().requests(); });
   module.def("failure", [] { return RandomPageouts::get().failure(); });

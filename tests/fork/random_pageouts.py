@@ -42,8 +42,8 @@ def begin(seed: int = 0) -> None:
         _watch_addresses()
         os.register_at_fork(
             before=_native.before_fork,
-            after_in_parent=lambda: _native.after_fork(True),
-            after_in_child=lambda: _native.after_fork(False),
+            after_in_parent=_native.after_fork_in_parent,
+            after_in_child=_native.after_fork_in_child,
         )
         atexit.register(_native.end)
     _native.begin(seed)
