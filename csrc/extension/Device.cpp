@@ -20,7 +20,6 @@
 namespace torch_lms {
 namespace {
 
-constexpr size_t kMaxDevices = 65; // the CPU, then CUDA devices
 constexpr size_t kSpillSlabBytes = size_t{256} << 20;
 #ifdef TORCH_LMS_WITH_CUDA
 constexpr size_t kPinnedSlabBytes = size_t{1} << 30;
@@ -58,12 +57,6 @@ std::shared_ptr<HostPool> make_spill_pool() {
       std::make_unique<FileSlabSource>(directory, kSpillSlabBytes), pool);
 }
 
-size_t index_of(c10::Device device) {
-  const size_t index = device.is_cuda() ? static_cast<size_t>(device.index()) + 1 : 0;
-  TORCH_CHECK_INDEX(index < kMaxDevices, "torch_lms: expected at most 64 CUDA devices");
-  return index;
-}
-
 Device* make_device(c10::Device device) {
   if (device.is_cpu()) {
     if (spill_pool == nullptr) {
@@ -87,6 +80,12 @@ Device* make_device(c10::Device device) {
 }
 
 } // namespace
+
+size_t index_of(c10::Device device) {
+  const size_t index = device.is_cuda() ? static_cast<size_t>(device.index()) + 1 : 0;
+  TORCH_CHECK_INDEX(index < kMaxDevices, "torch_lms: expected at most 64 CUDA devices");
+  return index;
+}
 
 Device* known_device(c10::Device device) {
   if (!device.is_cpu() && !device.is_cuda()) {

@@ -20,6 +20,11 @@ struct AllocatorBlock {
   bool free;
 };
 
+constexpr size_t kMaxDevices = 65; // the CPU, then CUDA devices
+
+/// The place of a device, the CPU's or a CUDA one, among `kMaxDevices`.
+size_t index_of(c10::Device device);
+
 /// What the extension needs of one device: its backend, its allocator and how
 /// much of it is in use. One object a device, made on first use, never destroyed.
 ///

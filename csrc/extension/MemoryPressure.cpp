@@ -31,10 +31,6 @@ constexpr auto kPatience = std::chrono::seconds(30);
 constexpr auto kPatienceWithOps = std::chrono::seconds(1);
 constexpr int kMostStalls = 10;
 
-size_t index_of(c10::Device device) {
-  return device.is_cuda() ? static_cast<size_t>(device.index()) + 1 : 0;
-}
-
 /// Whether the calling thread runs a backward.
 bool in_backward() {
   return torch::autograd::get_current_graph_task_id() != -1;

@@ -100,7 +100,7 @@ class MemoryPressure {
 
   std::atomic<bool> enabled_{false};
   CycleTracker cycles_;
-  std::array<DeviceWatch, 65> watches_; // the CPU, then CUDA devices
+  std::array<DeviceWatch, kMaxDevices> watches_;
   std::mutex error_mutex_;
   std::string last_error_;
 };

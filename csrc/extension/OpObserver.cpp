@@ -134,9 +134,6 @@ bool is_collective(const at::RecordFunction& op) {
 
 // --- the callback -------------------------------------------------------------------
 
-/// Pins first and pages in last, so that making room for one input does not push
-/// another out, and calls page-outs of the inputs off in between: they cannot be
-/// committed now, and making room would wait for them.
 void use_inputs(const at::RecordFunction& op, Frame& now) {
   const size_t first = now.pinned.size();
   bool noted = false;
@@ -158,20 +155,8 @@ void use_inputs(const at::RecordFunction& op, Frame& now) {
   if (now.pinned.size() == first) {
     return;
   }
-  for (size_t i = first; i < now.pinned.size(); ++i) {
-    Pager::get().call_off_pageout(now.pinned[i]);
-  }
   // A collective goes on using its tensors on streams of its own after the op.
-  const bool stays = is_collective(op);
-  for (size_t i = first; i < now.pinned.size(); ++i) {
-    const EntityPtr entity = now.pinned[i];
-    if (find_device_of(*entity).capturing() || stays) {
-      entity->pin();
-    }
-    find_device_of(*entity).note_current_stream();
-    Pager::get().use(entity);
-    MemoryPressure::get().record_use(entity);
-  }
+  use_pinned(now.pinned, first, is_collective(op));
 }
 
 /// Ops have qualified names (aten::add). Records of Python's autograd Functions and other
@@ -267,6 +252,21 @@ bool tracking() {
 
 EntityPtr entity_of_input(c10::StorageImpl& storage) {
   return entity_for_op(storage, false);
+}
+
+void use_pinned(const std::vector<EntityPtr>& entities, size_t first, bool stay) {
+  for (size_t i = first; i < entities.size(); ++i) {
+    Pager::get().call_off_pageout(entities[i]);
+  }
+  for (size_t i = first; i < entities.size(); ++i) {
+    const EntityPtr entity = entities[i]; // the vector may grow meanwhile
+    if (stay || find_device_of(*entity).capturing()) {
+      entity->pin();
+    }
+    find_device_of(*entity).note_current_stream();
+    Pager::get().use(entity);
+    MemoryPressure::get().record_use(entity);
+  }
 }
 
 void hold_raw(const EntityPtr& entity) {

@@ -32,6 +32,12 @@ void stop_tracking_storages();
 /// mode it becomes one.
 EntityPtr entity_of_input(c10::StorageImpl& storage);
 
+/// The calling thread is about to use the entities from `first` on, all pinned by now, so
+/// that making room for one does not push another out. Calls their page-outs off, which
+/// could not be committed now, and making room would wait for them; then pages in. With
+/// `stay`, and while a graph is captured, they keep their addresses for good.
+void use_pinned(const std::vector<EntityPtr>& entities, size_t first, bool stay);
+
 /// The calling thread has been given an entity's address. It stays where it is until
 /// the thread's next op, or its next call of ours: a kernel is launched with the addresses
 /// of several tensors, and bringing the last of them in must not push the first one out.

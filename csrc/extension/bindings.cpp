@@ -126,11 +126,7 @@ class HeldStorages {
         entities_.push_back(std::move(entity));
       }
     }
-    for (const EntityPtr& entity : entities_) {
-      find_device_of(*entity).note_current_stream();
-      Pager::get().use(entity);
-      MemoryPressure::get().record_use(entity);
-    }
+    use_pinned(entities_, 0, /*stay=*/false);
   }
   ~HeldStorages() {
     for (const EntityPtr& entity : entities_) {

@@ -37,15 +37,6 @@ class RelaxedCapture {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
-bool is_capturing(cudaStream_t stream) {
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  if (cudaStreamIsCapturing(stream, &status) != cudaSuccess) {
-    cudaGetLastError();
-    return true; // The legacy stream, while another stream that it waits for is captured.
-  }
-  return status != cudaStreamCaptureStatusNone;
-}
-
 /// Makes `device` current for the calling thread while in scope, whatever it captures.
 class DeviceScope {
  public:
@@ -156,6 +147,15 @@ void order(cudaStream_t stream, const FencePtr& after) {
 }
 
 } // namespace
+
+bool is_capturing(cudaStream_t stream) noexcept {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  if (cudaStreamIsCapturing(stream, &status) != cudaSuccess) {
+    cudaGetLastError();
+    return true; // The legacy stream, while another stream that it waits for is captured.
+  }
+  return status != cudaStreamCaptureStatusNone;
+}
 
 void check_cuda(cudaError_t status, const char* what) {
   if (status != cudaSuccess) {

@@ -41,13 +41,6 @@ std::vector<cudaStream_t> pool_streams(DeviceIndex device) {
   return std::vector<cudaStream_t>(streams.begin(), streams.end());
 }
 
-bool is_capturing(cudaStream_t stream) {
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  // An error says that another stream is being captured in a way that forbids the call.
-  return cudaStreamIsCapturing(stream, &status) != cudaSuccess ||
-         status != cudaStreamCaptureStatusNone;
-}
-
 class CudaSwapDevice final : public c10::impl::SwapDevice {
  public:
   explicit CudaSwapDevice(DeviceIndex index)
@@ -86,13 +79,7 @@ class CudaSwapDevice final : public c10::impl::SwapDevice {
   void note_streams_in_use() override {
     cuda_->note_stream(nullptr);
     note_current_stream();
-    const c10::cuda::CUDAGuard guard(index_);
-    for (cudaStream_t stream : pool_streams_) {
-      if (cudaStreamQuery(stream) == cudaErrorNotReady) {
-        cuda_->note_stream(stream);
-      }
-    }
-    cudaGetLastError(); // cudaErrorNotReady must not stick
+    cuda_->note_busy_streams(pool_streams_);
   }
 
   void note_current_stream() override {
@@ -128,11 +115,11 @@ class CudaSwapDevice final : public c10::impl::SwapDevice {
   }
 
   bool capturing() const override {
-    if (is_capturing(c10::cuda::getCurrentCUDAStream(index_).stream())) {
+    if (torch_lms::is_capturing(c10::cuda::getCurrentCUDAStream(index_).stream())) {
       return true;
     }
     for (cudaStream_t stream : pool_streams_) {
-      if (is_capturing(stream)) {
+      if (torch_lms::is_capturing(stream)) {
         return true;
       }
     }
