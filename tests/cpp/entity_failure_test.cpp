@@ -15,23 +15,7 @@
 namespace torch_lms {
 namespace {
 
-using State = EntityState;
-constexpr State R = State::kResident;
-constexpr State OQ = State::kOutQueued;
-constexpr State PO = State::kPagingOut;
-constexpr State PD = State::kPagedOut;
-constexpr State IQ = State::kInQueued;
-constexpr State PI = State::kPagingIn;
-
-/// The two directions work, with bytes that are new.
-void check_moves_again(EntityRig& rig) {
-  rig.check_intact();
-  rig.write(rig.seed + 1);
-  CHECK(rig.entity->pageout_internal_sync());
-  CHECK(rig.storage->holds(rig.seed));
-  CHECK(rig.entity->pagein_internal_sync());
-  rig.check_intact();
-}
+using namespace entity_states;
 
 // --- steps that fail ---------------------------------------------------------------------
 
@@ -41,7 +25,7 @@ TEST(a_request_that_fails_leaves_the_entity_resident) {
   CHECK_THROWS(rig.entity->request_pageout(), TransferFailed, "no fence");
   CHECK_EQ(rig.entity->state(), R);
   CHECK(!rig.entity->gone());
-  check_moves_again(rig);
+  rig.check_moves_again();
 }
 
 TEST(a_pageout_without_host_memory_leaves_the_entity_resident) {
@@ -56,7 +40,7 @@ TEST(a_pageout_without_host_memory_leaves_the_entity_resident) {
     CHECK_EQ(rig.commit_out(), CommitResult::kDropped);
     rig.out = nullptr;
     rig.backend->set_most_hosts(1);
-    check_moves_again(rig);
+    rig.check_moves_again();
   }
 }
 
@@ -70,7 +54,7 @@ TEST(a_pageout_whose_copy_fails_midway_leaves_the_entity_resident) {
     CHECK_EQ(rig.backend->hosts(), 0);
     CHECK_EQ(rig.commit_out(), CommitResult::kDropped);
     rig.out = nullptr;
-    check_moves_again(rig);
+    rig.check_moves_again();
   }
 }
 
@@ -93,7 +77,7 @@ TEST(whatever_a_backend_throws_ends_a_pageout_in_resident) {
       }
       CHECK(threw);
       CHECK_EQ(rig.entity->state(), R);
-      check_moves_again(rig);
+      rig.check_moves_again();
     }
   }
 }
@@ -104,7 +88,7 @@ TEST(a_copy_to_the_host_that_fails_on_its_stream_leaves_the_entity_resident) {
   CHECK_THROWS(rig.entity->pageout_internal_sync(), TransferFailed, "stream");
   CHECK_EQ(rig.entity->state(), R);
   CHECK_EQ(rig.backend->hosts(), 0);
-  check_moves_again(rig);
+  rig.check_moves_again();
 }
 
 TEST(a_failed_copy_that_was_called_off_gives_its_host_memory_back) {
@@ -151,7 +135,7 @@ TEST(a_pagein_without_room_leaves_the_host_copy_in_use) {
     CHECK_EQ(rig.entity->state(), PD);
     rig.write(91); // an op in place
     rig.device->most_blocks = 1;
-    check_moves_again(rig);
+    rig.check_moves_again();
   }
 }
 
@@ -165,7 +149,7 @@ TEST(a_pagein_whose_copy_fails_midway_gives_its_block_back) {
       CHECK_EQ(rig.entity->state(), PD);
       CHECK_EQ(rig.device->blocks.load(), 0);
       CHECK(rig.storage->holds(rig.seed));
-      check_moves_again(rig);
+      rig.check_moves_again();
     }
   }
 }
@@ -193,7 +177,7 @@ TEST(an_order_that_fails_after_an_arrival_is_given_again) {
   rig.backend->interruptions.at(BackendStep::kOrderAfter, throwing<TransferFailed>("no order"));
   CHECK_THROWS(rig.entity->access(), TransferFailed, "no order");
   CHECK_EQ(rig.entity->state(), R);
-  check_moves_again(rig);
+  rig.check_moves_again();
 }
 
 TEST(an_arrival_that_cannot_be_called_off_stays_on_its_way) {
@@ -233,7 +217,7 @@ TEST(a_pin_before_the_copy_undoes_a_whole_pageout) {
   CHECK_EQ(rig.entity->state(), R);
   CHECK_EQ(rig.backend->hosts(), 0);
   rig.entity->unpin();
-  check_moves_again(rig);
+  rig.check_moves_again();
 }
 
 TEST(an_op_that_began_before_the_entity_was_seen_holds_a_commit_back) {
@@ -261,7 +245,7 @@ TEST(an_access_while_a_request_takes_its_fence_refuses_the_request) {
     rig.backend->interruptions.at(BackendStep::kSubmittedWork, [&] { rig.entity->access(); });
     CHECK(!rig.entity->request_pageout());
     CHECK_EQ(rig.entity->state(), R);
-    check_moves_again(rig);
+    rig.check_moves_again();
   }
 }
 
@@ -270,7 +254,7 @@ TEST(a_pin_while_a_request_takes_its_fence_refuses_the_request) {
   rig.backend->interruptions.at(BackendStep::kSubmittedWork, [&] { rig.entity->pin(); });
   CHECK(!rig.entity->request_pageout());
   rig.entity->unpin();
-  check_moves_again(rig);
+  rig.check_moves_again();
 }
 
 TEST(device_memory_is_had_and_given_back_outside_of_the_lock) {

@@ -13,23 +13,7 @@
 namespace torch_lms {
 namespace {
 
-using State = EntityState;
-constexpr State R = State::kResident;
-constexpr State OQ = State::kOutQueued;
-constexpr State PO = State::kPagingOut;
-constexpr State PD = State::kPagedOut;
-constexpr State IQ = State::kInQueued;
-constexpr State PI = State::kPagingIn;
-
-/// The two directions work, with bytes that are new.
-void check_moves_again(EntityRig& rig) {
-  rig.check_intact();
-  rig.write(rig.seed + 1);
-  CHECK(rig.entity->pageout_internal_sync());
-  CHECK(rig.storage->holds(rig.seed));
-  CHECK(rig.entity->pagein_internal_sync());
-  rig.check_intact();
-}
+using namespace entity_states;
 
 // --- storages that die, or are given other memory ----------------------------------------------
 
@@ -138,7 +122,7 @@ TEST(a_request_under_way_keeps_others_out) {
   CHECK(rig.entity->request_pageout());
   CHECK_EQ(rig.entity->state(), OQ);
   CHECK(!rig.entity->gone());
-  check_moves_again(rig);
+  rig.check_moves_again();
 }
 
 TEST(a_request_that_fails_lets_others_in) {
@@ -146,7 +130,7 @@ TEST(a_request_that_fails_lets_others_in) {
   rig.backend->interruptions.at(BackendStep::kSubmittedWork, throwing<TransferFailed>("error"));
   CHECK_THROWS(rig.entity->request_pageout(), TransferFailed, "error");
   CHECK_EQ(rig.entity->state(), R);
-  check_moves_again(rig);
+  rig.check_moves_again();
 }
 
 TEST(a_commit_that_throws_leaves_a_pageout_that_can_be_called_off) {
@@ -154,7 +138,7 @@ TEST(a_commit_that_throws_leaves_a_pageout_that_can_be_called_off) {
   rig.go_to(PO);
   rig.device->interruptions.at(DeviceStep::kInstallHost, [] { throw std::bad_alloc(); });
   CHECK_THROWS(rig.commit_out(), std::bad_alloc, "");
-  check_moves_again(rig);
+  rig.check_moves_again();
 }
 
 TEST(a_storage_that_dies_before_its_arrival_keeps_the_block_for_the_copy) {

@@ -22,6 +22,17 @@ constexpr torch_lms::EntityState kAllStates[] = {
     torch_lms::EntityState::kPagingIn,
 };
 
+/// Short names, for tables of states.
+namespace entity_states {
+using State = torch_lms::EntityState;
+constexpr State R = State::kResident;
+constexpr State OQ = State::kOutQueued;
+constexpr State PO = State::kPagingOut;
+constexpr State PD = State::kPagedOut;
+constexpr State IQ = State::kInQueued;
+constexpr State PI = State::kPagingIn;
+} // namespace entity_states
+
 /// One storage on a fake device, and its entity. At its end the storage's bytes must be
 /// there, on the device, and then nothing of it may be left.
 class EntityRig {
@@ -120,6 +131,16 @@ class EntityRig {
     CHECK(storage->mark == nullptr);
     CHECK(storage->block != nullptr);
     CHECK(storage->holds(seed));
+  }
+
+  /// The two directions work, with bytes that are new.
+  void check_moves_again() {
+    check_intact();
+    write(seed + 1);
+    CHECK(entity->pageout_internal_sync());
+    CHECK(storage->holds(seed));
+    CHECK(entity->pagein_internal_sync());
+    check_intact();
   }
 
   void write(uint64_t new_seed) {

@@ -9,7 +9,7 @@
 namespace torch_lms {
 namespace {
 
-using State = EntityState;
+using namespace entity_states;
 
 /// A call, and for each state that it finds: what it returns, and the state it leaves.
 struct Move {
@@ -18,13 +18,6 @@ struct Move {
   bool result[6];
   State next[6];
 };
-
-constexpr State R = State::kResident;
-constexpr State OQ = State::kOutQueued;
-constexpr State PO = State::kPagingOut;
-constexpr State PD = State::kPagedOut;
-constexpr State IQ = State::kInQueued;
-constexpr State PI = State::kPagingIn;
 
 void check_moves(const std::vector<Move>& moves) {
   for (const Move& move : moves) {
