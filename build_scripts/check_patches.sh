@@ -2,21 +2,23 @@
 # Checks both series against the exact text of PyTorch: they apply without fuzz, are exported again byte by byte, leave
 # the trees that UPSTREAM names, code generation runs on the patched YAML, and the new files compile against the headers.
 #
-#   build_scripts/check_patches.sh [--sources FOLDER] [--quick] [VERSION...]
+#   build_scripts/check_patches.sh [--sources FOLDER] [--quick | --fetch] [VERSION...]
 #
 # Sources are kept in FOLDER (build/source if it is not named) and fetched into it where they are missing: the released
-# wheel for v1.12.0, the distribution's source for v1.13.1. --quick leaves code generation and compiling out.
+# wheel for v1.12.0, the distribution's source for v1.13.1. --quick leaves code generation and compiling out; --fetch
+# only fetches.
 # PYTHON names a Python with PyYAML and typing_extensions.
 # shellcheck source-path=SCRIPTDIR source=fork.sh
 source "$(dirname "${BASH_SOURCE[0]}")/fork.sh"
 
-sources=$project/build/source quick=0 wanted=()
+sources=$project/build/source quick=0 fetch_only=0 wanted=()
 while (($#)); do
   case $1 in
     --help | -h) show_help ;;
     --sources) sources=${2:?expected a folder after --sources} && shift ;;
     --quick) quick=1 ;;
-    -*) fail "expected [--sources FOLDER] [--quick] [VERSION...], found '$1'; see --help" ;;
+    --fetch) fetch_only=1 ;;
+    -*) fail "expected [--sources FOLDER] [--quick | --fetch] [VERSION...], found '$1'; see --help" ;;
     *) need_version "$1" && wanted+=("$1") ;;
   esac
   shift
@@ -24,7 +26,7 @@ done
 ((${#wanted[@]})) || wanted=("${versions[@]}")
 need git git "applies patches"
 python=${PYTHON:-python3}
-if ((!quick)); then
+if ((!quick && !fetch_only)); then
   need "$python" python3 "generates code"
   need "${CXX:-g++}" g++ "compiles"
   "$python" -c 'import typing_extensions, yaml' 2>/dev/null ||
@@ -45,12 +47,18 @@ check_lists() {
       "$(diff <(echo "$listed") <(echo "$found") | grep '^[<>]' | tr '\n' ' ')"
 }
 
-# fresh_tree VERSION: a clone at upstream in $work/VERSION, so that the source stays as it is.
-fresh_tree() {
+# fetch VERSION: the source, unless it is there.
+fetch() {
   local version=$1
   [ -e "$sources/$version" ] ||
     bash "$project/build_scripts/get_source.sh" "$version" "$sources/$version" \
       --from "$([ "$version" = v1.12.0 ] && echo wheel || echo package)"
+}
+
+# fresh_tree VERSION: a clone at upstream in $work/VERSION, so that the source stays as it is.
+fresh_tree() {
+  local version=$1
+  fetch "$version"
   need_tree "$sources/$version"
   git clone --quiet --local --no-checkout "$sources/$version" "$work/$version"
   git -C "$work/$version" checkout --quiet --detach upstream
@@ -143,6 +151,13 @@ compile_new_files() {
   echo "$version: $count new files compile against its headers$( ((skipped == 0)) || echo ", $skipped need CUDA's and were left out")"
 }
 
+if ((fetch_only)); then
+  for version in "${wanted[@]}"; do
+    fetch "$version"
+  done
+  next_step "build_scripts/check_patches.sh --sources $sources ${wanted[*]}"
+  exit 0
+fi
 for version in "${wanted[@]}"; do
   check_lists "$version"
   fresh_tree "$version"

@@ -10,16 +10,11 @@ source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 sources=$project/build/source
 fetch() {
-  local version
   if ((EUID == 0)) && command -v apt-get >/dev/null; then
     bash build_scripts/install_packages.sh fork-build fork-c10 || return
   fi
   make_environment build_scripts/requirements-dev.txt || return
-  for version in v1.12.0 v1.13.1; do
-    [ -e "$sources/$version" ] ||
-      bash build_scripts/get_source.sh "$version" "$sources/$version" \
-        --from "$([ "$version" = v1.12.0 ] && echo wheel || echo package)" || return
-  done
+  bash build_scripts/check_patches.sh --sources "$sources" --fetch
 }
 
 patched_c10() {

@@ -2,7 +2,7 @@
 """Carries a Dockerfile out without a Docker engine, in roots made with debootstrap.
 
     build_scripts/try_docker.py DOCKERFILE ROOTS [--target STAGE] [--build-arg NAME=VALUE]...
-                                [--add FOLDER=PATH]... [--mount PATH]... [--env NAME=VALUE]...
+                                [--add FOLDER=PATH]... [--mount PATH]... [--env NAME=VALUE]... [--mirror SUITE=URL]...
 
 What is tried is the very text of the Dockerfile: each stage becomes a root of its own in ROOTS, its instructions are
 carried out there in order, and at the end the CMD runs as the USER. In place of an image stands the distribution
@@ -13,6 +13,7 @@ that it is made of.
 --add FOLDER=PATH  copies what an image has beyond its distribution: a Python to /usr/local, for example
 --mount PATH       shows a folder of this machine, read-only, to every RUN: wheels, a proxy's certificate
 --env NAME=VALUE   sets a variable in every RUN, as the machine of a Docker engine does for a proxy
+--mirror SUITE=URL where a distribution comes from; debootstrap has its own. Without the distribution's keys, by HTTPS
 
 Needs root and debootstrap. A stage begins anew in every run; distributions and caches in ROOTS are kept.
 """
@@ -34,11 +35,12 @@ from dockerfile import IgnoredFiles, Instruction, Stage, read_mounts, read_pairs
 
 PROJECT = Path(__file__).resolve().parents[1]
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-# How an image's name tells the distribution, and where that comes from.
+# How an image's name tells the distribution, its components, and the keys that sign it.
 DISTRIBUTIONS = {
-    "bookworm": ("bookworm", "http://deb.debian.org/debian", "main"),
-    "ubuntu22.04": ("jammy", "https://archive.ubuntu.com/ubuntu", "main,universe"),
+    "bookworm": ("bookworm", "main", "debian-archive-keyring.gpg"),
+    "ubuntu22.04": ("jammy", "main,universe", "ubuntu-archive-keyring.gpg"),
 }
+KEYRINGS = Path("/usr/share/keyrings")
 
 
 @dataclass
@@ -50,6 +52,7 @@ class Options:
     added: dict[str, str]
     mounts: list[Path]
     environment: dict[str, str] = field(default_factory=dict)
+    mirrors: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -83,15 +86,23 @@ def make_distribution(image: str, options: Options) -> Path:
     known = [value for name, value in DISTRIBUTIONS.items() if name in image]
     if not known:
         raise ValueError(f"expected an image of {', '.join(DISTRIBUTIONS)}, found '{image}'; add it to DISTRIBUTIONS")
-    suite, mirror, components = known[0]
+    suite, components, keys = known[0]
+    mirror = options.mirrors.get(suite)
     root = options.roots / f"distribution-{suite}"
     if not root.exists():
         # Its own name only once it is complete.
         begun = root.with_suffix(".begun")
         shutil.rmtree(begun, ignore_errors=True)
-        # Debian has no keys of Ubuntu: HTTPS instead.
-        trust = ["--no-check-gpg", "--include=ca-certificates"] if mirror.startswith("https:") else []
-        run("debootstrap", "--variant=minbase", f"--components={components}", *trust, suite, begun, mirror)
+        trust = []
+        if not (KEYRINGS / keys).exists():  # HTTPS instead
+            if mirror is None or not mirror.startswith("https:"):
+                raise ValueError(
+                    f"expected {keys} in {KEYRINGS} or a mirror of {suite} by HTTPS, found neither; install the keys "
+                    f"or name a mirror: --mirror {suite}=https://..."
+                )
+            trust = ["--no-check-gpg", "--include=ca-certificates"]
+        place = [mirror] if mirror else []  # debootstrap has its own
+        run("debootstrap", "--variant=minbase", f"--components={components}", *trust, suite, begun, *place)
         begun.rename(root)
     return root
 
@@ -253,14 +264,16 @@ def parse_options() -> tuple[Path, Options, str | None]:
     parser.add_argument("--add", action="append", default=[])
     parser.add_argument("--mount", action="append", default=[], type=Path)
     parser.add_argument("--env", action="append", default=[])
+    parser.add_argument("--mirror", action="append", default=[])
     found = parser.parse_args()
     pairs = []
-    for given in (found.build_arg, found.add, found.env):
+    for given in (found.build_arg, found.add, found.env, found.mirror):
         if wrong := [pair for pair in given if "=" not in pair]:
-            raise ValueError(f"expected NAME=VALUE after --build-arg, --add and --env, found '{wrong[0]}'; see --help")
+            raise ValueError(f"expected NAME=VALUE after --build-arg and the like, found '{wrong[0]}'; see --help")
         pairs.append(dict(pair.split("=", 1) for pair in given))
-    arguments, added, environment = pairs
-    return found.dockerfile, Options(found.roots.resolve(), arguments, added, found.mount, environment), found.target
+    arguments, added, environment, mirrors = pairs
+    options = Options(found.roots.resolve(), arguments, added, found.mount, environment, mirrors)
+    return found.dockerfile, options, found.target
 
 
 def main() -> int:
