@@ -38,15 +38,18 @@ def run(arguments: Sequence[str] | None) -> int:
     try:
         return train(options, console)
     except LmsError as error:
-        Console(stderr=True).print(f"torch_lms: {error}", markup=False, highlight=False)
-        return 1
+        return _tell(error)
 
 
 def _run(given: argparse.Namespace, parser: argparse.ArgumentParser, console: Console) -> int:
     try:
         return _COMMANDS[given.command](given, console)
     except LmsError as error:
-        Console(stderr=True).print(f"torch_lms: {error}", markup=False, highlight=False)
-        return 1
+        return _tell(error)
     except ValueError as error:
         parser.error(str(error))
+
+
+def _tell(error: LmsError) -> int:
+    Console(stderr=True).print(f"torch_lms: {error}", markup=False, highlight=False)
+    return 1
