@@ -55,13 +55,12 @@ export_series() {
   local range="refs/tags/$new_files_tag..HEAD" file name
   mkdir "$work/series"
   format_patches "$tree" "$range" --output-directory "$work/series"
+  compgen -G "$work/series/*.patch" >/dev/null || fail "expected commits behind $new_files_tag in '$tree', found none"
   for file in "$work/series"/*.patch; do
     name=$(basename "$file")
     put "$file" "$patches/$version/$name"
-    echo "$name"
-  done | tee "$work/written" | grep -v '^wrote' >"$work/series.names" || true
-  grep '^wrote' "$work/written" || true
-  [ -s "$work/series.names" ] || fail "expected patches to be written, found none: see the error above"
+    echo "$name" >>"$work/series.names"
+  done
   put "$work/series.names" "$patches/$version/series"
   for file in "$patches/$version"/*.patch; do
     grep -qx "$(basename "$file")" "$work/series.names" && continue
