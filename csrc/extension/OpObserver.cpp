@@ -283,9 +283,6 @@ void let_go_of_raw() {
 }
 
 bool observe_ops() {
-  if (is_installed.load(std::memory_order_acquire)) {
-    return false;
-  }
   std::lock_guard<std::mutex> lock(install_mutex);
   if (is_installed.load()) {
     return false;

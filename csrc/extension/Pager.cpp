@@ -125,6 +125,7 @@ bool Pager::pageout(const c10::Storage& storage) {
     entity->pin(); // Nobody commits it before it is marked.
     try {
       enqueue_pageout(entity);
+      observe_ops(); // Another thread may have found nothing to observe just before.
       entity->mark_requested();
     } catch (...) {
       entity->unpin();
