@@ -52,7 +52,7 @@ bool EntityStorageImpl::request_pageout() {
   uint64_t accesses = 0;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (state() != EntityState::kResident || requesting_ || pinned() || gone()) {
+    if (state() != EntityState::kResident || requesting_ || calling_off_ || pinned() || gone()) {
       return false;
     }
     accesses = accesses_;
@@ -192,11 +192,14 @@ AccessResult EntityStorageImpl::cancel_pageout_locked(std::unique_lock<std::mute
   out_ = nullptr;
   binding_->unwatch();
   set_state(EntityState::kResident);
-  // The caller may free or rewrite the block as soon as this returns, so a copy
-  // on the worker's own thread has to be over, and a submitted one must keep the
-  // block mapped.
+  // The caller, and any other that finds the entity resident, may free or rewrite the
+  // block as soon as its access returns, so a copy on the worker's own thread has to be
+  // over, and a submitted one must keep the block mapped.
+  calling_off_ = true;
   transfer->cancelled.store(true, std::memory_order_release);
   submitted_.wait(lock, [&] { return !transfer->copying; });
+  calling_off_ = false;
+  submitted_.notify_all(); // they go on when the lock is free
   if (transfer->fence != nullptr && !transfer->fence->done()) {
     binding_->keep_block_for_copy();
   }
@@ -351,6 +354,10 @@ AccessResult EntityStorageImpl::access_locked(std::unique_lock<std::mutex>& lock
   ++accesses_;
   switch (state()) {
     case EntityState::kResident:
+      if (calling_off_) {
+        submitted_.wait(lock, [&] { return !calling_off_; });
+        return access_locked(lock);
+      }
       order_after_arrival_locked();
       return AccessResult::kResident;
     case EntityState::kOutQueued:
@@ -390,7 +397,7 @@ bool EntityStorageImpl::settled() {
   if (arrival_ != nullptr && arrival_->done()) {
     arrival_ = nullptr;
   }
-  return state() == EntityState::kResident && arrival_ == nullptr;
+  return state() == EntityState::kResident && arrival_ == nullptr && !calling_off_;
 }
 
 void EntityStorageImpl::host_copy_released() noexcept {

@@ -248,6 +248,7 @@ class EntityStorageImpl : public std::enable_shared_from_this<EntityStorageImpl>
   std::condition_variable submitted_;
   uint64_t accesses_ = 0;
   bool requesting_ = false;
+  bool calling_off_ = false; // a page-out, whose copy may still read the block
   UseHistory history_;
   std::shared_ptr<PageoutTransfer> out_;
   std::shared_ptr<PageinTransfer> in_;

@@ -3,6 +3,8 @@
 
 #include <entity/EntityStorageImpl.h>
 
+#include <atomic>
+#include <chrono>
 #include <functional>
 #include <memory>
 #include <new>
@@ -351,6 +353,37 @@ TEST(an_access_waits_for_the_copy_that_a_worker_is_making) {
     opener.join();
     worker.join();
     CHECK(copy_is_over);
+    CHECK_EQ(rig.commit_out(), CommitResult::kDropped);
+    rig.out = nullptr;
+  }
+}
+
+TEST(an_access_waits_for_the_copy_that_another_access_calls_off) {
+  for (Copies copies : kBothWays) {
+    EntityRig rig(copies);
+    rig.go_to(OQ);
+    Gate gate;
+    rig.backend->interruptions.at(BackendStep::kCopyToHost, gate.action());
+    std::thread worker([&] { CHECK(rig.entity->begin_pageout(&rig.out)); });
+    gate.wait_until_reached();
+    std::thread first([&] { CHECK_EQ(rig.entity->access(), AccessResult::kCancelledPageout); });
+    while (rig.entity->state() != R) { // set before the first access waits
+      std::this_thread::yield();
+    }
+    CHECK(!rig.entity->settled());
+    CHECK(!rig.entity->request_pageout());
+    std::atomic<bool> opened{false};
+    std::thread opener([&] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(20));
+      opened = true;
+      gate.open();
+    });
+    CHECK_EQ(rig.entity->access(), AccessResult::kResident);
+    CHECK(opened);
+    rig.write(31); // a race, if the copy went on
+    opener.join();
+    first.join();
+    worker.join();
     CHECK_EQ(rig.commit_out(), CommitResult::kDropped);
     rig.out = nullptr;
   }
