@@ -190,7 +190,6 @@ CommitResult EntityStorageImpl::commit_pageout(
 AccessResult EntityStorageImpl::cancel_pageout_locked(std::unique_lock<std::mutex>& lock) {
   std::shared_ptr<PageoutTransfer> transfer = std::move(out_);
   out_ = nullptr;
-  binding_->unwatch();
   set_state(EntityState::kResident);
   // The caller, and any other that finds the entity resident, may free or rewrite the
   // block as soon as its access returns, so a copy on the worker's own thread has to be
@@ -199,6 +198,7 @@ AccessResult EntityStorageImpl::cancel_pageout_locked(std::unique_lock<std::mute
   transfer->cancelled.store(true, std::memory_order_release);
   submitted_.wait(lock, [&] { return !transfer->copying; });
   calling_off_ = false;
+  binding_->unwatch(); // not before: an access that nobody watches for would not wait
   submitted_.notify_all(); // they go on when the lock is free
   if (transfer->fence != nullptr && !transfer->fence->done()) {
     binding_->keep_block_for_copy();
