@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,6 +34,13 @@ def has_toolkit() -> bool:
     return home is not None and Path(home, "include", "cuda_runtime_api.h").is_file()
 
 
+def shared_runtime() -> list[str]:
+    """For a compiler that has only a static libstdc++: PyTorch's own, a second copy of it crashes beside the first."""
+    compiler = os.environ.get("CXX", "c++").split()
+    asked = subprocess.run([*compiler, "-print-file-name=libstdc++.so"], capture_output=True, text=True, check=False)
+    return [] if asked.returncode != 0 or Path(asked.stdout.strip()).is_absolute() else ["-l:libstdc++.so.6"]
+
+
 def extension() -> Extension:
     """The compiled module; without CUDA where PyTorch or the toolkit is without it."""
     with_cuda = torch.version.cuda is not None and has_toolkit()
@@ -55,6 +63,7 @@ def extension() -> Extension:
         depends=files("**/*.h"),
         include_dirs=[str(CSRC.resolve())],
         extra_compile_args={"cxx": flags},
+        extra_link_args=shared_runtime(),
     )
 
 

@@ -7,6 +7,7 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -149,8 +150,8 @@ def make_step(bench: Bench, shape: GPTShape, batch: int, steps: int) -> Callable
     return work
 
 
-def measure_idle_steps(bench: Bench, result: Result, work: Callable[[], None], steps: int) -> None:
-    """A step before paging has ever been used in this process, and after, when it is off again."""
+def measure_idle_steps(bench: Bench, result: Result, model: str, work: Callable[[], None], steps: int) -> None:
+    """A step without paging, and one after paging was used and is off again."""
     for _ in range(bench.rounds):
         work()  # clocks and the allocator settle
     before = [bench.seconds(work) for _ in range(2 * bench.rounds)]
@@ -160,22 +161,57 @@ def measure_idle_steps(bench: Bench, result: Result, work: Callable[[], None], s
     work()
     after = [bench.seconds(work) for _ in range(2 * bench.rounds)]
     plain, idle = (1e3 * statistics.median(seconds) / steps for seconds in (before, after))
-    what = "step, paging was used and is off"
+    what = f"step of {model}, paging was used and is off"
     result.add(what=what, plain=plain, paging=idle, unit="ms", added=idle - plain, ratio=idle / plain)
     result.check(f"{what}: over plain", "1.005", round(idle / plain, 4), ok=idle / plain <= 1.005)
 
 
-def measure_limited_steps(bench: Bench, result: Result, work: Callable[[], None], steps: int) -> None:
+def measure_limited_steps(bench: Bench, result: Result, model: str, work: Callable[[], None], steps: int) -> None:
     """A step under a limit that is never reached."""
     torch_lms.stats(reset=True)
     plain, paging, added = (
         1e3 * seconds / steps for seconds in bench.compare(work, (torch_lms.enable, torch_lms.disable))
     )
-    what = "step, limit set, everything fits"
+    what = f"step of {model}, limit set, everything fits"
     result.add(what=what, plain=plain, paging=paging, unit="ms", added=added, ratio=1 + added / plain)
     result.check(f"{what}: over plain", "1.010", round(1 + added / plain, 4), ok=added / plain <= 0.01)
     moved = torch_lms.stats().pageouts
     result.check(f"{what}: page-outs", "0", str(moved), ok=moved == 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A GPT, and how many of its steps are timed together."""
+
+    title: str
+    shape: GPTShape
+    batch: int
+    steps: int
+
+
+MODELS = {
+    "large": Model(
+        title="GPT 1.3B, 16 x 2048",
+        shape=GPTShape(layers=24, hidden=2048, heads=16, tokens=2048, vocabulary=32000),
+        batch=16,
+        steps=1,
+    ),
+    # The device waits for the launches of its kernels: what an op costs more shows in the step.
+    "small": Model(
+        title="GPT 0.1B, 8 x 1024",
+        shape=GPTShape(layers=12, hidden=768, heads=12, tokens=1024, vocabulary=50304),
+        batch=8,
+        steps=4,
+    ),
+}
+
+
+def measure_steps(bench: Bench, result: Result, name: str) -> None:
+    """A model's step, where paging is off and where it has nothing to do."""
+    model = MODELS[name]
+    work = make_step(bench, model.shape, model.batch, model.steps)
+    measure_idle_steps(bench, result, model.title, work, model.steps)
+    measure_limited_steps(bench, result, model.title, work, model.steps)
 
 
 def main() -> None:
@@ -185,26 +221,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--ops", type=int, default=10000)
     parser.add_argument("--calls", type=int, default=200)
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--hidden", type=int, default=768)
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=1024)
-    parser.add_argument("--steps", type=int, default=4, help="timed together")
+    parser.add_argument("--models", default="large,small", help="of those that are measured: large, small")
     parser.add_argument("--output-dir", default="benchmarks/results")
     given = parser.parse_args()
     result = Result(name="overhead", title="What paging costs where nothing moves", columns=COLUMNS)
     bench = Bench(given.device, given.rounds)
-    shape = GPTShape(
-        layers=given.layers,
-        hidden=given.hidden,
-        heads=max(given.hidden // 64, 1),
-        tokens=given.tokens,
-        vocabulary=50304,
-    )
-    work = make_step(bench, shape, given.batch, given.steps)
     stages: dict[str, Callable[[], None]] = {
-        "idle steps": lambda: measure_idle_steps(bench, result, work, given.steps),
-        "limited steps": lambda: measure_limited_steps(bench, result, work, given.steps),
+        f"steps of {name}": partial(measure_steps, bench, result, name) for name in given.models.split(",")
+    }
+    stages |= {
         "ops": lambda: measure_ops(bench, result, given.ops),
         "calls": lambda: measure_calls(bench, result, given.calls),
     }

@@ -7,6 +7,11 @@
 #include <entity/Error.h>
 
 namespace torch_lms {
+namespace {
+
+constexpr auto kMomentForOps = std::chrono::microseconds(50);
+
+} // namespace
 
 CudaEntityTransferQueue::CudaEntityTransferQueue(
     TransferDirection direction,
@@ -128,10 +133,20 @@ void CudaEntityTransferQueue::wait_actions() {
   rethrow(lock);
 }
 
-void CudaEntityTransferQueue::wait_pending() {
-  std::unique_lock<std::mutex> lock(mutex_);
+uint64_t CudaEntityTransferQueue::pending_until() {
+  std::lock_guard<std::mutex> lock(mutex_);
   check_runs();
-  const uint64_t last = progress() + queued_.size() + taken_;
+  return progress() + queued_.size() + taken_;
+}
+
+bool CudaEntityTransferQueue::is_over(uint64_t until) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return progress() >= until || (queued_.empty() && !busy_);
+}
+
+void CudaEntityTransferQueue::wait_pending() {
+  const uint64_t last = pending_until();
+  std::unique_lock<std::mutex> lock(mutex_);
   progressed_.wait(lock, [&] { return progress() >= last || (queued_.empty() && !busy_); });
   rethrow(lock);
 }
@@ -236,15 +251,39 @@ void CudaEntityTransferQueue::work() {
         return;
       }
     }
-    if (next == nullptr || !begin(std::move(next))) {
-      if (next == nullptr && !in_flight_.empty()) {
+    if (next == nullptr) {
+      if (!in_flight_.empty()) {
         finish_oldest();
       }
+    } else if (direction_ == TransferDirection::kOut && next->pageout_must_wait()) {
+      put_off(std::move(next));
+    } else {
+      put_off_in_turn_ = 0;
+      waits_for_ops_.store(false, std::memory_order_release);
+      begin(std::move(next));
     }
   }
 }
 
-bool CudaEntityTransferQueue::begin(std::shared_ptr<EntityStorageImpl> entity) {
+/// Others first; if all have to wait, what is under way; then ops get a moment to end.
+void CudaEntityTransferQueue::put_off(std::shared_ptr<EntityStorageImpl> entity) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  queued_.push_back(std::move(entity));
+  --taken_;
+  if (++put_off_in_turn_ < queued_.size()) {
+    return;
+  }
+  put_off_in_turn_ = 0;
+  if (!in_flight_.empty()) {
+    lock.unlock();
+    finish_oldest();
+    return;
+  }
+  waits_for_ops_.store(true, std::memory_order_release);
+  work_.wait_for(lock, kMomentForOps);
+}
+
+void CudaEntityTransferQueue::begin(std::shared_ptr<EntityStorageImpl> entity) {
   FinishedTransfer transfer;
   transfer.entity = std::move(entity);
   bool begun = false;
@@ -260,12 +299,11 @@ bool CudaEntityTransferQueue::begin(std::shared_ptr<EntityStorageImpl> entity) {
   }
   if (!begun) {
     finish(std::move(transfer));
-    return false;
+    return;
   }
   const size_t nbytes = transfer.entity->nbytes();
   in_flight_bytes_ += nbytes;
   in_flight_.push_back(InFlight{std::move(transfer), nbytes});
-  return true;
 }
 
 void CudaEntityTransferQueue::finish_oldest() {

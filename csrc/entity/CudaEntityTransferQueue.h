@@ -76,6 +76,12 @@ class CudaEntityTransferQueue {
   /// meanwhile. Rethrows as `wait_actions`.
   void wait_pending();
 
+  /// The same in turns: the count of finished transfers with which all are over that are
+  /// there now, and whether they are. `pending_until` throws Error where nobody works on
+  /// them. What failed is for `take_error`.
+  uint64_t pending_until();
+  bool is_over(uint64_t until);
+
   /// As `wait_actions`, but stops the worker and leaves the queue locked.
   void wait_and_stop_actions();
 
@@ -107,6 +113,12 @@ class CudaEntityTransferQueue {
   /// Transfers that are queued and have not begun.
   size_t size() const;
 
+  /// Whether all that is queued waits for ops of other threads to end (see
+  /// `EntityStorageImpl::pageout_must_wait`).
+  bool waits_for_ops() const noexcept {
+    return waits_for_ops_.load(std::memory_order_acquire);
+  }
+
   /// The exception that the worker stored last, taken out; null if none.
   std::exception_ptr take_error();
 
@@ -118,7 +130,8 @@ class CudaEntityTransferQueue {
 
   void add(std::shared_ptr<EntityStorageImpl> entity, bool at_head);
   void work();
-  bool begin(std::shared_ptr<EntityStorageImpl> entity);
+  void begin(std::shared_ptr<EntityStorageImpl> entity);
+  void put_off(std::shared_ptr<EntityStorageImpl> entity);
   void finish_oldest();
   void finish(FinishedTransfer transfer);
   void commit_here(FinishedTransfer transfer);
@@ -150,10 +163,12 @@ class CudaEntityTransferQueue {
   // Used by the worker alone.
   std::deque<InFlight> in_flight_;
   size_t in_flight_bytes_ = 0;
+  size_t put_off_in_turn_ = 0;
 
   std::atomic<size_t> finished_count_{0};
   std::atomic<size_t> pending_bytes_{0};
   std::atomic<uint64_t> progress_{0};
+  std::atomic<bool> waits_for_ops_{false};
 };
 
 } // namespace torch_lms

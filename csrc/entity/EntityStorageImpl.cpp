@@ -48,7 +48,7 @@ EntityStorageImpl::~EntityStorageImpl() = default;
 
 // --- page-out ---------------------------------------------------------------
 
-bool EntityStorageImpl::request_pageout() {
+bool EntityStorageImpl::request_pageout(uint64_t known_since) {
   uint64_t accesses = 0;
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -61,7 +61,7 @@ bool EntityStorageImpl::request_pageout() {
   }
   std::shared_ptr<PageoutTransfer> transfer;
   try {
-    transfer = prepare_pageout();
+    transfer = prepare_pageout(std::max(first_seen_, known_since));
   } catch (...) {
     std::lock_guard<std::mutex> lock(mutex_);
     requesting_ = false;
@@ -83,15 +83,8 @@ bool EntityStorageImpl::request_pageout() {
   return true;
 }
 
-void EntityStorageImpl::mark_requested() {
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (out_ != nullptr) {
-    out_->tick = OpClock::get().tick();
-  }
-}
-
 /// Null if the storage no longer holds the entity's memory.
-std::shared_ptr<PageoutTransfer> EntityStorageImpl::prepare_pageout() {
+std::shared_ptr<PageoutTransfer> EntityStorageImpl::prepare_pageout(uint64_t known_since) {
   auto transfer = std::make_shared<PageoutTransfer>();
   void* device = nullptr;
   transfer->keep = binding_->acquire(nbytes_, &device);
@@ -99,8 +92,20 @@ std::shared_ptr<PageoutTransfer> EntityStorageImpl::prepare_pageout() {
     return nullptr;
   }
   transfer->device = device;
-  transfer->after = backend_->submitted_work();
+  transfer->known_since = known_since;
+  transfer->requester = OpClock::this_thread();
+  transfer->doubtful =
+      known_since != 0 && OpClock::get().running_since(known_since, transfer->requester);
+  if (!transfer->doubtful) {
+    transfer->after = backend_->submitted_work();
+  }
   return transfer;
+}
+
+bool EntityStorageImpl::pageout_must_wait() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return state() == EntityState::kOutQueued && out_->doubtful &&
+      OpClock::get().running_since(out_->known_since, out_->requester);
 }
 
 bool EntityStorageImpl::begin_pageout(std::shared_ptr<PageoutTransfer>* started) {
@@ -120,6 +125,9 @@ bool EntityStorageImpl::begin_pageout(std::shared_ptr<PageoutTransfer>* started)
     set_state(EntityState::kPagingOut);
   }
   try {
+    if (transfer->doubtful) {
+      transfer->after = backend_->submitted_work();
+    }
     transfer->host = backend_->allocate_host(nbytes_); // may be slow
     {
       std::lock_guard<std::mutex> lock(mutex_);
@@ -164,8 +172,7 @@ CommitResult EntityStorageImpl::commit_pageout(
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (out_ == transfer) {
-      const uint64_t since = std::max(first_seen_, transfer->tick);
-      if (pinned() || (since != 0 && OpClock::get().running_since(since))) {
+      if (pinned()) {
         return CommitResult::kInUse;
       }
       if (binding_->referenced()) {
@@ -392,12 +399,18 @@ bool EntityStorageImpl::touch(AccessResult* result) {
   return true;
 }
 
-bool EntityStorageImpl::settled() {
+FencePtr EntityStorageImpl::arrival() {
   std::lock_guard<std::mutex> lock(mutex_);
   if (arrival_ != nullptr && arrival_->done()) {
     arrival_ = nullptr;
   }
-  return state() == EntityState::kResident && arrival_ == nullptr && !calling_off_;
+  return arrival_;
+}
+
+bool EntityStorageImpl::settled() {
+  const bool arrived = arrival() == nullptr;
+  std::lock_guard<std::mutex> lock(mutex_);
+  return arrived && state() == EntityState::kResident && arrival_ == nullptr && !calling_off_;
 }
 
 void EntityStorageImpl::host_copy_released() noexcept {
@@ -459,6 +472,11 @@ void* EntityStorageImpl::host_data() const {
 
 bool EntityStorageImpl::pageout_internal_sync() {
   if (state() == EntityState::kResident && !request_pageout()) {
+    return false;
+  }
+  if (pageout_must_wait()) {
+    AccessResult ignored = AccessResult::kResident;
+    touch(&ignored); // calls the request off
     return false;
   }
   std::shared_ptr<PageoutTransfer> transfer;

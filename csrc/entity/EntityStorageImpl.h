@@ -35,7 +35,7 @@ enum class AccessResult : uint8_t {
 
 enum class CommitResult : uint8_t {
   kCommitted,
-  kInUse, ///< An op that is running may use the entity; try again later.
+  kInUse, ///< An op that is running uses the entity; try again later.
   kDropped, ///< Cancelled meanwhile, or the storage is gone.
 };
 
@@ -45,7 +45,11 @@ struct PageoutTransfer {
   KeepAlive keep;
   const void* device = nullptr;
   FencePtr after;
-  uint64_t tick = 0; // guarded by the entity's mutex: see `mark_requested`
+  // See Note [Who may still use a storage]: the ops that may, and whether some of them
+  // were running when `after` was made, which then tells nothing of their work.
+  uint64_t known_since = 0;
+  bool doubtful = false;
+  OpClock::Thread requester = 0;
   void* host = nullptr;
   FencePtr fence;
   std::atomic<bool> cancelled{false};
@@ -105,15 +109,14 @@ class EntityStorageImpl : public std::enable_shared_from_this<EntityStorageImpl>
 
   /// RESIDENT -> OUT_QUEUED. Returns false in every other state, for a pinned
   /// entity, and while another thread requests the same. The caller enqueues the
-  /// entity.
-  bool request_pageout();
+  /// entity. `known_since`: ops that began at or before this tick may use the bytes
+  /// without having pinned them, since nothing was on its way out then; 0 where every
+  /// op pins its inputs. See Note [Who may still use a storage].
+  bool request_pageout(uint64_t known_since = 0);
 
-  /// For a request whose queue has it by now, in a program that pages by hand: ops that
-  /// began before may use the bytes without having pinned them, since nothing was on its
-  /// way out then. The page-out is not committed before they end. (Where every op pins
-  /// its inputs anyway, in automatic mode, this would make ops that wait for room wait
-  /// for each other.)
-  void mark_requested();
+  /// Whether the copy of a requested page-out has to wait for ops of other threads, which
+  /// may use the bytes without having pinned them. For a queue's worker.
+  bool pageout_must_wait();
 
   /// PAGED_OUT -> IN_QUEUED. Returns false in every other state.
   bool request_pagein();
@@ -165,6 +168,9 @@ class EntityStorageImpl : public std::enable_shared_from_this<EntityStorageImpl>
   /// Whether the bytes are on the device and no stream has to be ordered after their
   /// arrival any more: until the next request, accesses have nothing to do.
   bool settled();
+
+  /// The copy that brought the bytes, if it may still be under way.
+  FencePtr arrival();
 
   /// While pinned an entity is not committed to the host. Pins nest.
   void pin() noexcept {
@@ -223,7 +229,7 @@ class EntityStorageImpl : public std::enable_shared_from_this<EntityStorageImpl>
 
  private:
   /// The cases of `access`, under the lock; may let go of it on the way.
-  std::shared_ptr<PageoutTransfer> prepare_pageout();
+  std::shared_ptr<PageoutTransfer> prepare_pageout(uint64_t known_since);
   AccessResult access_locked(std::unique_lock<std::mutex>& lock);
   AccessResult cancel_pageout_locked(std::unique_lock<std::mutex>& lock);
   AccessResult finish_pagein_locked(std::unique_lock<std::mutex>& lock);

@@ -8,11 +8,13 @@ namespace {
 
 struct Slot {
   std::atomic<uint64_t> running_since{0};
+  OpClock::Thread thread = 0;
 };
 
 struct SlotList {
   std::mutex mutex;
   std::list<Slot*> slots;
+  OpClock::Thread last_thread = 0;
 };
 
 SlotList& slot_list() {
@@ -27,6 +29,7 @@ thread_local Slot* own_slot __attribute__((tls_model("initial-exec"))) = nullptr
 struct ThreadSlot {
   ThreadSlot() {
     std::lock_guard<std::mutex> lock(slot_list().mutex);
+    slot.thread = ++slot_list().last_thread;
     slot_list().slots.push_back(&slot);
     own_slot = &slot;
   }
@@ -68,12 +71,15 @@ uint64_t OpClock::tick() noexcept {
   return now_.fetch_add(1, std::memory_order_seq_cst);
 }
 
-bool OpClock::running_since(uint64_t tick) noexcept {
-  const Slot* own = &this_thread_slot();
+OpClock::Thread OpClock::this_thread() noexcept {
+  return this_thread_slot().thread;
+}
+
+bool OpClock::running_since(uint64_t tick, Thread except) noexcept {
   std::lock_guard<std::mutex> lock(slot_list().mutex);
   for (const Slot* slot : slot_list().slots) {
     const uint64_t since = slot->running_since.load(std::memory_order_seq_cst);
-    if (slot != own && since != 0 && since <= tick) {
+    if (slot->thread != except && since != 0 && since <= tick) {
       return true;
     }
   }

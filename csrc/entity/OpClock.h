@@ -9,15 +9,22 @@ namespace torch_lms {
 ///
 /// Note [Who may still use a storage]
 /// An op pins the entities among its inputs before it runs, so a pinned entity
-/// is never committed to the host. An op that began before an entity existed
-/// pinned nothing. `OpClock` covers those: every thread publishes the tick at
-/// which its outermost op began, an entity remembers the tick of its first
-/// sighting, and a page-out is committed only when no op that began at or
-/// before that tick is still running. The order of the accesses makes it safe:
-/// an op publishes its tick (sequentially consistent) before it looks entities
-/// up, and an entity is published before it takes its tick.
+/// is never committed to the host, and it calls off a page-out of theirs that is under
+/// way. An op pins nothing if it began before the entity existed, or, in a program that
+/// pages by hand, while nothing was on its way out: then it did not look. `OpClock`
+/// covers those: every thread publishes the tick at which its outermost op began; an
+/// entity remembers the tick of its first sighting, a request by hand the tick at which
+/// every op had begun to look. An op of another thread that began at or before this
+/// tick and still runs when the page-out is requested may yet submit work that reads or
+/// writes the bytes: the copy waits until it ends, and for the work that is submitted
+/// by then. The order of the accesses makes it safe: an op publishes its tick
+/// (sequentially consistent) before it looks entities up, and an entity, or the news
+/// that something is on its way out, is published before the tick is taken.
 class OpClock {
  public:
+  /// Names a thread; no other ever has the same. 0 names none.
+  using Thread = uint64_t;
+
   static OpClock& get();
 
   /// The outermost op of the calling thread begins. Thread-safe.
@@ -29,9 +36,12 @@ class OpClock {
   /// A new tick, later than that of every op that is running. Thread-safe.
   uint64_t tick() noexcept;
 
+  /// The calling thread. Thread-safe.
+  static Thread this_thread() noexcept;
+
   /// Whether an op that began at or before `tick` is still running on a thread
-  /// other than the calling one. Thread-safe.
-  bool running_since(uint64_t tick) noexcept;
+  /// other than `except`. Thread-safe.
+  bool running_since(uint64_t tick, Thread except = this_thread()) noexcept;
 
  private:
   OpClock() = default;

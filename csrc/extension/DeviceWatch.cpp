@@ -31,6 +31,7 @@ size_t DeviceWatch::margin_bytes() const noexcept {
 }
 
 void DeviceWatch::note_allocation(size_t nbytes) {
+  allocated_.store(true, std::memory_order_relaxed);
   if (nbytes >= kLargeBytes) {
     std::lock_guard<std::mutex> lock(mutex_);
     recent_bytes_[recent_at_++ % recent_bytes_.size()] = nbytes;

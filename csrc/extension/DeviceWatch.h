@@ -43,6 +43,11 @@ class DeviceWatch {
   size_t margin_bytes() const noexcept;
 
   void note_allocation(size_t nbytes);
+  /// Whether anything has been allocated since the last call. Cheap.
+  bool take_allocated() noexcept {
+    return allocated_.load(std::memory_order_relaxed) &&
+        allocated_.exchange(false, std::memory_order_relaxed);
+  }
   /// The largest of the latest large allocations, as far as prefetches give way to it.
   size_t largest_recent_bytes();
 
@@ -70,6 +75,7 @@ class DeviceWatch {
   mutable std::mutex mutex_;
   std::atomic<Device*> device_{nullptr};
   std::atomic<size_t> limit_bytes_{0};
+  std::atomic<bool> allocated_{false};
   // Both may hold entities that are elsewhere by now: checked when they come up.
   std::unordered_map<const EntityStorageImpl*, std::weak_ptr<EntityStorageImpl>> resident_;
   std::multimap<uint64_t, std::weak_ptr<EntityStorageImpl>> paged_out_; // by next use

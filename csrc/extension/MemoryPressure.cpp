@@ -166,7 +166,8 @@ MemoryPressure::Progress MemoryPressure::wait_for_pageouts(uint64_t* progress) {
     *progress = pager.out_queue().wait_for_progress(seen, 1000);
     pager.commit_finished();
     moved = pager.out_queue().pending_bytes() < before;
-    if (*progress != seen || !pager.out_queue().has_finished()) {
+    const bool held = pager.out_queue().has_finished() || pager.out_queue().waits_for_ops();
+    if (*progress != seen || !held) {
       copied = std::chrono::steady_clock::now();
     } else if (std::chrono::steady_clock::now() - copied > kPatienceWithOps) {
       break;
@@ -333,13 +334,13 @@ bool MemoryPressure::after_out_of_memory(Device& device, size_t nbytes) {
 
 /// At the end of an op: keeps the high watermark, or follows the plan.
 void MemoryPressure::page_out_ahead(DeviceWatch& watch, bool backward) {
+  if (backward || !watch.take_allocated()) {
+    return; // A backward frees more than it allocates; and asking the allocator is slow.
+  }
   const size_t used = watch.device().allocated_bytes();
   const size_t stays = used - std::min(used, Pager::get().out_queue().pending_bytes());
   const size_t margin = watch.margin_bytes();
   const size_t high = watch.limit_bytes() - margin;
-  if (backward) {
-    return; // It frees more than it allocates.
-  }
   watch.note_stays(stays);
   if (stays > high) {
     request_pageouts(watch, stays - high + margin / 4);

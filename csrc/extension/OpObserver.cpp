@@ -122,10 +122,10 @@ EntityPtr entity_for_op(c10::StorageImpl& storage, bool fresh) {
   if (HostMark* mark = host_mark(storage)) {
     return mark->entity;
   }
-  if (storage.nbytes() >= tracked_from_bytes.load(std::memory_order_relaxed)) {
+  if (tracks_storages_of(storage.nbytes())) {
     return Pager::get().find_or_track(storage, fresh);
   }
-  return Pager::get().outgoing() ? Pager::get().find(storage) : nullptr;
+  return Pager::get().in_motion() ? Pager::get().find(storage) : nullptr;
 }
 
 bool is_collective(const at::RecordFunction& op) {
@@ -180,6 +180,9 @@ std::unique_ptr<at::ObserverContext> on_op_begin(const at::RecordFunction& op) {
       let_go_of_raw();
     }
     OpClock::get().begin_op();
+    if (Pager::get().arrivals().any()) {
+      Pager::get().arrivals().settle();
+    }
     if (Pager::get().has_finished()) {
       Pager::get().commit_finished();
     }
@@ -250,6 +253,10 @@ bool tracking() {
 
 } // namespace
 
+bool tracks_storages_of(size_t nbytes) noexcept {
+  return nbytes >= tracked_from_bytes.load(std::memory_order_relaxed);
+}
+
 EntityPtr entity_of_input(c10::StorageImpl& storage) {
   return entity_for_op(storage, false);
 }
@@ -258,12 +265,19 @@ void use_pinned(const std::vector<EntityPtr>& entities, size_t first, bool stay)
   for (size_t i = first; i < entities.size(); ++i) {
     Pager::get().call_off_pageout(entities[i]);
   }
+  const Device* asked = nullptr;
+  bool capturing = false;
   for (size_t i = first; i < entities.size(); ++i) {
     const EntityPtr entity = entities[i]; // the vector may grow meanwhile
-    if (stay || find_device_of(*entity).capturing()) {
+    Device& device = find_device_of(*entity);
+    if (&device != asked) {
+      asked = &device;
+      capturing = device.capturing();
+      device.note_current_stream();
+    }
+    if (stay || capturing) {
       entity->pin();
     }
-    find_device_of(*entity).note_current_stream();
     Pager::get().use(entity);
     MemoryPressure::get().record_use(entity);
   }

@@ -27,6 +27,7 @@ bool observing_ops() noexcept;
 /// and use them. `disable` ends it. Thread-safe.
 void track_storages(size_t min_bytes);
 void stop_tracking_storages();
+bool tracks_storages_of(size_t nbytes) noexcept;
 
 /// The entity of an op's input; null where paging has nothing to do with it. In automatic
 /// mode it becomes one.

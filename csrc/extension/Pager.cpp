@@ -22,6 +22,7 @@ namespace torch_lms {
 namespace {
 
 constexpr auto kCommitPatience = std::chrono::seconds(60);
+constexpr int64_t kTurn_us = 200;
 
 EntityPtr make_entity(c10::StorageImpl& storage, Device& device, bool fresh) {
   auto binding = std::make_unique<TorchStorageBinding>(&storage, device);
@@ -39,6 +40,22 @@ void begin_worker() {
   allocate_for_prefetches();
   prepare_worker();
 }
+
+/// One more while in scope.
+class Counted {
+ public:
+  explicit Counted(std::atomic<size_t>& count) : count_(count) {
+    count_.fetch_add(1);
+  }
+  ~Counted() {
+    count_.fetch_sub(1);
+  }
+  Counted(const Counted&) = delete;
+  Counted& operator=(const Counted&) = delete;
+
+ private:
+  std::atomic<size_t>& count_;
+};
 
 [[noreturn]] void refuse(const c10::Storage& storage, const std::string& why) {
   throw PageoutRefused(
@@ -116,22 +133,14 @@ bool Pager::pageout(const c10::Storage& storage) {
   if (device->capturing()) {
     refuse(storage, "a CUDA graph is being captured, and nothing moves meanwhile");
   }
+  const Counted requesting(requests_); // from here on ops that begin look for what is on its way out
   if (observe_ops()) {
     device->note_busy_streams();
   }
   const EntityPtr entity = find_or_track(impl, false);
   device->note_current_stream();
-  if (entity->request_pageout()) {
-    entity->pin(); // Nobody commits it before it is marked.
-    try {
-      enqueue_pageout(entity);
-      observe_ops(); // Another thread may have found nothing to observe just before.
-      entity->mark_requested();
-    } catch (...) {
-      entity->unpin();
-      throw;
-    }
-    entity->unpin();
+  if (entity->request_pageout(OpClock::get().tick())) {
+    enqueue_pageout(entity);
     return true;
   }
   if (entity->state() == EntityState::kResident && entity->pinned()) {
@@ -277,6 +286,11 @@ void Pager::count(const EntityPtr& entity, AccessResult result) {
 
 bool Pager::use(const EntityPtr& entity) {
   const EntityState before = entity->state();
+  if (before == EntityState::kResident) {
+    count(entity, entity->access());
+    return true;
+  }
+  const Arrivals::Scope arriving(arrivals_, *entity);
   if (before == EntityState::kPagedOut || before == EntityState::kInQueued) {
     RECORD_USER_SCOPE("torch_lms::passive_pagein");
     try {
@@ -301,9 +315,12 @@ bool Pager::use(const EntityPtr& entity) {
 
 void Pager::call_off_pageout(const EntityPtr& entity) {
   const EntityState before = entity->state();
+  if (before != EntityState::kOutQueued && before != EntityState::kPagingOut) {
+    return;
+  }
+  const Arrivals::Scope arriving(arrivals_, *entity); // another thread may be faster
   AccessResult result = AccessResult::kResident;
-  if ((before == EntityState::kOutQueued || before == EntityState::kPagingOut) &&
-      entity->touch(&result)) {
+  if (entity->touch(&result)) {
     count(entity, result);
   }
 }
@@ -416,23 +433,27 @@ void Pager::commit_finished(bool in_allocator) {
 }
 
 void Pager::wait_pageouts() {
-  std::exception_ptr error;
-  try {
-    out_.wait_pending();
-  } catch (...) {
-    error = std::current_exception();
-  }
-  const auto deadline = std::chrono::steady_clock::now() + kCommitPatience;
-  commit_finished();
-  while (out_.has_finished()) {
-    if (std::chrono::steady_clock::now() > deadline) {
+  const uint64_t last = out_.pending_until();
+  uint64_t seen = out_.progress();
+  auto progressed = std::chrono::steady_clock::now();
+  for (bool over = false; !over || out_.has_finished();) {
+    over = out_.is_over(last);
+    commit_finished(); // while the others are copied
+    const uint64_t before = seen;
+    if (!over) {
+      seen = out_.wait_for_progress(seen, kTurn_us);
+    } else if (out_.has_finished()) {
+      std::this_thread::sleep_for(std::chrono::microseconds(50)); // an op uses it
+    }
+    if (seen != before || !(over || out_.waits_for_ops())) {
+      progressed = std::chrono::steady_clock::now();
+    } else if (std::chrono::steady_clock::now() - progressed > kCommitPatience) {
       throw TransferFailed(
           "expected running ops to let go of storages that are to be paged out, found one still "
           "running after 60 s on another thread; wait for that thread first");
     }
-    std::this_thread::sleep_for(std::chrono::microseconds(50));
-    commit_finished();
   }
+  const std::exception_ptr error = out_.take_error();
   stop_observing_if_idle();
   if (error != nullptr) {
     std::rethrow_exception(error);
@@ -441,8 +462,16 @@ void Pager::wait_pageouts() {
 
 void Pager::wait_pageins() {
   settle_prefetches();
+  uint64_t seen = in_.progress();
+  for (const uint64_t last = in_.pending_until(); !in_.is_over(last);) {
+    commit_finished(); // while the others are copied
+    seen = in_.wait_for_progress(seen, kTurn_us);
+  }
+  arrivals_.wait();
   try {
-    in_.wait_pending();
+    if (const std::exception_ptr error = in_.take_error()) {
+      std::rethrow_exception(error);
+    }
   } catch (const NoRoom&) {
     stats_.pagein_failures.fetch_add(1, std::memory_order_relaxed);
   } catch (const c10::OutOfMemoryError&) {
@@ -456,11 +485,17 @@ void Pager::pagein_all() {
   std::exception_ptr failed;
   table_.for_each([&](const EntityPtr& entity) {
     const KeepAlive keep = entity->hold();
-    if (keep == nullptr || entity->state() == EntityState::kResident) {
+    if (keep == nullptr) {
       return;
     }
     try {
-      count(entity, entity->access());
+      const Arrivals::Scope arriving(arrivals_, *entity);
+      if (entity->state() != EntityState::kResident) {
+        count(entity, entity->access());
+      }
+      if (const FencePtr copy = entity->arrival()) {
+        copy->wait(); // Ops may not be observed from here on.
+      }
     } catch (...) {
       failed = std::current_exception();
     }

@@ -7,6 +7,7 @@
 #include <c10/core/Storage.h>
 #include <entity/CudaEntityTransferQueue.h>
 
+#include <extension/Arrivals.h>
 #include <extension/Device.h>
 #include <extension/DirectPrefetches.h>
 #include <extension/EntityTable.h>
@@ -90,10 +91,18 @@ class Pager {
 
   /// Whether anything is paged out or on its way: ops have to be observed.
   bool active() const noexcept {
-    return paged_out_storages() != 0 || out_.pending_bytes() != 0 || in_.pending_bytes() != 0;
+    return paged_out_storages() != 0 || in_motion() || in_.pending_bytes() != 0;
   }
-  bool outgoing() const noexcept {
-    return out_.pending_bytes() != 0;
+
+  /// Whether a storage that holds device memory may be on its way out, or its bytes on
+  /// their way in: ops have to look it up.
+  bool in_motion() const noexcept {
+    return out_.pending_bytes() != 0 || arrivals_.any() || requests_.load() != 0;
+  }
+
+  /// See `Arrivals`.
+  Arrivals& arrivals() noexcept {
+    return arrivals_;
   }
 
   CudaEntityTransferQueue& out_queue() {
@@ -135,6 +144,8 @@ class Pager {
   std::atomic<int64_t> paged_out_storages_{0};
 
   DirectPrefetches direct_;
+  Arrivals arrivals_;
+  std::atomic<size_t> requests_{0}; // by hand, being made
 
   std::mutex dropped_mutex_;
   std::vector<KeepAlive> dropped_; // to be destroyed outside of an allocator

@@ -222,23 +222,62 @@ TEST(a_pin_before_the_copy_undoes_a_whole_pageout) {
   rig.check_moves_again();
 }
 
-TEST(an_op_that_began_before_the_entity_was_seen_holds_a_commit_back) {
-  Gate running;
-  std::thread op([&] {
-    OpClock::get().begin_op();
-    running.pass();
-    OpClock::get().end_op();
-  });
-  running.wait_until_reached();
+/// An op of another thread, which ends when it is told to.
+class OtherOp {
+ public:
+  OtherOp()
+      : thread_([this] {
+          OpClock::get().begin_op();
+          running_.pass();
+          OpClock::get().end_op();
+        }) {
+    running_.wait_until_reached();
+  }
+  ~OtherOp() {
+    end();
+  }
+  void end() {
+    if (thread_.joinable()) {
+      running_.open();
+      thread_.join();
+    }
+  }
+
+ private:
+  Gate running_;
+  std::thread thread_;
+};
+
+TEST(a_copy_waits_for_ops_that_began_before_the_entity_was_seen_or_asked_for) {
+  OtherOp op;
   EntityRig seen_during(Copies::kOnCaller, OpClock::get().tick());
-  EntityRig unknown_to_ops(Copies::kOnCaller, 0);
-  seen_during.go_to(PO);
-  CHECK_EQ(seen_during.commit_out(), CommitResult::kInUse);
+  EntityRig asked_for_during(Copies::kOnCaller);
+  EntityRig unknown_to_ops(Copies::kOnCaller);
+  CHECK(!seen_during.entity->pageout_internal_sync());
   CHECK(unknown_to_ops.entity->pageout_internal_sync());
-  running.open();
-  op.join();
-  CHECK_EQ(seen_during.commit_out(), CommitResult::kCommitted);
-  seen_during.out = nullptr;
+  REQUIRE(seen_during.entity->request_pageout());
+  REQUIRE(asked_for_during.entity->request_pageout(OpClock::get().tick()));
+  for (EntityRig* rig : {&seen_during, &asked_for_during}) {
+    CHECK(rig->entity->pageout_must_wait());
+  }
+  op.end();
+  for (EntityRig* rig : {&seen_during, &asked_for_during}) {
+    CHECK(!rig->entity->pageout_must_wait());
+    CHECK(rig->entity->pageout_internal_sync());
+  }
+}
+
+TEST(work_that_an_op_submits_after_the_request_is_copied) {
+  EntityRig rig(Copies::kOnStreams);
+  OtherOp op;
+  REQUIRE(rig.entity->request_pageout(OpClock::get().tick()));
+  rig.write(7); // by the op, which has not pinned the entity
+  op.end();
+  REQUIRE(rig.entity->begin_pageout(&rig.out));
+  CHECK(rig.out->after != nullptr); // taken when the op was over
+  rig.wait(rig.out->fence);
+  CHECK_EQ(rig.commit_out(), CommitResult::kCommitted);
+  rig.out = nullptr;
 }
 
 TEST(an_access_while_a_request_takes_its_fence_refuses_the_request) {

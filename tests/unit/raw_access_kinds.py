@@ -66,7 +66,7 @@ def _storage_resized(factor: float) -> Callable[..., Any]:
 
 
 def _tensor_over_its_storage(a: torch.Tensor, _: torch.Tensor) -> list[torch.Tensor]:
-    other = torch.empty(0).set_(a.untyped_storage(), 40, (2, 3), (40, 1))
+    other = torch.empty(0, device=a.device).set_(a.untyped_storage(), 40, (2, 3), (40, 1))
     other.add_(1)
     return [other, a]
 

@@ -112,9 +112,12 @@ void CudaDevice::reset_peak() {
 }
 
 size_t CudaDevice::contiguous_bytes() const {
+  const size_t limit = reserved_limit_bytes_.load(std::memory_order_relaxed);
+  if (limit == SIZE_MAX) {
+    return SIZE_MAX; // Nothing but the device itself limits the allocator.
+  }
   const auto stats = allocator::get()->getDeviceStats(index_);
   const auto reserved = static_cast<size_t>(stats.reserved_bytes[0].current);
-  const size_t limit = reserved_limit_bytes_.load(std::memory_order_relaxed);
   size_t largest = 1; // anything but 0, which would ask the driver
   allocator::get()->cacheInfo(index_, &largest);
   return std::max(largest, limit > reserved ? limit - reserved : 0);
