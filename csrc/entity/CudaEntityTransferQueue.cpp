@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <iterator>
 #include <utility>
 
 #include <entity/Error.h>
@@ -38,20 +39,40 @@ CudaEntityTransferQueue::~CudaEntityTransferQueue() {
 
 // --- callers ------------------------------------------------------------------
 
-void CudaEntityTransferQueue::add(std::shared_ptr<EntityStorageImpl> entity, bool at_head) {
-  const size_t nbytes = entity->nbytes();
-  std::lock_guard<std::mutex> lock(mutex_);
+void CudaEntityTransferQueue::check_open() const {
   if (locked_ || waiting_ != 0) {
     throw Error(
         "expected an open transfer queue, found one that is being waited for or has been "
         "stopped; start it (start_actions, or a new swap environment) before adding transfers");
   }
+}
+
+void CudaEntityTransferQueue::add(std::shared_ptr<EntityStorageImpl> entity, bool at_head) {
+  const size_t nbytes = entity->nbytes();
+  std::lock_guard<std::mutex> lock(mutex_);
+  check_open();
   pending_bytes_.fetch_add(nbytes, std::memory_order_acq_rel);
   if (at_head) {
     queued_.push_front(std::move(entity));
   } else {
     queued_.push_back(std::move(entity));
   }
+  work_.notify_one();
+}
+
+void CudaEntityTransferQueue::enqueue_all(
+    std::vector<std::shared_ptr<EntityStorageImpl>> entities) {
+  size_t nbytes = 0;
+  for (const auto& entity : entities) {
+    nbytes += entity->nbytes();
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  check_open();
+  queued_.insert(
+      queued_.end(),
+      std::make_move_iterator(entities.begin()),
+      std::make_move_iterator(entities.end()));
+  pending_bytes_.fetch_add(nbytes, std::memory_order_acq_rel);
   work_.notify_one();
 }
 

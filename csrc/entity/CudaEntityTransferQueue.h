@@ -52,6 +52,9 @@ class CudaEntityTransferQueue {
   /// Adds a transfer to the tail. Throws Error while the queue is locked.
   void enqueue(std::shared_ptr<EntityStorageImpl> entity);
 
+  /// Adds several, all or none.
+  void enqueue_all(std::vector<std::shared_ptr<EntityStorageImpl>> entities);
+
   /// Adds a passive transfer, which somebody is waiting for, to the head.
   void enqueue_passive(std::shared_ptr<EntityStorageImpl> entity);
 
@@ -129,6 +132,7 @@ class CudaEntityTransferQueue {
   };
 
   void add(std::shared_ptr<EntityStorageImpl> entity, bool at_head);
+  void check_open() const;
   void work();
   void begin(std::shared_ptr<EntityStorageImpl> entity);
   void put_off(std::shared_ptr<EntityStorageImpl> entity);

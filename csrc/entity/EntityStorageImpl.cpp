@@ -49,57 +49,68 @@ EntityStorageImpl::~EntityStorageImpl() = default;
 // --- page-out ---------------------------------------------------------------
 
 bool EntityStorageImpl::request_pageout(uint64_t known_since) {
-  uint64_t accesses = 0;
+  const std::shared_ptr<PageoutTransfer> transfer = begin_request();
+  if (transfer == nullptr) {
+    return false;
+  }
+  try {
+    transfer->known_since = std::max(first_seen_, known_since);
+    transfer->requester = OpClock::this_thread();
+    transfer->doubtful = transfer->known_since != 0 &&
+        OpClock::get().running_since(transfer->known_since, transfer->requester);
+    if (!transfer->doubtful) {
+      transfer->after = backend_->submitted_work();
+    }
+  } catch (...) {
+    abandon_request();
+    throw;
+  }
+  return finish_request(transfer);
+}
+
+std::shared_ptr<PageoutTransfer> EntityStorageImpl::begin_request() {
+  auto transfer = std::make_shared<PageoutTransfer>();
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (state() != EntityState::kResident || requesting_ || calling_off_ || pinned() || gone()) {
-      return false;
+      return nullptr;
     }
-    accesses = accesses_;
+    transfer->accesses = accesses_;
     order_after_arrival_locked(); // a prefetch that nobody has used yet
-    requesting_ = true; // From here on nothing but this request can move the bytes.
+    requesting_ = true;
   }
-  std::shared_ptr<PageoutTransfer> transfer;
+  void* device = nullptr;
   try {
-    transfer = prepare_pageout(std::max(first_seen_, known_since));
+    transfer->keep = binding_->acquire(nbytes_, &device);
   } catch (...) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    requesting_ = false;
+    abandon_request();
     throw;
   }
+  transfer->device = device;
+  if (transfer->keep == nullptr) { // The storage no longer holds the entity's memory.
+    abandon_request();
+    gone_.store(true, std::memory_order_release);
+    return nullptr;
+  }
+  return transfer;
+}
+
+bool EntityStorageImpl::finish_request(const std::shared_ptr<PageoutTransfer>& transfer) {
   std::lock_guard<std::mutex> lock(mutex_);
   requesting_ = false;
-  if (transfer == nullptr) {
-    gone_.store(true, std::memory_order_release);
-    return false;
-  }
   // An access since the fence was taken would not be covered by it.
-  if (state() != EntityState::kResident || pinned() || accesses != accesses_) {
+  if (state() != EntityState::kResident || pinned() || transfer->accesses != accesses_) {
     return false;
   }
-  out_ = std::move(transfer);
+  out_ = transfer;
   binding_->watch();
   set_state(EntityState::kOutQueued);
   return true;
 }
 
-/// Null if the storage no longer holds the entity's memory.
-std::shared_ptr<PageoutTransfer> EntityStorageImpl::prepare_pageout(uint64_t known_since) {
-  auto transfer = std::make_shared<PageoutTransfer>();
-  void* device = nullptr;
-  transfer->keep = binding_->acquire(nbytes_, &device);
-  if (transfer->keep == nullptr) {
-    return nullptr;
-  }
-  transfer->device = device;
-  transfer->known_since = known_since;
-  transfer->requester = OpClock::this_thread();
-  transfer->doubtful =
-      known_since != 0 && OpClock::get().running_since(known_since, transfer->requester);
-  if (!transfer->doubtful) {
-    transfer->after = backend_->submitted_work();
-  }
-  return transfer;
+void EntityStorageImpl::abandon_request() noexcept {
+  std::lock_guard<std::mutex> lock(mutex_);
+  requesting_ = false;
 }
 
 bool EntityStorageImpl::pageout_must_wait() {

@@ -50,6 +50,7 @@ struct PageoutTransfer {
   uint64_t known_since = 0;
   bool doubtful = false;
   OpClock::Thread requester = 0;
+  uint64_t accesses = 0; // to the entity, before the request
   void* host = nullptr;
   FencePtr fence;
   std::atomic<bool> cancelled{false};
@@ -113,6 +114,15 @@ class EntityStorageImpl : public std::enable_shared_from_this<EntityStorageImpl>
   /// without having pinned them, since nothing was on its way out then; 0 where every
   /// op pins its inputs. See Note [Who may still use a storage].
   bool request_pageout(uint64_t known_since = 0);
+
+  /// The same in two halves, so that several requests can share one fence.
+  /// `begin_request` returns null where `request_pageout` returns false; from then on
+  /// nothing but this request can move the bytes. `finish_request` comes when the
+  /// transfer has its fence; it returns false if the entity has been used meanwhile.
+  /// Each begun request has to be finished or abandoned.
+  std::shared_ptr<PageoutTransfer> begin_request();
+  bool finish_request(const std::shared_ptr<PageoutTransfer>& transfer);
+  void abandon_request() noexcept;
 
   /// Whether the copy of a requested page-out has to wait for ops of other threads, which
   /// may use the bytes without having pinned them. For a queue's worker.
@@ -229,7 +239,6 @@ class EntityStorageImpl : public std::enable_shared_from_this<EntityStorageImpl>
 
  private:
   /// The cases of `access`, under the lock; may let go of it on the way.
-  std::shared_ptr<PageoutTransfer> prepare_pageout(uint64_t known_since);
   AccessResult access_locked(std::unique_lock<std::mutex>& lock);
   AccessResult cancel_pageout_locked(std::unique_lock<std::mutex>& lock);
   AccessResult finish_pagein_locked(std::unique_lock<std::mutex>& lock);

@@ -30,8 +30,8 @@ class CpuDevice final : public Device {
   size_t allocated_bytes() const override;
   size_t peak_allocated_bytes() const override;
   void reset_peak() override;
-  size_t contiguous_bytes() const override {
-    return SIZE_MAX; // blocks are mapped one by one
+  bool has_contiguous(size_t) const override {
+    return true; // blocks are mapped one by one
   }
   std::vector<std::vector<AllocatorBlock>> blocks() const override {
     return {};

@@ -62,9 +62,9 @@ class Device {
   virtual size_t peak_allocated_bytes() const = 0;
   virtual void reset_peak() = 0;
 
-  /// The largest block that the allocator could hand out now without giving memory
-  /// back to the system first, which is slow and waits for the device.
-  virtual size_t contiguous_bytes() const = 0;
+  /// Whether the allocator could hand out such a block now without giving memory back to
+  /// the system first, which is slow and waits for the device.
+  virtual bool has_contiguous(size_t nbytes) const = 0;
 
   /// The allocator's blocks, segment by segment, in the order of their addresses.
   /// Empty where fragmentation does not exist. Slow.

@@ -256,17 +256,17 @@ bool MemoryPressure::make_room(Device& device, size_t nbytes) {
 void MemoryPressure::make_contiguous(Device& device, size_t nbytes) {
   DeviceWatch& watch = watch_of(device);
   if (nbytes < kLargeBytes || watch.limit_bytes() == 0 || allocates_for_prefetch() ||
-      device.capturing()) {
-    return;
+      device.capturing() || device.allocated_bytes() + nbytes <= watch.limit_bytes() / 2) {
+    return; // Where half is free, looking costs more than what fragments do.
   }
   Pager& pager = Pager::get();
   uint64_t progress = pager.out_queue().progress();
-  for (int tries = 0; tries < kContiguousTries && device.contiguous_bytes() < nbytes; ++tries) {
+  for (int tries = 0; tries < kContiguousTries && !device.has_contiguous(nbytes); ++tries) {
     // What is on its way out anyway may be enough.
-    while (device.contiguous_bytes() < nbytes &&
+    while (!device.has_contiguous(nbytes) &&
            (wait_for_pageouts(&progress) == Progress::kMoved || pager.cancel_last_prefetch())) {
     }
-    if (device.contiguous_bytes() < nbytes && !free_window(watch, nbytes)) {
+    if (!device.has_contiguous(nbytes) && !free_window(watch, nbytes)) {
       return;
     }
   }

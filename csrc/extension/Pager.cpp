@@ -41,29 +41,6 @@ void begin_worker() {
   prepare_worker();
 }
 
-/// One more while in scope.
-class Counted {
- public:
-  explicit Counted(std::atomic<size_t>& count) : count_(count) {
-    count_.fetch_add(1);
-  }
-  ~Counted() {
-    count_.fetch_sub(1);
-  }
-  Counted(const Counted&) = delete;
-  Counted& operator=(const Counted&) = delete;
-
- private:
-  std::atomic<size_t>& count_;
-};
-
-[[noreturn]] void refuse(const c10::Storage& storage, const std::string& why) {
-  throw PageoutRefused(
-      "expected a storage that can be paged out, found one of " + std::to_string(storage.nbytes()) +
-      " bytes on " + storage.device().str() + ": " + why +
-      "; leave it where it is, or page out a copy of it (tensor.clone())");
-}
-
 } // namespace
 
 Pager& Pager::get() {
@@ -106,50 +83,6 @@ EntityPtr Pager::find_or_track(c10::StorageImpl& storage, bool fresh) {
   MemoryPressure::get().record_use(entity);
   MemoryPressure::get().note_resident(entity);
   return entity;
-}
-
-bool Pager::pageout(const c10::Storage& storage) {
-  c10::StorageImpl& impl = *storage.unsafeGetStorageImpl();
-  if (impl.nbytes() == 0) {
-    return false;
-  }
-  if (HostMark* mark = host_mark(impl)) {
-    const EntityPtr entity = mark->entity;
-    if (entity->cancel_pagein()) {
-      in_.erase(entity.get());
-    }
-    if (entity->state() != EntityState::kPagingIn) {
-      return false;
-    }
-    use(entity);
-  }
-  Device* device = find_device(impl.device());
-  const EntityPtr known = table_.find(&impl);
-  if (known == nullptr || known->state() == EntityState::kResident) {
-    if (const char* why = why_not_movable(impl, device)) {
-      refuse(storage, why);
-    }
-  }
-  if (device->capturing()) {
-    refuse(storage, "a CUDA graph is being captured, and nothing moves meanwhile");
-  }
-  const Counted requesting(requests_); // from here on ops that begin look for what is on its way out
-  if (observe_ops()) {
-    device->note_busy_streams();
-  }
-  const EntityPtr entity = find_or_track(impl, false);
-  device->note_current_stream();
-  if (entity->request_pageout(OpClock::get().tick())) {
-    enqueue_pageout(entity);
-    return true;
-  }
-  if (entity->state() == EntityState::kResident && entity->pinned()) {
-    refuse(
-        storage,
-        "it is in use by a running op, or has been pinned (torch_lms.pin, numpy, "
-        "DLPack, a captured graph, a collective)");
-  }
-  return false;
 }
 
 void Pager::enqueue_pageout(const EntityPtr& entity) {

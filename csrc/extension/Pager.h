@@ -27,10 +27,6 @@ class Pager {
  public:
   static Pager& get();
 
-  /// Enqueues a page-out. Returns false where there is nothing to do (already
-  /// paged out, or on its way; zero bytes). Throws PageoutRefused.
-  bool pageout(const c10::Storage& storage);
-
   /// Enqueues a page-in. Returns false where there is nothing to do.
   bool prefetch(const c10::Storage& storage);
 
@@ -100,6 +96,11 @@ class Pager {
     return out_.pending_bytes() != 0 || arrivals_.any() || requests_.load() != 0;
   }
 
+  /// The number of requests by hand that are being made: see `PageoutBatch`.
+  std::atomic<size_t>& requests() noexcept {
+    return requests_;
+  }
+
   /// See `Arrivals`.
   Arrivals& arrivals() noexcept {
     return arrivals_;
@@ -145,7 +146,7 @@ class Pager {
 
   DirectPrefetches direct_;
   Arrivals arrivals_;
-  std::atomic<size_t> requests_{0}; // by hand, being made
+  std::atomic<size_t> requests_{0};
 
   std::mutex dropped_mutex_;
   std::vector<KeepAlive> dropped_; // to be destroyed outside of an allocator

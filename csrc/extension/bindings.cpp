@@ -16,6 +16,7 @@
 #include <extension/Fork.h>
 #include <extension/MemoryPressure.h>
 #include <extension/OpObserver.h>
+#include <extension/PageoutBatch.h>
 #include <extension/Pager.h>
 #include <extension/TorchStorageBinding.h>
 
@@ -66,13 +67,18 @@ std::vector<c10::Storage> storages_of(const py::sequence& objects) {
 int64_t enqueue_pageouts(const std::vector<c10::Storage>& storages) {
   const py::gil_scoped_release no_gil;
   let_go_of_raw();
-  Pager& pager = Pager::get();
-  pager.out_queue().start_actions();
-  int64_t count = 0;
-  for (const c10::Storage& storage : storages) {
-    count += pager.pageout(storage) ? 1 : 0;
+  Pager::get().out_queue().start_actions();
+  PageoutBatch batch;
+  try {
+    for (const c10::Storage& storage : storages) {
+      batch.add(storage);
+    }
+  } catch (const PageoutRefused&) {
+    batch.submit(); // Those before it go out.
+    throw;
   }
-  return count;
+  batch.submit();
+  return static_cast<int64_t>(batch.enqueued());
 }
 
 int64_t pageout(const py::sequence& objects) {

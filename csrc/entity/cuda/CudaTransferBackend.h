@@ -62,10 +62,10 @@ class CudaTransferBackend final : public TransferBackend {
   void order_after(const FencePtr& fence) override;
 
   cudaStream_t pageout_stream() const noexcept {
-    return out_stream_;
+    return out_.stream;
   }
   cudaStream_t pagein_stream() const noexcept {
-    return in_stream_;
+    return in_.stream;
   }
 
  private:
@@ -74,12 +74,21 @@ class CudaTransferBackend final : public TransferBackend {
     FencePtr after;
   };
 
+  /// One direction. See Note [Small copies share a fence].
+  struct Lane {
+    cudaStream_t stream = nullptr;
+    std::mutex mutex; // guards what follows
+    FencePtr after; // what the latest copy waited for
+    FencePtr fence; // the latest copies', if others may share it
+    size_t nbytes = 0; // of these copies
+  };
+
   FencePtr copy(
+      Lane& lane,
       void* to,
       const void* from,
       size_t nbytes,
       cudaMemcpyKind kind,
-      cudaStream_t stream,
       const FencePtr& after);
   void reclaim(bool wait);
 
@@ -88,8 +97,8 @@ class CudaTransferBackend final : public TransferBackend {
   const int device_;
   const std::shared_ptr<HostPool> pool_;
   const CurrentStream current_stream_;
-  cudaStream_t out_stream_ = nullptr;
-  cudaStream_t in_stream_ = nullptr;
+  Lane out_;
+  Lane in_;
 
   mutable std::mutex streams_mutex_;
   std::array<cudaStream_t, kMaxStreams> streams_{};

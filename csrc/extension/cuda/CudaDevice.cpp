@@ -74,11 +74,11 @@ c10::DataPtr CudaDevice::allocate(size_t nbytes, int64_t stream) {
   // Asking for what is not there would make the allocator give memory back to the
   // system, and wait for the device.
   const bool prefetch = allocates_for_prefetch();
-  if (prefetch && contiguous_bytes() < nbytes) {
+  if (prefetch && !has_contiguous(nbytes)) {
     throw NoRoom("expected a free block for a prefetch, found none; it stays on the host");
   }
   c10::DataPtr data = allocator::get()->allocate(nbytes);
-  if (prefetch && contiguous_bytes() < contiguous_reserve_bytes()) {
+  if (prefetch && !has_contiguous(contiguous_reserve_bytes())) {
     throw NoRoom(
         "expected a prefetch to leave room for ops, found too little; it stays on the host");
   }
@@ -111,16 +111,19 @@ void CudaDevice::reset_peak() {
   allocator::get()->resetPeakStats(index_);
 }
 
-size_t CudaDevice::contiguous_bytes() const {
+bool CudaDevice::has_contiguous(size_t nbytes) const {
   const size_t limit = reserved_limit_bytes_.load(std::memory_order_relaxed);
   if (limit == SIZE_MAX) {
-    return SIZE_MAX; // Nothing but the device itself limits the allocator.
+    return true; // Nothing but the device itself limits the allocator.
   }
   const auto stats = allocator::get()->getDeviceStats(index_);
   const auto reserved = static_cast<size_t>(stats.reserved_bytes[0].current);
+  if (reserved <= limit && nbytes <= limit - reserved) {
+    return true;
+  }
   size_t largest = 1; // anything but 0, which would ask the driver
-  allocator::get()->cacheInfo(index_, &largest);
-  return std::max(largest, limit > reserved ? limit - reserved : 0);
+  allocator::get()->cacheInfo(index_, &largest); // slow: it looks at every block
+  return nbytes <= largest;
 }
 
 std::vector<std::vector<AllocatorBlock>> CudaDevice::blocks() const {

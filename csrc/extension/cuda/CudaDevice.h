@@ -32,7 +32,7 @@ class CudaDevice final : public Device {
   size_t allocated_bytes() const override;
   size_t peak_allocated_bytes() const override;
   void reset_peak() override;
-  size_t contiguous_bytes() const override;
+  bool has_contiguous(size_t nbytes) const override;
   std::vector<std::vector<AllocatorBlock>> blocks() const override;
   size_t total_bytes() const override;
   void control(size_t limit_bytes) override;
