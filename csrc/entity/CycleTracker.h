@@ -25,14 +25,19 @@ class CycleTracker {
   /// An op has run, in backward or not. Returns whether a cycle has just ended.
   bool note_phase(bool backward);
 
-  CycleShape shape() const;
+  /// Takes no lock: every use asks for it.
+  CycleShape shape() const noexcept;
 
  private:
   std::atomic<uint64_t> uses_{0};
   std::atomic<bool> in_backward_{false};
-  mutable std::mutex mutex_;
-  CycleShape shape_;
+  std::mutex mutex_; // of who writes what follows
   uint64_t backward_began_ = 0;
+  std::atomic<uint64_t> version_{0}; // odd while the shape changes
+  std::atomic<uint64_t> number_{0};
+  std::atomic<uint64_t> began_{0};
+  std::atomic<uint64_t> forward_{0};
+  std::atomic<uint64_t> length_{0};
 };
 
 } // namespace torch_lms

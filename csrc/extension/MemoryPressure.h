@@ -69,6 +69,12 @@ class MemoryPressure {
 
   /// An op uses the entity.
   void record_use(const EntityPtr& entity);
+  /// The same entity again, in the same op.
+  void note_use() noexcept {
+    if (enabled()) {
+      cycles_.next_use();
+    }
+  }
 
   /// Entities tell where they are.
   void note_resident(const EntityPtr& entity);

@@ -1,5 +1,6 @@
 #include <extension/OpObserver.h>
 
+#include <algorithm>
 #include <cstring>
 #include <mutex>
 #include <utility>
@@ -20,6 +21,7 @@ namespace torch_lms {
 namespace {
 
 constexpr size_t kNotTracking = SIZE_MAX;
+constexpr size_t kLately = 16; // storages
 
 std::atomic<size_t> tracked_from_bytes{kNotTracking};
 std::mutex install_mutex;
@@ -29,7 +31,9 @@ std::atomic<bool> is_installed{false};
 /// What the ops that the calling thread is inside of have pinned.
 struct Frame {
   int64_t depth = 0;
+  bool native = false; // the outermost is PyTorch's own: it stays on one stream
   std::vector<EntityPtr> pinned;
+  std::vector<const c10::StorageImpl*> storages; // of `pinned`, which keep these addresses theirs
   std::vector<EntityPtr> raw; // see `hold_raw`
 };
 
@@ -54,6 +58,24 @@ Frame& make_frame() {
 
 Frame& frame() {
   return this_frame != nullptr ? *this_frame : make_frame();
+}
+
+void add_pinned(Frame& now, const c10::StorageImpl& storage, EntityPtr entity) {
+  entity->pin(); // until the outermost op ends: its kernel may hold the address
+  now.pinned.push_back(std::move(entity));
+  now.storages.push_back(&storage);
+}
+
+/// Whether the op that runs has pinned the storage lately. Most ops that others call, and
+/// most views, are of such ones: to find them again costs more than all the rest.
+bool pinned_lately(const Frame& now, const c10::StorageImpl& storage) {
+  const auto end = now.storages.end();
+  const auto begin = end - static_cast<std::ptrdiff_t>(std::min(now.storages.size(), kLately));
+  if (!now.native || std::find(begin, end, &storage) == end) {
+    return false;
+  }
+  MemoryPressure::get().note_use();
+  return true;
 }
 
 // --- finding the entities among an op's inputs and outputs ------------------------
@@ -136,9 +158,10 @@ bool is_collective(const at::RecordFunction& op) {
 
 void use_inputs(const at::RecordFunction& op, Frame& now) {
   const size_t first = now.pinned.size();
+  const bool stays = is_collective(op); // It goes on using its tensors on other streams.
   bool noted = false;
   for (const c10::IValue& value : op.inputs()) {
-    visit_value(value, [&now, &noted](c10::StorageImpl& storage) {
+    visit_value(value, [&now, &noted, stays](c10::StorageImpl& storage) {
       if (!noted && storage.device_type() == c10::kCUDA) {
         // Also for what is no entity yet: if it is paged out next, this op comes first.
         if (Device* device = known_device(storage.device())) {
@@ -146,27 +169,33 @@ void use_inputs(const at::RecordFunction& op, Frame& now) {
         }
         noted = true;
       }
+      if (pinned_lately(now, storage) && !stays) {
+        return;
+      }
       if (EntityPtr entity = entity_for_op(storage, false)) {
-        entity->pin();
-        now.pinned.push_back(std::move(entity));
+        add_pinned(now, storage, std::move(entity));
       }
     });
   }
   if (now.pinned.size() == first) {
     return;
   }
-  // A collective goes on using its tensors on streams of its own after the op.
-  use_pinned(now.pinned, first, is_collective(op));
+  use_pinned(now.pinned, first, stays);
+}
+
+bool is_native(const at::RecordFunction& record) {
+  const char* name = record.name();
+  return name[0] == 'a' && name[1] == 't' && name[2] == 'e' && name[3] == 'n' && name[4] == ':';
 }
 
 /// Ops have qualified names (aten::add). Records of Python's autograd Functions and other
 /// regions do not, and those of the autograd engine are its own: whole programs run inside
 /// of them (a checkpoint's forward), and what these use must not stay pinned until the end.
 bool is_op(const at::RecordFunction& record) {
-  const char* name = record.name();
-  if (name[0] == 'a' && name[1] == 't' && name[2] == 'e' && name[3] == 'n' && name[4] == ':') {
+  if (is_native(record)) {
     return true; // nearly all, without a call
   }
+  const char* name = record.name();
   return std::strchr(name, ':') != nullptr && std::strncmp(name, "autograd::", 10) != 0;
 }
 
@@ -176,6 +205,7 @@ std::unique_ptr<at::ObserverContext> on_op_begin(const at::RecordFunction& op) {
   }
   Frame& now = frame();
   if (now.depth++ == 0) {
+    now.native = is_native(op);
     if (!now.raw.empty()) {
       let_go_of_raw();
     }
@@ -194,10 +224,12 @@ std::unique_ptr<at::ObserverContext> on_op_begin(const at::RecordFunction& op) {
 void track_outputs(const at::RecordFunction& op, Frame& now) {
   for (const c10::IValue& value : op.outputs()) {
     visit_value(value, [&now](c10::StorageImpl& storage) {
+      if (pinned_lately(now, storage)) {
+        return;
+      }
       if (EntityPtr entity = entity_for_op(storage, true)) {
-        entity->pin(); // until the outermost op ends: its kernel may hold the address
         MemoryPressure::get().record_use(entity);
-        now.pinned.push_back(std::move(entity));
+        add_pinned(now, storage, std::move(entity));
       }
     });
   }
@@ -222,6 +254,7 @@ void on_op_end(const at::RecordFunction& op, at::ObserverContext*) {
   }
   std::vector<EntityPtr> pinned;
   pinned.swap(now.pinned);
+  now.storages.clear();
   for (const EntityPtr& entity : pinned) {
     entity->unpin();
   }

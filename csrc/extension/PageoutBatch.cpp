@@ -117,12 +117,12 @@ void PageoutBatch::submit() {
   if (requests_.empty()) {
     return;
   }
-  RECORD_USER_SCOPE("torch_lms::pageout");
   take_fences();
   std::vector<EntityPtr> going;
   going.reserve(requests_.size());
   const c10::Storage* in_use = nullptr;
   for (const Request& request : requests_) {
+    RECORD_USER_SCOPE("torch_lms::pageout");
     if (request.entity->finish_request(request.transfer)) {
       going.push_back(request.entity);
     } else if (request.entity->pinned()) {

@@ -34,6 +34,13 @@ def block() -> torch.Tensor:
     return torch.ones(BLOCK_BYTES // 4)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def host_is_known() -> None:
+    """The first page-out of a process finds out how much the host can take, which `stats` shows from then on."""
+    torch_lms.pageout(block())
+    torch_lms.wait()
+
+
 def paged_out(count: int) -> list[torch.Tensor]:
     tensors = [block() for _ in range(count)]
     torch_lms.pageout(tensors)

@@ -165,8 +165,11 @@ void CudaDevice::uncontrol() {
 }
 
 bool CudaDevice::capturing() const {
-  return LimitedCudaAllocator::get().capturing() ||
-         c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
+  const LimitedCudaAllocator& limited = LimitedCudaAllocator::get();
+  // Every op asks. Where each capture announces its pool, the driver need not be asked.
+  return limited.capturing() ||
+         (!limited.installed() &&
+          c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None);
 }
 
 } // namespace torch_lms

@@ -46,6 +46,12 @@ auto LimitedCudaAllocator::with_room(size_t nbytes, Allocate&& allocate) {
       return allocate();
     } catch (const c10::OutOfMemoryError& error) {
       if (!pressure.after_out_of_memory(device, more)) {
+        TORCH_WARN_ONCE(
+            "torch_lms: expected room within the limit for ",
+            nbytes,
+            " bytes, found too little with everything else paged out. A library that can do "
+            "without (cuDNN takes another algorithm) rounds differently from then on: raise the "
+            "limit if results have to be those of a run without one.");
         const std::string cause = pressure.last_error();
         if (cause.empty()) {
           throw;

@@ -27,6 +27,10 @@ class LimitedCudaAllocator final : public cuda_allocator::CUDAAllocator {
   /// Puts PyTorch's allocator back.
   void uninstall();
 
+  bool installed() const noexcept {
+    return inner_ != nullptr && cuda_allocator::allocator.load() == this;
+  }
+
   /// Whether memory is being allocated to a private pool (a graph's capture).
   bool capturing() const noexcept {
     return captures_.load(std::memory_order_relaxed) != 0;
