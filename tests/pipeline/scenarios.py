@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import select
 import signal
@@ -195,6 +196,18 @@ def weight_shared_by_all_stages(rank: int, world: int) -> None:
                 torch.testing.assert_close(value.grad, model.get_parameter(name).grad)
 
 
+def losses_of_other_types(rank: int, world: int) -> None:
+    """A model's loss has the model's type."""
+    batch = torch.rand(8, 4, generator=torch.Generator().manual_seed(0))
+    for dtype in (torch.float64, torch.bfloat16):
+        torch.manual_seed(0)
+        model = SharedByAll().to(dtype)
+        expected = copy.deepcopy(model)(batch.to(dtype))
+        with Pipeline(cut(model, 2), config=PipelineConfig(microbatches=1, executor="torch")) as pipeline:
+            loss = pipeline.step(batch.to(dtype))
+            assert loss is None or (loss.dtype == dtype and torch.equal(loss, expected.detach())), (loss, expected)
+
+
 def _fails_in_stage() -> None:
     if dist.get_rank() == dist.get_world_size() - 1:
         raise ArithmeticError("no more numbers")
@@ -276,6 +289,7 @@ def all_is_well(rank: int, world: int) -> None:
     if is_available():
         stages_in_pytorch_alone(rank, world)
         weight_shared_by_all_stages(rank, world)
+        losses_of_other_types(rank, world)
 
 
 def dies_with_a_child(rank: int, world: int) -> None:

@@ -101,6 +101,7 @@ class Boundary(nn.Module):
         self.random = RandomStream(device) if carries_random else None
         self.incoming: Any = None
         self.outgoing: Any = None
+        self.loss_like = torch.empty((), device="meta")
         self.is_last = stage.index + 1 == stage.count
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._queue: list[Microbatch] = []
@@ -134,7 +135,10 @@ class Boundary(nn.Module):
         with _Unchanged(self.stage, self.device), torch.enable_grad():
             values = () if incoming is None else example(incoming, self.device)
             result = self._run(values, microbatch, continues=False)
-            self.outgoing = None if self.is_last else describe(result)
+            if self.is_last:
+                self.loss_like = self._loss_of(result, microbatch).detach().to("meta")
+            else:
+                self.outgoing = describe(result)
         return self.outgoing
 
     def metas(self, template: Any) -> tuple[torch.Tensor, ...]:

@@ -125,7 +125,5 @@ def _make_stage(boundary: Boundary, recorder: Recorder) -> Any:
         boundary.stage.count,
         boundary.device,
         input_args=boundary.metas(boundary.incoming),
-        output_args=torch.empty((), device="meta", requires_grad=True)
-        if boundary.is_last
-        else boundary.metas(boundary.outgoing),
+        output_args=boundary.loss_like.requires_grad_() if boundary.is_last else boundary.metas(boundary.outgoing),
     )
