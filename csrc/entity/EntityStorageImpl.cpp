@@ -57,7 +57,7 @@ bool EntityStorageImpl::request_pageout(uint64_t known_since) {
     transfer->known_since = std::max(first_seen_, known_since);
     transfer->requester = OpClock::this_thread();
     transfer->doubtful = transfer->known_since != 0 &&
-        OpClock::get().running_since(transfer->known_since, transfer->requester);
+                         OpClock::get().running_since(transfer->known_since, transfer->requester);
     if (!transfer->doubtful) {
       transfer->after = backend_->submitted_work();
     }
@@ -116,7 +116,7 @@ void EntityStorageImpl::abandon_request() noexcept {
 bool EntityStorageImpl::pageout_must_wait() {
   std::lock_guard<std::mutex> lock(mutex_);
   return state() == EntityState::kOutQueued && out_->doubtful &&
-      OpClock::get().running_since(out_->known_since, out_->requester);
+         OpClock::get().running_since(out_->known_since, out_->requester);
 }
 
 bool EntityStorageImpl::begin_pageout(std::shared_ptr<PageoutTransfer>* started) {

@@ -46,7 +46,7 @@ class DeviceWatch {
   /// Whether anything has been allocated since the last call. Cheap.
   bool take_allocated() noexcept {
     return allocated_.load(std::memory_order_relaxed) &&
-        allocated_.exchange(false, std::memory_order_relaxed);
+           allocated_.exchange(false, std::memory_order_relaxed);
   }
   /// The largest of the latest large allocations, as far as prefetches give way to it.
   size_t largest_recent_bytes();

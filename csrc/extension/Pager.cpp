@@ -302,9 +302,13 @@ void Pager::release_resident(const c10::Storage& storage) {
 
 // --- commits ----------------------------------------------------------------------
 
-void Pager::commit_pageouts(std::vector<KeepAlive>& dropped) {
-  std::vector<FinishedTransfer> in_use;
+void Pager::commit_pageouts(std::vector<KeepAlive>& dropped, const Device* allocating) {
+  std::vector<FinishedTransfer> later; // in use, or another device's
   for (FinishedTransfer& finished : out_.take_finished()) {
+    if (allocating != nullptr && &find_device_of(*finished.entity) != allocating) {
+      later.push_back(std::move(finished));
+      continue;
+    }
     const size_t nbytes = finished.entity->nbytes();
     if (finished.out != nullptr && finished.out->host != nullptr) {
       std::unique_ptr<DeviceBlock> garbage;
@@ -314,7 +318,7 @@ void Pager::commit_pageouts(std::vector<KeepAlive>& dropped) {
       } catch (const std::bad_alloc&) { // for a few bytes: later, then
       }
       if (result == CommitResult::kInUse) {
-        in_use.push_back(std::move(finished));
+        later.push_back(std::move(finished));
         continue;
       }
       if (result == CommitResult::kCommitted) {
@@ -330,8 +334,8 @@ void Pager::commit_pageouts(std::vector<KeepAlive>& dropped) {
     }
     out_.retire(nbytes);
   }
-  if (!in_use.empty()) {
-    out_.return_finished(std::move(in_use));
+  if (!later.empty()) {
+    out_.return_finished(std::move(later));
   }
 }
 
@@ -342,15 +346,15 @@ void Pager::commit_pageins() {
   }
 }
 
-void Pager::commit_finished(bool in_allocator) {
+void Pager::commit_finished(const Device* allocating) {
   std::vector<KeepAlive> dropped;
   if (out_.has_finished()) {
-    commit_pageouts(dropped);
+    commit_pageouts(dropped, allocating);
   }
-  if (!in_allocator && in_.has_finished()) {
+  if (allocating == nullptr && in_.has_finished()) {
     commit_pageins();
   }
-  if (in_allocator) {
+  if (allocating != nullptr) {
     std::lock_guard<std::mutex> lock(dropped_mutex_);
     for (KeepAlive& keep : dropped) {
       dropped_.push_back(std::move(keep));

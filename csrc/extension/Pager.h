@@ -52,9 +52,10 @@ class Pager {
   /// prefetches that found no room: those are counted and stay paged out.
   void wait_pageins();
 
-  /// Commits what the workers have finished. `in_allocator`: the caller holds an
-  /// allocator's lock, so no storage may be destroyed now.
-  void commit_finished(bool in_allocator = false);
+  /// Commits what the workers have finished. `allocating`: the device whose allocator's
+  /// lock the caller holds, if any. No storage may be destroyed then, and nothing of
+  /// another device is freed, whose lock another thread may hold while it wants this one.
+  void commit_finished(const Device* allocating = nullptr);
 
   bool has_finished() const noexcept {
     return out_.has_finished() || in_.has_finished();
@@ -130,7 +131,7 @@ class Pager {
 
   void settle_prefetches();
   bool enqueue_prefetch(const EntityPtr& entity);
-  void commit_pageouts(std::vector<KeepAlive>& dropped);
+  void commit_pageouts(std::vector<KeepAlive>& dropped, const Device* allocating);
   void commit_pageins();
   bool commit_pagein(const FinishedTransfer& finished);
   void enqueue_pageout(const EntityPtr& entity);

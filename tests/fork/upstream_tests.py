@@ -206,7 +206,7 @@ def main() -> int:
     runs = [Run(name, mode, work, given.limit, given.test_limit, given.seed) for name in given.files for mode in MODES]
     with ThreadPoolExecutor(given.jobs) as pool:
         complete = list(pool.map(Run.go, runs))
-    result = Result(name="fork_upstream_tests", title="PyTorch's own tests on the fork", columns=COLUMNS, readme=False)
+    result = Result(name="fork_upstream_tests", title="PyTorch's own tests on the fork", columns=COLUMNS)
     for plain, paged in zip(runs[::2], runs[1::2], strict=True):
         add_row(result, plain)
         add_row(result, paged)

@@ -365,7 +365,8 @@ FencePtr CudaTransferBackend::copy(
     try {
       fence->close();
     } catch (...) {
-      cudaStreamSynchronize(lane.stream); // Nobody could tell when the copy no longer uses the memory.
+      cudaStreamSynchronize(
+          lane.stream); // Nobody could tell when the copy no longer uses the memory.
       throw;
     }
   }

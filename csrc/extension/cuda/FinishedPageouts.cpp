@@ -1,5 +1,7 @@
 #include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAFunctions.h>
 
+#include <extension/Device.h>
 #include <extension/MemoryPressure.h>
 #include <extension/Pager.h>
 
@@ -15,7 +17,7 @@ class FinishedPageouts final : public c10::FreeMemoryCallback {
     if (!MemoryPressure::get().enabled() || !Pager::get().out_queue().has_finished()) {
       return false;
     }
-    Pager::get().commit_finished(/*in_allocator=*/true);
+    Pager::get().commit_finished(find_device(c10::Device(c10::kCUDA, c10::cuda::current_device())));
     return true;
   }
 };
