@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -335,6 +337,17 @@ def test_the_manuals_flow(device: str, functions: Any) -> None:
 
 
 # --- what needs no paging -----------------------------------------------------------------------------------
+
+
+def test_doctor_tells_of_the_fork_and_tries_it(device: str) -> None:
+    pytest.importorskip("rich")
+    pytest.importorskip("matplotlib")
+    command = [sys.executable, "-m", "torch_lms", "doctor", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert "fork" in found["Runtime"]["runtime"]
+    assert set(found[f"Tried on {device}"].values()) == {"ok"}
 
 
 def test_profiles_partitions_and_pipelines_work_beside_it(device: str) -> None:

@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 import torch_lms
-from torch_lms._core import core
+from torch_lms._core import core, sees_every_access
 from torch_lms.cli.host import available_bytes, memory_bytes, spill_place
 from torch_lms.cli.link import measure_link
 from torch_lms.cli.report import section_table
@@ -49,9 +49,9 @@ def doctor(console: Console, *, as_json: bool = False) -> int:
 
 def diagnose() -> Diagnosis:
     """Looks at the installation and the machine, and tries what should work."""
-    sections = {"Versions": _versions(), "Extension": _extension(), "Host": _host(), "CUDA devices": _cuda_devices()}
+    sections = {"Versions": _versions(), "Runtime": _runtime(), "Host": _host(), "CUDA devices": _cuda_devices()}
     ok = True
-    for device in ["cpu", *_pageable_cuda_devices()]:
+    for device in _pageable_devices():
         trials = try_layers(device)
         sections[f"Tried on {device}"] = {trial.what: trial.found for trial in trials}
         ok = ok and all(trial.ok for trial in trials)
@@ -71,8 +71,18 @@ def _versions() -> dict[str, str]:
     }
 
 
-def _extension() -> dict[str, str]:
+def _runtime() -> dict[str, str]:
+    if sees_every_access:
+        swap = getattr(torch.cuda, "swap")  # noqa: B009  # of a patched PyTorch
+        cpu = "yes (TORCH_SWAP_CPU=1)" if os.environ.get("TORCH_SWAP_CPU") == "1" else "no: set TORCH_SWAP_CPU=1 for it"
+        return {
+            "runtime": "the fork's own, in PyTorch: by hand, every access pages in",
+            "file": swap.__file__ or "built in",
+            "built with CUDA": "yes" if core.has_cuda else "no",
+            "CPU tensors are paged": cpu,
+        }
     return {
+        "runtime": "the extension",
         "file": core.__file__ or "built in",
         "built with CUDA": "yes" if core.has_cuda else "no: only CPU tensors are paged",
         "materializer": "yes" if core.has_materializer else "no: it needs torch 2.13 or later",
@@ -97,6 +107,11 @@ def _cuda_devices() -> dict[str, str]:
         properties = torch.cuda.get_device_properties(index)
         devices[f"cuda:{index}"] = f"{properties.name}, {_gib(properties.total_memory)}"
     return devices or {"devices": "none"}
+
+
+def _pageable_devices() -> list[str]:
+    main_memory = not sees_every_access or os.environ.get("TORCH_SWAP_CPU") == "1"
+    return [*(["cpu"] if main_memory else []), *_pageable_cuda_devices()]
 
 
 def _pageable_cuda_devices() -> list[str]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 import torch_lms
-from torch_lms._core import core
+from torch_lms._core import core, sees_every_access
 from torch_lms.swap import state
 
 __all__ = ["Trial", "try_layers"]
@@ -42,7 +42,9 @@ def try_layers(device: str) -> list[Trial]:
         ("prefetch", _prefetch),
         ("page-out cancelled by an access", _cancel),
     ]
-    if device == "cpu":
+    if sees_every_access:
+        trials.append(("access outside of ops", _access_raw))
+    elif device == "cpu":
         trials.append(("raw read of the host copy", _read_host_copy))
         trials.append(("raw access outside of ops (materializer)", _access_raw))
     return [_attempt(what, trial, device) for what, trial in trials]
@@ -112,7 +114,8 @@ def _read_host_copy(device: str) -> str:
 def _access_raw(device: str) -> str:
     """Asks C++ for the address, past the dispatcher and past what is watched in Python."""
     tensor = _paged_out(device)
-    torch._C.TensorBase.data_ptr(tensor)
+    base = getattr(torch._C, "TensorBase", None) or torch._C._TensorBase
+    base.data_ptr(tensor)
     if not core.has_materializer:
         _expect(tensor, "paged_out")
         return "not in this PyTorch (2.13 and later): such accesses use the host copy, right but slow"
