@@ -40,7 +40,8 @@ run_stage() {
         python3 -c 'from torch_lms.swap.limits import parse_limits; print(parse_limits({"cuda": "1GiB"}))' # an error says why not
       ;;
     access | memory | graphs | training | devices | every_op)
-      python3 -m pytest -q -rfEsX --tb=short --maxfail=30 -p no:cacheprovider -m gpu \
+      # A test that hangs tells where: its stage is stopped without a word of pytest's.
+      python3 -m pytest -q -rfEsX --tb=short --maxfail=30 -p no:cacheprovider -m gpu -o faulthandler_timeout=60 \
         --junit-xml="$OUT/$1.xml" "tests/gpu/test_$1_cuda.py"
       ;;
     doctor) python3 -m torch_lms doctor --json | tee "$OUT/doctor.json" ;;

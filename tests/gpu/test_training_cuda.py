@@ -114,7 +114,7 @@ def test_anomaly_detection_finds_a_nan_that_was_paged_out(paged: ModuleType) -> 
 DEMOS = {
     "gpt": ["--layers=4", "--width=256", "--heads=4", "--tokens=256", "--batch=32"],
     # Deep enough that half of its memory holds the workspace of cuDNN's algorithm.
-    "resnet": ["--layers=10", "--width=32", "--image-size=32", "--batch=256"],
+    "resnet": ["--layers=24", "--width=32", "--image-size=32", "--batch=128"],
 }
 SEGMENTS = {"expandable": {}, "fixed": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}}
 

@@ -6,6 +6,7 @@
 #include <c10/util/Exception.h>
 
 #include <extension/Device.h>
+#include <extension/DirectPrefetches.h>
 #include <extension/MemoryPressure.h>
 #include <extension/Pager.h>
 
@@ -46,12 +47,14 @@ auto LimitedCudaAllocator::with_room(size_t nbytes, Allocate&& allocate) {
       return allocate();
     } catch (const c10::OutOfMemoryError& error) {
       if (!pressure.after_out_of_memory(device, more)) {
-        TORCH_WARN_ONCE(
-            "torch_lms: expected room within the limit for ",
-            nbytes,
-            " bytes, found too little with everything else paged out. A library that can do "
-            "without (cuDNN takes another algorithm) rounds differently from then on: raise the "
-            "limit if results have to be those of a run without one.");
+        if (!allocates_for_prefetch()) {
+          TORCH_WARN_ONCE(
+              "torch_lms: expected room within the limit for ",
+              nbytes,
+              " bytes, found too little with everything else paged out. A library that can do "
+              "without (cuDNN takes another algorithm) rounds differently from then on: raise the "
+              "limit if results have to be those of a run without one.");
+        }
         const std::string cause = pressure.last_error();
         if (cause.empty()) {
           throw;
