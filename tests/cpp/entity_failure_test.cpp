@@ -13,6 +13,7 @@
 #include <entity/Error.h>
 
 #include "entity_rig.h"
+#include "other_op.h"
 
 namespace torch_lms {
 namespace {
@@ -221,32 +222,6 @@ TEST(a_pin_before_the_copy_undoes_a_whole_pageout) {
   rig.entity->unpin();
   rig.check_moves_again();
 }
-
-/// An op of another thread, which ends when it is told to.
-class OtherOp {
- public:
-  OtherOp()
-      : thread_([this] {
-          OpClock::get().begin_op();
-          running_.pass();
-          OpClock::get().end_op();
-        }) {
-    running_.wait_until_reached();
-  }
-  ~OtherOp() {
-    end();
-  }
-  void end() {
-    if (thread_.joinable()) {
-      running_.open();
-      thread_.join();
-    }
-  }
-
- private:
-  Gate running_;
-  std::thread thread_;
-};
 
 TEST(a_copy_waits_for_ops_that_began_before_the_entity_was_seen_or_asked_for) {
   OtherOp op;

@@ -5,36 +5,10 @@
 #include <vector>
 
 #include "harness.h"
-#include "interruptions.h"
+#include "other_op.h"
 
 namespace torch_lms {
 namespace {
-
-/// An op of another thread, which runs until it is told to end.
-class OtherOp {
- public:
-  OtherOp()
-      : thread_([this] {
-          OpClock::get().begin_op();
-          gate_.pass();
-          OpClock::get().end_op();
-        }) {
-    gate_.wait_until_reached();
-  }
-  ~OtherOp() {
-    end();
-  }
-  void end() {
-    gate_.open();
-    if (thread_.joinable()) {
-      thread_.join();
-    }
-  }
-
- private:
-  Gate gate_;
-  std::thread thread_;
-};
 
 TEST(ticks_grow_and_are_never_nothing) {
   const uint64_t first = OpClock::get().tick();

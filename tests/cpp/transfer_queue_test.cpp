@@ -7,7 +7,7 @@
 #include <entity/Error.h>
 
 #include "entity_rig.h"
-#include "interruptions.h"
+#include "other_op.h"
 
 namespace torch_lms {
 namespace {
@@ -95,13 +95,7 @@ TEST(the_worker_takes_transfers_in_the_order_of_the_queue) {
 TEST(a_transfer_that_waits_for_an_op_lets_others_pass) {
   const Rigs rigs = make_rigs(3, Copies::kOnCaller);
   Queue queue(kOut);
-  Gate running;
-  std::thread op([&] {
-    OpClock::get().begin_op();
-    running.pass();
-    OpClock::get().end_op();
-  });
-  running.wait_until_reached();
+  OtherOp op;
   REQUIRE(rigs[0]->entity->request_pageout(OpClock::get().tick()));
   queue.enqueue(rigs[0]->entity);
   request_and_enqueue(queue, *rigs[1]);
@@ -114,8 +108,7 @@ TEST(a_transfer_that_waits_for_an_op_lets_others_pass) {
   CHECK_EQ(queue.progress(), 2);
   CHECK(!queue.is_over(all));
   CHECK_EQ(rigs[0]->entity->state(), State::kOutQueued);
-  running.open();
-  op.join();
+  op.end();
   queue.wait_actions();
   CHECK(queue.is_over(all));
   CHECK(!queue.waits_for_ops());
@@ -125,13 +118,7 @@ TEST(a_transfer_that_waits_for_an_op_lets_others_pass) {
 TEST(a_transfer_that_is_put_off_can_be_called_off) {
   const Rigs rigs = make_rigs(1, Copies::kOnCaller);
   Queue queue(kOut);
-  Gate running;
-  std::thread op([&] {
-    OpClock::get().begin_op();
-    running.pass();
-    OpClock::get().end_op();
-  });
-  running.wait_until_reached();
+  OtherOp op;
   REQUIRE(rigs[0]->entity->request_pageout(OpClock::get().tick()));
   queue.enqueue(rigs[0]->entity);
   queue.start_actions();
@@ -141,8 +128,7 @@ TEST(a_transfer_that_is_put_off_can_be_called_off) {
   CHECK_EQ(rigs[0]->entity->access(), AccessResult::kCancelledPageout);
   queue.wait_actions();
   CHECK_EQ(commit_all(queue), 0);
-  running.open();
-  op.join();
+  op.end();
 }
 
 TEST(an_erased_transfer_is_not_run) {

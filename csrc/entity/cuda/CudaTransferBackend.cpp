@@ -1,193 +1,17 @@
 #include <entity/cuda/CudaTransferBackend.h>
 
 #include <algorithm>
-#include <atomic>
 #include <iterator>
-#include <mutex>
-#include <string>
 #include <utility>
 
 #include <entity/Error.h>
+#include <entity/cuda/CudaFence.h>
+#include <entity/cuda/CudaScope.h>
 
 namespace torch_lms {
 namespace {
 
 constexpr size_t kSharedBytes = size_t{8} << 20;
-
-// Note [While a graph is captured]
-// An op of a capture may find its input paged out. Its page-in must not become part of the
-// graph, and must not break the capture:
-// - A capture forbids its own thread many calls (queries of events among them) unless the
-//   thread says that it knows better: `RelaxedCapture`.
-// - An event that is recorded on a stream under capture is a node of the graph, and would
-//   draw the copy's stream into it. Such a stream is left out: nothing leaves during a
-//   capture, and what a page-in overwrites is a block that the allocator found free of the
-//   stream's earlier work.
-// - A stream under capture cannot wait for an event from outside: the thread waits instead.
-
-/// Lets the calling thread use streams that are not being captured.
-class RelaxedCapture {
- public:
-  RelaxedCapture() noexcept {
-    cudaThreadExchangeStreamCaptureMode(&mode_);
-  }
-  ~RelaxedCapture() {
-    cudaThreadExchangeStreamCaptureMode(&mode_);
-  }
-  RelaxedCapture(const RelaxedCapture&) = delete;
-  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
-
- private:
-  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
-};
-
-/// Makes `device` current for the calling thread while in scope, whatever it captures.
-class DeviceScope {
- public:
-  explicit DeviceScope(int device) {
-    check_cuda(cudaGetDevice(&previous_), "to read the current device");
-    if (previous_ != device) {
-      check_cuda(cudaSetDevice(device), "to select the entity's device");
-      changed_ = true;
-    }
-  }
-  ~DeviceScope() {
-    if (changed_) {
-      cudaSetDevice(previous_);
-    }
-  }
-  DeviceScope(const DeviceScope&) = delete;
-  DeviceScope& operator=(const DeviceScope&) = delete;
-
- private:
-  const RelaxedCapture relaxed_;
-  int previous_ = 0;
-  bool changed_ = false;
-};
-
-/// Events are reused: creating one costs more than recording it.
-class EventPool {
- public:
-  static EventPool& get(int device) {
-    static auto* pools = new std::array<EventPool, 64>();
-    return (*pools)[static_cast<size_t>(device) % pools->size()];
-  }
-  cudaEvent_t take() {
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      if (!free_.empty()) {
-        cudaEvent_t event = free_.back();
-        free_.pop_back();
-        return event;
-      }
-    }
-    cudaEvent_t event = nullptr;
-    check_cuda(
-        cudaEventCreateWithFlags(&event, cudaEventDisableTiming | cudaEventBlockingSync),
-        "to create an event");
-    return event;
-  }
-  void give(cudaEvent_t event) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    free_.push_back(event);
-  }
-
- private:
-  std::mutex mutex_;
-  std::vector<cudaEvent_t> free_;
-};
-
-/// Note [Small copies share a fence]
-/// An event between two copies holds the second up for some microseconds, which is a sixth
-/// of the time that a copy of 1 MiB takes. So copies on one stream share a fence until they
-/// are `kSharedBytes`, or until somebody asks for it: its event is recorded then, behind
-/// all that have been submitted.
-
-/// Events on the streams that have been recorded, or copies on the stream `open_on`.
-/// `record` is for the thread that makes the fence; everything else is thread-safe.
-class CudaFence final : public Fence {
- public:
-  explicit CudaFence(int device, cudaStream_t open_on = nullptr)
-      : device_(device), open_on_(open_on), open_(open_on != nullptr) {
-    events_.reserve(1);
-  }
-  ~CudaFence() override {
-    for (cudaEvent_t event : events_) {
-      EventPool::get(device_).give(event);
-    }
-  }
-  void record(cudaStream_t stream) {
-    events_.reserve(events_.size() + 1);
-    cudaEvent_t event = EventPool::get(device_).take();
-    events_.push_back(event);
-    check_cuda(cudaEventRecord(event, stream), "to record an event");
-  }
-
-  /// Calls `submit`, whose copy this fence covers then. False if it is closed by now.
-  template <typename Submit>
-  bool cover(const Submit& submit) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (!open_) {
-      return false;
-    }
-    submit();
-    return true;
-  }
-
-  /// Nothing more is covered. Thread-safe.
-  void close() {
-    if (!open_.load(std::memory_order_acquire)) {
-      return;
-    }
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (open_) {
-      DeviceScope scope(device_);
-      events_.clear();
-      record(open_on_);
-      open_.store(false, std::memory_order_release);
-    }
-  }
-
-  bool done() noexcept override {
-    const RelaxedCapture relaxed;
-    try {
-      close();
-    } catch (const std::exception&) {
-      return false; // wait() reports it.
-    }
-    for (cudaEvent_t event : events_) {
-      // An error is not "done": wait() reports it.
-      if (cudaEventQuery(event) != cudaSuccess) {
-        cudaGetLastError(); // cudaErrorNotReady must not stick
-        return false;
-      }
-    }
-    return true;
-  }
-  void wait() override {
-    if (done()) {
-      return;
-    }
-    close();
-    const RelaxedCapture relaxed;
-    for (cudaEvent_t event : events_) {
-      check_cuda(cudaEventSynchronize(event), "to wait for a transfer");
-    }
-  }
-  void order(cudaStream_t stream) {
-    close();
-    for (cudaEvent_t event : events_) {
-      check_cuda(cudaStreamWaitEvent(stream, event, 0), "to order a stream after an event");
-    }
-  }
-
- private:
-  const int device_;
-  const cudaStream_t open_on_;
-  std::mutex mutex_; // held while a copy is covered
-  std::atomic<bool> open_;
-  std::vector<cudaEvent_t> events_;
-};
 
 void order(cudaStream_t stream, const FencePtr& after) {
   if (after != nullptr) {
@@ -196,24 +20,6 @@ void order(cudaStream_t stream, const FencePtr& after) {
 }
 
 } // namespace
-
-bool is_capturing(cudaStream_t stream) noexcept {
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  if (cudaStreamIsCapturing(stream, &status) != cudaSuccess) {
-    cudaGetLastError();
-    return true; // The legacy stream, while another stream that it waits for is captured.
-  }
-  return status != cudaStreamCaptureStatusNone;
-}
-
-void check_cuda(cudaError_t status, const char* what) {
-  if (status != cudaSuccess) {
-    cudaGetLastError(); // clear it, unless it is sticky
-    throw TransferFailed(
-        std::string("expected CUDA ") + what + ", found error " + cudaGetErrorName(status) + " (" +
-        cudaGetErrorString(status) + "); if the device is in a sticky error, restart the process");
-  }
-}
 
 CudaTransferBackend::CudaTransferBackend(
     int device,

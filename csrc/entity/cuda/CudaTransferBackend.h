@@ -14,12 +14,6 @@
 
 namespace torch_lms {
 
-/// Throws TransferFailed if `status` is an error; `what` says what was tried.
-void check_cuda(cudaError_t status, const char* what);
-
-/// Whether a graph is being captured on the stream, or on one that it would wait for.
-bool is_capturing(cudaStream_t stream) noexcept;
-
 /// Copies between one CUDA device and pinned host memory on two streams of its
 /// own, one in each direction.
 ///

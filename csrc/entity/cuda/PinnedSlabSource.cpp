@@ -7,7 +7,7 @@
 
 #include <cuda_runtime_api.h>
 
-#include <entity/cuda/CudaTransferBackend.h>
+#include <entity/cuda/CudaScope.h>
 
 namespace torch_lms {
 namespace {

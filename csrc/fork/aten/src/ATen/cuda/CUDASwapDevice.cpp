@@ -3,6 +3,7 @@
 #include <utility>
 #include <vector>
 
+#include <ATen/cuda/CudaScope.h>
 #include <ATen/cuda/CudaTransferBackend.h>
 #include <ATen/cuda/PinnedSlabSource.h>
 #include <c10/core/impl/Error.h>
