@@ -17,17 +17,23 @@
 
 namespace {
 
-// The compiler has to assume that the object changes between two accesses.
-template <class T>
-void keep(T& object) {
-  asm volatile("" : "+r"(object) : : "memory");
+// Memory may have changed since the last access, as far as the compiler knows.
+void forget() {
+  asm volatile("" : : : "memory");
 }
 
+// The compiler has to have the value in a register.
+template <class T>
+void need(T value) {
+  asm volatile("" : : "r"(value));
+}
+
+// Eight times in a row, so that what the loop itself takes does not count.
 template <class Body>
 void repeat(const char* name, long times, const Body& body) {
   const auto start = std::chrono::steady_clock::now();
-  for (long i = 0; i < times; ++i) {
-    body();
+  for (long i = 0; i < times; i += 8) {
+    body(), body(), body(), body(), body(), body(), body(), body();
   }
   const std::chrono::duration<double, std::nano> took = std::chrono::steady_clock::now() - start;
   std::printf("%s %.3f ns\n", name, took.count() / static_cast<double>(times));
@@ -52,19 +58,17 @@ int main(int argc, char** argv) {
   c10::StorageImpl* impl = storage.unsafeGetStorageImpl();
   c10::TensorImpl* accessed = tensor.get();
   if (std::strcmp(what, "data") == 0) {
-    repeat(what, times, [&] {
-      keep(impl);
-      void* data = impl->data();
-      keep(data);
+    repeat(what, times, [impl] {
+      forget();
+      need(impl->data());
     });
   } else if (std::strcmp(what, "tensor") == 0) {
-    repeat(what, times, [&] {
-      keep(accessed);
-      float* data = accessed->data_ptr_impl<float>();
-      keep(data);
+    repeat(what, times, [accessed] {
+      forget();
+      need(accessed->data_ptr_impl<float>());
     });
   } else {
-    repeat(what, times, [&] { keep(impl); });
+    repeat(what, times, [] { forget(); });
   }
   return 0;
 }
