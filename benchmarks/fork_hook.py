@@ -1,7 +1,9 @@
 """What the fork's hook costs a storage that has never been paged out: its size, an access's instructions and time.
 
 Builds c10 and ``tests/fork/hook_cost.cpp`` from a source tree without and with the patches, counts instructions with
-valgrind, and times short runs of both builds in turns, of which the least counts. ``python -m benchmarks.fork_hook --tree build/source/v1.13.1``
+valgrind, and times short runs of both builds in turns, of which the least counts.
+
+    python -m benchmarks.fork_hook --tree build/source/v1.13.1
 """
 
 from __future__ import annotations
