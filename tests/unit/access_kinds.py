@@ -6,10 +6,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-__all__ = ["OP_KINDS", "AccessKind", "Make", "complex_vector", "integers", "matrices", "vectors"]
+from torch_lms._core import core
+
+__all__ = [
+    "OP_KINDS",
+    "AccessKind",
+    "Make",
+    "complex_vector",
+    "integers",
+    "matrices",
+    "skip_what_nothing_tells_of",
+    "vectors",
+]
 
 Make = Callable[[str], list[torch.Tensor]]
 
@@ -139,6 +151,12 @@ def _without_record_function(a: torch.Tensor, b: torch.Tensor) -> list[torch.Ten
         return [a @ b, a + 1]
     finally:
         torch._C._autograd._enable_record_function(True)
+
+
+def skip_what_nothing_tells_of(kind: str, state: str) -> None:
+    """Without the materializer, a write that no callback sees may come after the copy of a page-out under way."""
+    if kind == "record_function_off" and state.startswith("page_out_enqueued") and not core.has_materializer:
+        pytest.skip("ops without record functions may not write to what is on its way out: it needs torch 2.13")
 
 
 def _kinds(entries: Sequence[tuple[str, Callable[..., Any], Make]]) -> list[AccessKind]:
