@@ -136,9 +136,14 @@ void CudaEntityTransferQueue::check_runs() const {
   }
 }
 
+/// Under the lock, as all that follow.
+bool CudaEntityTransferQueue::idle() const {
+  return queued_.empty() && !busy_;
+}
+
 void CudaEntityTransferQueue::wait_idle(std::unique_lock<std::mutex>& lock) {
   check_runs();
-  progressed_.wait(lock, [this] { return queued_.empty() && !busy_; });
+  progressed_.wait(lock, [this] { return idle(); });
 }
 
 void CudaEntityTransferQueue::wait_actions() {
@@ -162,13 +167,13 @@ uint64_t CudaEntityTransferQueue::pending_until() {
 
 bool CudaEntityTransferQueue::is_over(uint64_t until) {
   std::lock_guard<std::mutex> lock(mutex_);
-  return progress() >= until || (queued_.empty() && !busy_);
+  return progress() >= until || idle();
 }
 
 void CudaEntityTransferQueue::wait_pending() {
   const uint64_t last = pending_until();
   std::unique_lock<std::mutex> lock(mutex_);
-  progressed_.wait(lock, [&] { return progress() >= last || (queued_.empty() && !busy_); });
+  progressed_.wait(lock, [&] { return progress() >= last || idle(); });
   rethrow(lock);
 }
 
@@ -223,9 +228,8 @@ void CudaEntityTransferQueue::return_finished(std::vector<FinishedTransfer> tran
 
 uint64_t CudaEntityTransferQueue::wait_for_progress(uint64_t seen, int64_t timeout_us) {
   std::unique_lock<std::mutex> lock(mutex_);
-  progressed_.wait_for(lock, std::chrono::microseconds(timeout_us), [&] {
-    return progress() > seen || (queued_.empty() && !busy_);
-  });
+  progressed_.wait_for(
+      lock, std::chrono::microseconds(timeout_us), [&] { return progress() > seen || idle(); });
   return progress();
 }
 

@@ -141,6 +141,7 @@ class CudaEntityTransferQueue {
   void commit_here(FinishedTransfer transfer);
   void store_error(std::exception_ptr error);
   void check_runs() const;
+  bool idle() const;
   void wait_idle(std::unique_lock<std::mutex>& lock);
   void rethrow(std::unique_lock<std::mutex>& lock);
   void stop(std::unique_lock<std::mutex>& lock);

@@ -54,10 +54,8 @@ bool EntityStorageImpl::request_pageout(uint64_t known_since) {
     return false;
   }
   try {
-    transfer->known_since = std::max(first_seen_, known_since);
-    transfer->requester = OpClock::this_thread();
-    transfer->doubtful = transfer->known_since != 0 &&
-                         OpClock::get().running_since(transfer->known_since, transfer->requester);
+    transfer->earlier = EarlierOps{std::max(first_seen_, known_since), OpClock::this_thread()};
+    transfer->doubtful = transfer->earlier.running();
     if (!transfer->doubtful) {
       transfer->after = backend_->submitted_work();
     }
@@ -115,8 +113,7 @@ void EntityStorageImpl::abandon_request() noexcept {
 
 bool EntityStorageImpl::pageout_must_wait() {
   std::lock_guard<std::mutex> lock(mutex_);
-  return state() == EntityState::kOutQueued && out_->doubtful &&
-         OpClock::get().running_since(out_->known_since, out_->requester);
+  return state() == EntityState::kOutQueued && out_->doubtful && out_->earlier.running();
 }
 
 bool EntityStorageImpl::begin_pageout(std::shared_ptr<PageoutTransfer>* started) {
@@ -357,14 +354,17 @@ AccessResult EntityStorageImpl::finish_pagein_locked(std::unique_lock<std::mutex
 
 // --- access -----------------------------------------------------------------
 
-void EntityStorageImpl::order_after_arrival_locked() {
-  if (arrival_ == nullptr) {
-    return;
-  }
-  if (arrival_->done()) {
+/// Null once it is over.
+const FencePtr& EntityStorageImpl::arrival_locked() {
+  if (arrival_ != nullptr && arrival_->done()) {
     arrival_ = nullptr;
-  } else {
-    backend_->order_after(arrival_);
+  }
+  return arrival_;
+}
+
+void EntityStorageImpl::order_after_arrival_locked() {
+  if (const FencePtr& copy = arrival_locked()) {
+    backend_->order_after(copy);
   }
 }
 
@@ -412,16 +412,12 @@ bool EntityStorageImpl::touch(AccessResult* result) {
 
 FencePtr EntityStorageImpl::arrival() {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (arrival_ != nullptr && arrival_->done()) {
-    arrival_ = nullptr;
-  }
-  return arrival_;
+  return arrival_locked();
 }
 
 bool EntityStorageImpl::settled() {
-  const bool arrived = arrival() == nullptr;
   std::lock_guard<std::mutex> lock(mutex_);
-  return arrived && state() == EntityState::kResident && arrival_ == nullptr && !calling_off_;
+  return arrival_locked() == nullptr && state() == EntityState::kResident && !calling_off_;
 }
 
 void EntityStorageImpl::host_copy_released() noexcept {

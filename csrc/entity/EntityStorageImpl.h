@@ -45,11 +45,10 @@ struct PageoutTransfer {
   KeepAlive keep;
   const void* device = nullptr;
   FencePtr after;
-  // See Note [Who may still use a storage]: the ops that may, and whether some of them
-  // were running when `after` was made, which then tells nothing of their work.
-  uint64_t known_since = 0;
+  // See Note [Who may still use a storage]: whether some of these ops were running when the
+  // page-out was requested. Then `after` is made when they are over.
+  EarlierOps earlier;
   bool doubtful = false;
-  OpClock::Thread requester = 0;
   uint64_t accesses = 0; // to the entity, before the request
   void* host = nullptr;
   FencePtr fence;
@@ -240,6 +239,7 @@ class EntityStorageImpl : public std::enable_shared_from_this<EntityStorageImpl>
  private:
   /// The cases of `access`, under the lock; may let go of it on the way.
   AccessResult access_locked(std::unique_lock<std::mutex>& lock);
+  const FencePtr& arrival_locked();
   AccessResult cancel_pageout_locked(std::unique_lock<std::mutex>& lock);
   AccessResult finish_pagein_locked(std::unique_lock<std::mutex>& lock);
   std::shared_ptr<PageinTransfer> submit_pagein_locked(std::unique_lock<std::mutex>& lock);

@@ -49,4 +49,15 @@ class OpClock {
   std::atomic<uint64_t> now_{1};
 };
 
+/// Ops of other threads than `requester` that began at or before `tick`: those that may use
+/// an entity without having pinned it.
+struct EarlierOps {
+  uint64_t tick = 0; // 0: there are none
+  OpClock::Thread requester = 0;
+
+  bool running() const noexcept {
+    return tick != 0 && OpClock::get().running_since(tick, requester);
+  }
+};
+
 } // namespace torch_lms

@@ -169,7 +169,7 @@ void use_inputs(const at::RecordFunction& op, Frame& now) {
         }
         noted = true;
       }
-      if (pinned_lately(now, storage) && !stays) {
+      if (!stays && pinned_lately(now, storage)) {
         return;
       }
       if (EntityPtr entity = entity_for_op(storage, false)) {

@@ -95,13 +95,11 @@ void PageoutBatch::add(const c10::Storage& storage) {
 /// One for each device, unless ops of other threads may use the bytes without having pinned
 /// them: see Note [Who may still use a storage].
 void PageoutBatch::take_fences() {
-  const uint64_t tick = OpClock::get().tick();
-  const OpClock::Thread self = OpClock::this_thread();
-  const bool doubtful = OpClock::get().running_since(tick, self);
+  const EarlierOps earlier{OpClock::get().tick(), OpClock::this_thread()};
+  const bool doubtful = earlier.running();
   std::unordered_map<const TransferBackend*, FencePtr> fences;
   for (const Request& request : requests_) {
-    request.transfer->known_since = tick;
-    request.transfer->requester = self;
+    request.transfer->earlier = earlier;
     request.transfer->doubtful = doubtful;
     if (!doubtful) {
       FencePtr& fence = fences[request.entity->backend()];
@@ -135,7 +133,7 @@ void PageoutBatch::submit() {
     Pager::get().out_queue().enqueue_all(going);
   } catch (...) { // Somebody is waiting for the queue, say.
     for (const EntityPtr& entity : going) {
-      Pager::get().call_off_pageout(entity);
+      Pager::get().take_back(entity);
     }
     throw;
   }

@@ -7,7 +7,6 @@
 #include <c10/core/Storage.h>
 #include <entity/EntityStorageImpl.h>
 
-#include <extension/Device.h>
 #include <extension/EntityTable.h>
 
 namespace torch_lms {
@@ -46,7 +45,6 @@ class PageoutBatch {
 
   void take_fences();
   void abandon() noexcept;
-  bool begin(const c10::Storage& storage, Device& device);
 
   std::vector<Request> requests_;
   size_t enqueued_ = 0;

@@ -85,27 +85,23 @@ EntityPtr Pager::find_or_track(c10::StorageImpl& storage, bool fresh) {
   return entity;
 }
 
-void Pager::enqueue_pageout(const EntityPtr& entity) {
-  RECORD_USER_SCOPE("torch_lms::pageout");
-  try {
-    out_.enqueue(entity);
-  } catch (const Error&) {
-    AccessResult ignored = AccessResult::kResident;
-    entity->touch(&ignored); // calls the request off
-    throw;
-  }
-}
-
 bool Pager::evict(const EntityPtr& entity) {
   if (!entity->request_pageout()) {
     return false;
   }
+  RECORD_USER_SCOPE("torch_lms::pageout");
   try {
-    enqueue_pageout(entity);
+    out_.enqueue(entity);
   } catch (const Error&) {
-    return false; // Somebody is waiting for the queue: not now.
+    take_back(entity); // Somebody is waiting for the queue: not now.
+    return false;
   }
   return true;
+}
+
+void Pager::take_back(const EntityPtr& entity) {
+  AccessResult ignored = AccessResult::kResident;
+  entity->touch(&ignored);
 }
 
 bool Pager::prefetch(const c10::Storage& storage) {

@@ -34,6 +34,9 @@ class Pager {
   /// entity is in use or not resident.
   bool evict(const EntityPtr& entity);
 
+  /// A page-out has been requested that the queue did not take.
+  void take_back(const EntityPtr& entity);
+
   /// Starts a prefetch that `MemoryPressure` has chosen: on the calling thread where
   /// copies are asynchronous (its place among the ops decides what it waits for), in
   /// the queue otherwise. Returns false if it could not be started.
@@ -134,7 +137,6 @@ class Pager {
   void commit_pageouts(std::vector<KeepAlive>& dropped, const Device* allocating);
   void commit_pageins();
   bool commit_pagein(const FinishedTransfer& finished);
-  void enqueue_pageout(const EntityPtr& entity);
   void count(const EntityPtr& entity, AccessResult result);
   void left_host(const EntityStorageImpl& entity) noexcept;
 

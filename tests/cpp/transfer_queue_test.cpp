@@ -52,6 +52,13 @@ void request_and_enqueue(Queue& queue, EntityRig& rig) {
   queue.enqueue(rig.entity);
 }
 
+/// Until the worker has nothing to do but to wait for ops.
+void wait_until_put_off(const Queue& queue) {
+  while (!queue.waits_for_ops()) {
+    std::this_thread::yield();
+  }
+}
+
 // --- the order of the queue ------------------------------------------------------------------
 
 TEST(the_queue_is_first_in_first_out_and_passive_transfers_go_to_its_head) {
@@ -102,9 +109,7 @@ TEST(a_transfer_that_waits_for_an_op_lets_others_pass) {
   request_and_enqueue(queue, *rigs[2]);
   queue.start_actions();
   const uint64_t all = queue.pending_until();
-  while (!queue.waits_for_ops()) {
-    std::this_thread::yield();
-  }
+  wait_until_put_off(queue);
   CHECK_EQ(queue.progress(), 2);
   CHECK(!queue.is_over(all));
   CHECK_EQ(rigs[0]->entity->state(), State::kOutQueued);
@@ -122,9 +127,7 @@ TEST(a_transfer_that_is_put_off_can_be_called_off) {
   REQUIRE(rigs[0]->entity->request_pageout(OpClock::get().tick()));
   queue.enqueue(rigs[0]->entity);
   queue.start_actions();
-  while (!queue.waits_for_ops()) {
-    std::this_thread::yield();
-  }
+  wait_until_put_off(queue);
   CHECK_EQ(rigs[0]->entity->access(), AccessResult::kCancelledPageout);
   queue.wait_actions();
   CHECK_EQ(commit_all(queue), 0);

@@ -17,7 +17,11 @@ class FinishedPageouts final : public c10::FreeMemoryCallback {
     if (!MemoryPressure::get().enabled() || !Pager::get().out_queue().has_finished()) {
       return false;
     }
-    Pager::get().commit_finished(find_device(c10::Device(c10::kCUDA, c10::cuda::current_device())));
+    const Device* device = known_device(c10::Device(c10::kCUDA, c10::cuda::current_device()));
+    if (device == nullptr) {
+      return false; // Nothing of it has ever been paged.
+    }
+    Pager::get().commit_finished(device);
     return true;
   }
 };
