@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # Builds a wheel of patched PyTorch. An hour or more; interrupted, it goes on where it was when it is run again.
 #
-#   build_scripts/build_wheel.sh TREE [--device cpu|cuda] [--profile lean|full] [--configure-only]
+#   build_scripts/build_wheel.sh TREE [--device cpu|cuda] [--profile lean|full] [--unpatched] [--configure-only]
 #
 # --device cuda     needs the CUDA toolkit (CUDA_HOME) and cuDNN (CUDNN_INCLUDE_PATH, CUDNN_LIBRARY_PATH);
 #                   TORCH_CUDA_ARCH_LIST is passed on, '9.0' for example; without it, the GPU that is there counts
 # --profile lean    -O1, one instruction set, no Caffe2, distributed, MKLDNN, FBGEMM, NNPACK, XNNPACK, Kineto: for
 #                   tests and small machines. full: PyTorch's own choice of everything
+# --unpatched       of a tree without the fork, with the same options: what benchmarks/fork_steps.py compares with
 # --configure-only  stops when CMake has configured the build
 #
 # MAX_JOBS says how many compilers run at once; PYTHON names the Python that the wheel is for (3.7 to 3.10). The
@@ -14,14 +15,15 @@
 # shellcheck source-path=SCRIPTDIR source=fork.sh
 source "$(dirname "${BASH_SOURCE[0]}")/fork.sh"
 
-tree='' device=cpu profile=full configure_only=0
+tree='' device=cpu profile=full unpatched=0 configure_only=0
 while (($#)); do
   case $1 in
     --help | -h) show_help ;;
     --device) device=${2:?expected cpu or cuda after --device} && shift ;;
     --profile) profile=${2:?expected lean or full after --profile} && shift ;;
+    --unpatched) unpatched=1 ;;
     --configure-only) configure_only=1 ;;
-    -*) fail "expected TREE [--device cpu|cuda] [--profile lean|full] [--configure-only], found '$1'; see --help" ;;
+    -*) fail "expected TREE [--device cpu|cuda] [--profile lean|full] [--unpatched] [--configure-only], found '$1'; see --help" ;;
     *) tree=$1 ;;
   esac
   shift
@@ -37,8 +39,12 @@ need_tree "$tree"
 tree=$(cd "$tree" && pwd)
 [ -e "$tree/setup.py" ] ||
   fail "expected all of PyTorch's source in '$tree', found a part (from the wheel?); use v1.13.1, or v1.12.0 from git"
-[ -e "$tree/c10/core/StoragePager.h" ] ||
+patched=0
+[ ! -e "$tree/c10/core/StoragePager.h" ] || patched=1
+((patched || unpatched)) ||
   fail "expected a patched tree, found '$tree' without the fork's files; run build_scripts/apply_patches.sh"
+((!patched || !unpatched)) ||
+  fail "expected PyTorch as it is with --unpatched, found the fork in '$tree'; get its source again, elsewhere"
 
 python=${PYTHON:-python3}
 need "$python" python3 "the wheel is for it"
@@ -95,7 +101,8 @@ regenerate_bytecode() {
 export CMAKE_GENERATOR=Ninja CMAKE_C_COMPILER_LAUNCHER=ccache CMAKE_CXX_COMPILER_LAUNCHER=ccache
 export BUILD_TEST=0 USE_NUMPY=1 MAX_JOBS=${MAX_JOBS:-2}
 PYTORCH_BUILD_VERSION=$(version_of "$tree")
-PYTORCH_BUILD_VERSION=${PYTORCH_BUILD_VERSION#v}+lms
+PYTORCH_BUILD_VERSION=${PYTORCH_BUILD_VERSION#v}
+((unpatched)) || PYTORCH_BUILD_VERSION+=+lms
 export PYTORCH_BUILD_VERSION PYTORCH_BUILD_NUMBER=1
 if [ "$profile" = lean ]; then
   # Lazy tensors' TorchScript backend stays: without it everything links, and the import fails.
@@ -127,9 +134,13 @@ fi
 cd "$tree"
 if ((configure_only)); then
   "$python" setup.py build --cmake-only
-  next_step "build_scripts/build_wheel.sh $tree --device $device --profile $profile"
+  next_step "build_scripts/build_wheel.sh $tree --device $device --profile $profile$( ((!unpatched)) || echo ' --unpatched')"
   exit 0
 fi
 "$python" setup.py bdist_wheel
 wheel=$(find dist -name 'torch-*.whl' -newer version.txt | sort | tail -n 1)
+if ((unpatched)); then
+  next_step "$python -m pip install $tree/$wheel"
+  exit 0
+fi
 next_step "$python -m pip install $tree/$wheel && $python -m pytest --noconftest -o pythonpath= tests/fork/test_fork_api.py"

@@ -49,6 +49,7 @@ def train(model: nn.Module, batch: torch.Tensor) -> tuple[list[float], list[torc
 
 
 def clean() -> None:
+    torch.cuda.init()
     gc.collect()
     torch.cuda.empty_cache()
     for device in DEVICES:
@@ -78,18 +79,20 @@ def test_threads_train_on_devices_of_their_own(paged: ModuleType) -> None:
 
     def run(device: str) -> None:
         generator = torch.Generator().manual_seed(0)
-        model = nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512))
+        parts = [nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512)) for _ in range(3)]
+        model = nn.Sequential(*parts)
         for parameter in model.parameters():
             nn.init.normal_(parameter, std=0.02, generator=generator)
         batch = torch.randn(16384, 512, generator=generator)
         found[device] = train(model.to(device), batch.to(device))
 
-    torch_lms.enable(dict.fromkeys(DEVICES, "512MiB"))
+    torch_lms.enable(dict.fromkeys(DEVICES, "768MiB"))
     threads = [threading.Thread(target=run, args=(device,)) for device in DEVICES]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    assert torch_lms.stats().pageouts > 0
     (losses, parameters), (other_losses, other_parameters) = (found[device] for device in DEVICES)
     assert losses == other_losses
     assert all(torch.equal(one, other) for one, other in zip(parameters, other_parameters, strict=True))

@@ -8,6 +8,7 @@ import pytest
 
 from torch_lms.errors import ProfileError
 from torch_lms.profile import LinkProfile, NodeProfile, Profile
+from torch_lms.profile.document import VERSION
 
 LINEAR = NodeProfile(
     name="linear",
@@ -60,9 +61,9 @@ def test_file_comes_back_equal(tmp_path: object) -> None:
     ("text", "words"),
     [
         ("no json", "not"),
-        ("[]", "version 1"),
-        (json.dumps({"version": 2}), "found 2"),
-        (json.dumps({"version": 1, "colour": "blue"}), "colour"),
+        ("[]", f"version {VERSION}"),
+        (json.dumps({"version": 1}), "found 1"),
+        (json.dumps({"version": VERSION, "colour": "blue"}), "colour"),
         (json.dumps({**json.loads(PROFILE.to_json()), "nodes": [{"shape": 1}]}), "shape"),
     ],
 )

@@ -12,8 +12,11 @@ from tests.profile.models import Branching, Convolutions, Fresh, OneBranching, T
 from torch_lms.errors import ProfileError
 from torch_lms.profile import Profile, ProfileConfig, profile, trace
 from torch_lms.profile.devices import find_device
+from torch_lms.profile.document import NodeProfile
 from torch_lms.profile.piecewise import PieceByPiece, Pieces
+from torch_lms.profile.profiler import _scaled_to_step
 from torch_lms.profile.sizes import SizeWatcher
+from torch_lms.profile.steps import StepTime
 from torch_lms.profile.storages import StorageNames
 from torch_lms.profile.timing import RunTimer, make_clock
 
@@ -236,3 +239,23 @@ def test_progress_is_shown_on_the_error_stream(capsys: pytest.CaptureFixture[str
     assert shown.out == ""
     for phase in ("tracing", "nodes", "whole steps"):
         assert f"TiedLM: {phase}" in shown.err
+
+
+def two_nodes(**of_profile: Any) -> Profile:
+    """Two nodes that take 6 us one by one."""
+    timed = [NodeProfile(name=name, op="call_module", target=name, forward_us=1.0, backward_us=2.0) for name in "ab"]
+    return Profile(
+        model="M", level="operator", device="cuda:0", torch_version="", warmup_runs=0, timed_runs=2, timed=True,
+        nodes=(NodeProfile(name="x", op="placeholder", target="x"), *timed), **of_profile,
+    )  # fmt: skip
+
+
+def test_nodes_add_up_to_the_step_of_a_device_that_never_waits() -> None:
+    found = _scaled_to_step(two_nodes(step_us=9.0), [StepTime(8.0, 4.0), StepTime(10.0, 4.0)])
+    assert found.node_scale == 1.5
+    assert [(node.forward_us, node.backward_us) for node in found.nodes] == [(0.0, 0.0), (1.5, 3.0), (1.5, 3.0)]
+
+
+@pytest.mark.parametrize("steps", [[StepTime(9.0, 0.4)], []])
+def test_nodes_stay_as_measured_where_the_device_waits_for_python(steps: list[StepTime]) -> None:
+    assert _scaled_to_step(two_nodes(step_us=9.0), steps) == two_nodes(step_us=9.0)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LEVELS", "VERSION", "LinkProfile", "NodeProfile", "Profile"]
 
-VERSION = 1
+VERSION = 2
 LEVELS = ("operator", "opened", "module", "runtime")
 
 
@@ -87,6 +87,8 @@ class Profile:
         storage_bytes: of each storage that is kept for backward or is an output; parameters are not among them.
         optimizer_bytes: of each parameter's optimizer state; None if no optimizer was given.
         step_us: a whole forward and backward of the model itself, mean of the timed runs.
+        node_scale: what the nodes' times were multiplied by, so that they add up to ``step_us``; 1 where the device
+            waits for Python, and on a CPU: there they are as measured.
         links: between the devices.
         version: of this document's format.
     """
@@ -107,6 +109,7 @@ class Profile:
     storage_bytes: Mapping[str, int] = field(default_factory=dict)
     optimizer_bytes: Mapping[str, int] | None = None
     step_us: float = 0.0
+    node_scale: float = 1.0
     links: tuple[LinkProfile, ...] = ()
     version: int = VERSION
 

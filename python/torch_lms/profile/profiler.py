@@ -26,12 +26,19 @@ from torch_lms.profile.preserving import placed_on, preserved, run_or_explain
 from torch_lms.profile.progress import Progress
 from torch_lms.profile.runtime import OpRecorder
 from torch_lms.profile.sizes import NodeSizes, SizeWatcher
-from torch_lms.profile.steps import backward_of, time_step
+from torch_lms.profile.steps import StepTime, backward_of, time_step
 from torch_lms.profile.storages import StorageNames, tensor_bytes
 from torch_lms.profile.timing import RunTimer, make_clock
 from torch_lms.profile.tracing import SOURCES, TracedModel, trace_sample
 
 __all__ = ["ProfileConfig", "profile"]
+
+# Note [Nodes add up to the step]
+# The device rests now and then while nodes are timed, one run after the other, with marks between the nodes. A device
+# that works without a rest is clocked lower, by several percent where its power is what limits it, and a stage of a
+# pipeline hardly rests. So the nodes' times give the shares, and whole steps of the model itself the time that is
+# shared. Where the device waits for Python, a step tells nothing of its nodes, and their times stay as measured.
+_BUSY = 0.05  # the share of a step that the device is behind Python at its end, at least
 
 _LAUNCH_BOUND = 1.05
 _PASSIVE = ("placeholder", "get_attr", "output")  # they compute nothing; their spans are the clock's own
@@ -134,6 +141,7 @@ class _ProfileRun:
         self.notes: list[str] = []
         self.timed = device.type != "meta"
         self.nodes: list[NodeFacts] = []
+        self.steps: list[StepTime] = []
 
     def measure(self, traced: TracedModel | None, optimizer: Any) -> Profile:
         """Traces, sizes, times, and puts it all together."""
@@ -145,18 +153,19 @@ class _ProfileRun:
         timer = RunTimer(make_clock(self.device))
         with as_in_training(self.model, self.sample, []):
             if self.config.pieces and self.timed:
-                step_us = self._time_pieces(watcher, storages, timer)
+                self._time_pieces(watcher, storages, timer)
             else:
                 with self.progress.phase("sizes"):
                     self._run(watcher)
-                step_us = self._time(timer) if self.timed else 0.0
+                if self.timed:
+                    self._time(timer)
         with self.progress.phase("optimizer"):
             optimizer_bytes = measure_optimizer(self.model, optimizer)
         with self.progress.phase("links"):
             links = measure_links(self.device) if self.config.links and self.timed else ()
-        return self._document(watcher.sizes, timer, storages, step_us, optimizer_bytes, links)
+        return self._document(watcher.sizes, timer, storages, optimizer_bytes, links)
 
-    def _time_pieces(self, sizes: SizeWatcher, storages: StorageNames, timer: RunTimer) -> float:
+    def _time_pieces(self, sizes: SizeWatcher, storages: StorageNames, timer: RunTimer) -> None:
         """Sizes and times with one node at a time on the device; there is no whole step to time."""
         self.nodes = graph_facts(self.traced) if self.traced.graph_module is not None else []
         config = self.config
@@ -168,7 +177,7 @@ class _ProfileRun:
             run_or_explain(self.model, self.sample, partial(interpreter.run, *self._inputs()))
         self._forget_gradients()
         self.notes.append("profiled piece by piece: step_us is the sum of the nodes' times")
-        return (sum(timer.forward_us.values()) + sum(timer.backward_us.values())) / config.timed_runs
+        self.steps = [StepTime(timer.sum_us() / config.timed_runs, 0.0)]
 
     def _run(self, watcher: Watcher) -> Any:
         """One forward, node by node."""
@@ -185,7 +194,7 @@ class _ProfileRun:
     def _inputs(self) -> tuple[torch.Tensor, ...]:
         return tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in self.sample.tensors)
 
-    def _time(self, timer: RunTimer) -> float:
+    def _time(self, timer: RunTimer) -> None:
         """All runs: the nodes one by one, then whole steps of the model itself."""
         warmup, runs = self.config.warmup_runs, self.config.warmup_runs + self.config.timed_runs
         with self.progress.phase("nodes", runs) as advance:
@@ -193,14 +202,13 @@ class _ProfileRun:
                 self._time_nodes(timer, keep=index >= warmup)
                 advance()
         clock = make_clock(self.device)
-        times_us = []
         with self.progress.phase("whole steps", runs) as advance:
             for _ in range(runs):
                 step = partial(time_step, self.model, self.sample, self._inputs(), clock)
-                times_us.append(run_or_explain(self.model, self.sample, step))
+                self.steps.append(run_or_explain(self.model, self.sample, step))
                 self._forget_gradients()
                 advance()
-        return statistics.fmean(times_us[warmup:])
+        del self.steps[:warmup]
 
     def _time_nodes(self, timer: RunTimer, keep: bool) -> None:
         """One forward and backward, node by node."""
@@ -221,11 +229,11 @@ class _ProfileRun:
         sizes: Mapping[str, NodeSizes],
         timer: RunTimer,
         storages: StorageNames,
-        step_us: float,
         optimizer_bytes: Mapping[str, int] | None,
         links: Sequence[LinkProfile],
     ) -> Profile:
         runs = self.config.timed_runs
+        step_us = statistics.fmean(step.step_us for step in self.steps) if self.steps else 0.0
         nodes = tuple(
             NodeProfile(
                 **{**vars(facts), **vars(sizes.get(facts.name, NodeSizes()))},
@@ -254,7 +262,20 @@ class _ProfileRun:
             step_us=step_us,
             links=tuple(links),
         )
-        return _with_summary(found)
+        return _with_summary(_scaled_to_step(found, self.steps))
+
+
+def _scaled_to_step(found: Profile, steps: Sequence[StepTime]) -> Profile:
+    """See Note [Nodes add up to the step]."""
+    nodes_us = found.forward_us + found.backward_us
+    behind_us = statistics.fmean(step.behind_us for step in steps) if steps else 0.0
+    if nodes_us == 0 or behind_us < _BUSY * found.step_us:
+        return found
+    scale = found.step_us / nodes_us
+    nodes = (
+        replace(node, forward_us=scale * node.forward_us, backward_us=scale * node.backward_us) for node in found.nodes
+    )
+    return replace(found, nodes=tuple(nodes), node_scale=scale)
 
 
 def _with_summary(found: Profile) -> Profile:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +13,20 @@ from torch_lms.profile.arguments import Sample
 from torch_lms.profile.storages import tensors_in
 from torch_lms.profile.timing import Clock
 
-__all__ = ["backward_of", "roots_of", "time_step"]
+__all__ = ["StepTime", "backward_of", "roots_of", "time_step"]
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """One step.
+
+    Attributes:
+        step_us: from its start to its end on the device.
+        behind_us: for how long the device was still at work when Python had given it everything.
+    """
+
+    step_us: float
+    behind_us: float
 
 
 def roots_of(output: Any) -> list[torch.Tensor]:
@@ -33,8 +47,8 @@ def backward_of(output: Any) -> Callable[[], None] | None:
     return lambda: torch.autograd.backward(roots, gradients)
 
 
-def time_step(model: nn.Module, sample: Sample, tensors: Sequence[torch.Tensor], clock: Clock) -> float:
-    """Runs a step and returns its time in microseconds."""
+def time_step(model: nn.Module, sample: Sample, tensors: Sequence[torch.Tensor], clock: Clock) -> StepTime:
+    """Runs a step and times it."""
     clock.lead()
     start = clock.mark()
     with torch.enable_grad():
@@ -42,5 +56,5 @@ def time_step(model: nn.Module, sample: Sample, tensors: Sequence[torch.Tensor],
     if backward is not None:
         backward()
     end = clock.mark()
-    clock.wait()
-    return clock.elapsed_us(start, end)
+    behind_us = clock.wait()
+    return StepTime(clock.elapsed_us(start, end), behind_us)

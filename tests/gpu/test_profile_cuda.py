@@ -6,14 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from tests.profile.models import Branching, Convolutions, TiedLM
 from torch_lms.profile import ProfileConfig, profile
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 CASES = [
     pytest.param(TiedLM, (torch.tensor([[1, 2, 3], [4, 5, 6]]),), id="operator"),
     pytest.param(Convolutions, (torch.ones(2, 3, 6, 6),), id="in_place"),
@@ -60,3 +57,13 @@ def test_links_go_both_ways() -> None:
     assert all(link.bytes_per_us > 0 and link.latency_us >= 0 for link in found.links)
     count = torch.cuda.device_count()
     assert len(ways) == len(found.links) == (count + 1) * count
+
+
+@pytest.mark.parametrize(("width", "depth", "busy"), [(8192, 8, True), (8, 500, False)])
+def test_nodes_add_up_to_the_step_where_the_device_never_waits(width: int, depth: int, busy: bool) -> None:
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(depth)))
+    found = profile(model, torch.ones(width, width), config=quick(device="cuda", timed_runs=5))
+    assert (found.node_scale != 1) == busy
+    if busy:
+        assert found.forward_us + found.backward_us == pytest.approx(found.step_us)
+        assert 0.8 < found.node_scale < 1.25
