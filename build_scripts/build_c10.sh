@@ -83,7 +83,7 @@ done
 if [ -n "$kit" ]; then
   [[ " $modes " == *" plain "* ]] || fail "expected the mode plain with --kit, found '$modes'"
   mkdir -p "$kit"
-  cp "$build"/plain/{c10/libc10.so,libc10_cuda.so,libswap_cuda.so,cuda_device_test,environment_test} "$kit/"
+  cp "$build"/plain/{c10/libc10.so,libc10_cuda.so,libswap_cuda.so,cuda_device_test,cuda_transfer_rate,environment_test} "$kit/"
   strip --strip-unneeded "$kit"/*
   cp --dereference "${CUDA_HOME:-/usr/local/cuda}"/lib64/libcudart.so.[0-9]* "$kit/"
   next_step "LD_LIBRARY_PATH=$kit $kit/cuda_device_test, on a machine with a GPU"
