@@ -10,10 +10,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -343,7 +345,8 @@ def test_doctor_tells_of_the_fork_and_tries_it(device: str) -> None:
     pytest.importorskip("rich")
     pytest.importorskip("matplotlib")
     command = [sys.executable, "-m", "torch_lms", "doctor", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    env = {**os.environ, "PYTHONPATH": str(Path(torch_lms.__file__).parents[1])}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert "fork" in found["Runtime"]["runtime"]
