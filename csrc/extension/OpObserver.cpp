@@ -150,15 +150,32 @@ EntityPtr entity_for_op(c10::StorageImpl& storage, bool fresh) {
   return Pager::get().in_motion() ? Pager::get().find(storage) : nullptr;
 }
 
+/// Nearly all ops are PyTorch's own, and every op comes here twice: no call.
+bool is_native(const at::RecordFunction& record) {
+  const char* name = record.name();
+  return name[0] == 'a' && name[1] == 't' && name[2] == 'e' && name[3] == 'n' && name[4] == ':';
+}
+
+/// Whether a record that is not native is an op all the same: these have qualified names.
+/// Records of Python's autograd Functions and other regions do not, and those of the autograd
+/// engine are its own: whole programs run inside of them (a checkpoint's forward), and what
+/// these use must not stay pinned until the end.
+bool is_foreign_op(const at::RecordFunction& record) {
+  const char* name = record.name();
+  return std::strchr(name, ':') != nullptr && std::strncmp(name, "autograd::", 10) != 0;
+}
+
 bool is_collective(const at::RecordFunction& op) {
-  return std::strncmp(op.name(), "c10d::", 6) == 0 || std::strncmp(op.name(), "_c10d", 5) == 0;
+  const char* name = op.name();
+  return std::strncmp(name, "c10d::", 6) == 0 || std::strncmp(name, "_c10d", 5) == 0;
 }
 
 // --- the callback -------------------------------------------------------------------
 
-void use_inputs(const at::RecordFunction& op, Frame& now) {
+void use_inputs(const at::RecordFunction& op, bool native, Frame& now) {
   const size_t first = now.pinned.size();
-  const bool stays = is_collective(op); // It goes on using its tensors on other streams.
+  // A collective goes on using its tensors on other streams.
+  const bool stays = !native && is_collective(op);
   bool noted = false;
   for (const c10::IValue& value : op.inputs()) {
     visit_value(value, [&now, &noted, stays](c10::StorageImpl& storage) {
@@ -183,29 +200,14 @@ void use_inputs(const at::RecordFunction& op, Frame& now) {
   use_pinned(now.pinned, first, stays);
 }
 
-bool is_native(const at::RecordFunction& record) {
-  const char* name = record.name();
-  return name[0] == 'a' && name[1] == 't' && name[2] == 'e' && name[3] == 'n' && name[4] == ':';
-}
-
-/// Ops have qualified names (aten::add). Records of Python's autograd Functions and other
-/// regions do not, and those of the autograd engine are its own: whole programs run inside
-/// of them (a checkpoint's forward), and what these use must not stay pinned until the end.
-bool is_op(const at::RecordFunction& record) {
-  if (is_native(record)) {
-    return true; // nearly all, without a call
-  }
-  const char* name = record.name();
-  return std::strchr(name, ':') != nullptr && std::strncmp(name, "autograd::", 10) != 0;
-}
-
 std::unique_ptr<at::ObserverContext> on_op_begin(const at::RecordFunction& op) {
-  if (in_forked_child() || !is_op(op)) {
+  const bool native = is_native(op);
+  if (in_forked_child() || (!native && !is_foreign_op(op))) {
     return nullptr;
   }
   Frame& now = frame();
   if (now.depth++ == 0) {
-    now.native = is_native(op);
+    now.native = native;
     if (!now.raw.empty()) {
       let_go_of_raw();
     }
@@ -217,7 +219,7 @@ std::unique_ptr<at::ObserverContext> on_op_begin(const at::RecordFunction& op) {
       Pager::get().commit_finished();
     }
   }
-  use_inputs(op, now);
+  use_inputs(op, native, now);
   return nullptr;
 }
 
@@ -236,7 +238,7 @@ void track_outputs(const at::RecordFunction& op, Frame& now) {
 }
 
 void on_op_end(const at::RecordFunction& op, at::ObserverContext*) {
-  if (in_forked_child() || !is_op(op)) {
+  if (in_forked_child() || (!is_native(op) && !is_foreign_op(op))) {
     return;
   }
   Frame& now = frame();

@@ -25,10 +25,10 @@ from torch_lms.partition import (
 )
 from torch_lms.partition.algorithms.block import block_cuts
 from torch_lms.partition.algorithms.dapple import plan_latency
-from torch_lms.partition.algorithms.deepspeed import lightest_cuts
 from torch_lms.partition.algorithms.fiduccia_mattheyses import _State
 from torch_lms.partition.algorithms.merging import merge
 from torch_lms.partition.algorithms.sagemaker import dhondt
+from torch_lms.partition.bisection import lightest_cuts
 from torch_lms.partition.layers import Layers
 from torch_lms.partition.repair import forward_only
 from torch_lms.partition.sequence import UnitSequence

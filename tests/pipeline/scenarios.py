@@ -15,7 +15,8 @@ from torch import fx, nn
 from torch.nn import functional
 
 from torch_lms.errors import LmsError
-from torch_lms.partition.stages import Stage, split
+from torch_lms.partition.stage import Stage
+from torch_lms.partition.stages import split
 from torch_lms.partition.state_dicts import merge_state_dicts
 from torch_lms.pipeline.runner import Pipeline, PipelineConfig
 from torch_lms.pipeline.torch_backend import is_available

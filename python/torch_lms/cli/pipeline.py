@@ -25,7 +25,8 @@ from torch_lms.cli.text import VOCABULARY, TextBatches, read_text
 from torch_lms.errors import LmsError
 from torch_lms.partition.balanced import BalanceConfig, BalancedPlan, plan_balanced_partition
 from torch_lms.partition.costs import CostModel
-from torch_lms.partition.stages import Stage, split
+from torch_lms.partition.stage import Stage
+from torch_lms.partition.stages import split
 from torch_lms.pipeline.chart import draw_charts, predict
 from torch_lms.pipeline.runner import Pipeline, PipelineConfig
 from torch_lms.pipeline.simulation import Event

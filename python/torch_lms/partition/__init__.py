@@ -14,7 +14,8 @@ from torch_lms.partition.costs import (
     links_from_profile,
     optimizer_multiplier,
 )
-from torch_lms.partition.interface import Algorithm, Partition, PartitionProblem, partition
+from torch_lms.partition.interface import Algorithm, Partition, PartitionProblem
+from torch_lms.partition.partitioning import partition
 from torch_lms.partition.relief import KEEP_ALL, MemoryRelief, StageNeed
 from torch_lms.partition.units import check_partition
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx, nn
 
-if TYPE_CHECKING:
-    from torch_lms.partition.stages import Stage
+from torch_lms.partition.stage import Stage
 
 __all__ = ["find_shared", "install", "named_tensors"]
 

@@ -12,12 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torch_lms.errors import PartitionError
+from torch_lms.partition.bisection import lightest_cuts
 from torch_lms.partition.costs import CostGraph, CostModel, DeviceSpec, LinkSpec
 from torch_lms.partition.figures import Figures, measure
 from torch_lms.partition.orders import candidate_orders
 from torch_lms.partition.units import Units, check_partition
 
-__all__ = ["Algorithm", "Partition", "PartitionProblem", "evaluate", "gib", "partition"]
+__all__ = ["Algorithm", "Partition", "PartitionProblem", "evaluate", "gib"]
 
 Links = LinkSpec | Mapping[tuple[str, str], LinkSpec]
 
@@ -116,8 +117,6 @@ class PartitionProblem:
         The mean, or the largest node on the fastest device; for a graph with only one order on equal devices the best
         way to cut it, which is found by bisection.
         """
-        from torch_lms.partition.algorithms.deepspeed import lightest_cuts
-
         speeds = [device.speed for device in self.devices]
         times = self.units.time_us
         bound = max(float(times.sum()) / sum(speeds), float(times.max()) / max(speeds))
@@ -237,35 +236,3 @@ def evaluate(
         figures=measure(problem.units, np.asarray(stage_of_unit, dtype=np.int64), devices, links, problem.cost_model),
         lower_bound_us=problem.lower_bound_us,
     )
-
-
-def partition(problem: PartitionProblem, algorithm: str | Algorithm = "auto") -> Partition:
-    """Cuts a graph into stages.
-
-    Args:
-        problem: the graph, the devices and the prices.
-        algorithm: a name (`torch_lms.partition.algorithm_names`), ``type:`` and a regular expression, or one's own.
-
-    Raises:
-        PartitionError: for an unknown name, or if what comes out does not fit the devices; it says the least cap that
-            works.
-    """
-    from torch_lms.partition.algorithms import find_algorithm
-
-    chosen = find_algorithm(algorithm) if isinstance(algorithm, str) else algorithm
-    found = chosen.partition(problem)
-    if not found.fits:
-        raise PartitionError(_misfit(problem, found))
-    return found
-
-
-def _misfit(problem: PartitionProblem, found: Partition) -> str:
-    from torch_lms.partition.algorithms.dynamic import least_caps
-
-    stage = found.figures.over()[0]
-    need, usable = found.stage_memory_bytes[stage], found.figures.usable_bytes[stage]
-    text = (
-        f"expected every stage within its device's memory, found stage {stage} of algorithm {found.algorithm!r} with "
-        f"{gib(need)} where {found.devices[stage]} has {gib(usable)} after the buffer; "
-    )
-    return text + least_caps(problem).advice

@@ -18,7 +18,7 @@ from torch import nn
 from torch_lms.errors import LmsError, PipelineError
 from torch_lms.partition.materialize import materialize
 from torch_lms.partition.placement import find_device
-from torch_lms.partition.stages import Stage
+from torch_lms.partition.stage import Stage
 from torch_lms.pipeline import torch_backend
 from torch_lms.pipeline.actions import Schedule
 from torch_lms.pipeline.boundary import Boundary, LossFunction, Microbatch

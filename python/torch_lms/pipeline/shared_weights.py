@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torch_lms.partition.installation import named_tensors
-from torch_lms.partition.stages import Stage
+from torch_lms.partition.stage import Stage
 from torch_lms.pipeline.liveness import Liveness
 from torch_lms.pipeline.transfers import wait_all
 

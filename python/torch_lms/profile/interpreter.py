@@ -6,39 +6,21 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import fx, nn
 
 from torch_lms._torch_compat import named_parameters_with_ties
 from torch_lms.errors import ProfileError
+from torch_lms.profile.arguments import bind_sample
+from torch_lms.profile.node_facts import NodeFacts, Watcher
 from torch_lms.profile.ownership import module_of
 from torch_lms.profile.preserving import NodeError
 from torch_lms.profile.storages import tensor_bytes, tensors_in
 from torch_lms.profile.tracing import TracedModel, trace_sample
 
-__all__ = ["NodeFacts", "ProfilingInterpreter", "Watcher", "describe_node", "graph_facts"]
-
-
-class Watcher(Protocol):
-    """Is told of each node."""
-
-    def watch(self, name: str, run: Callable[[], Any]) -> Any:
-        """Runs the node; what it returns is the node's value."""
-
-
-@dataclass(frozen=True)
-class NodeFacts:
-    """What is known of a node before it runs; fields as of `torch_lms.profile.document.NodeProfile`."""
-
-    name: str
-    op: str
-    target: str
-    inputs: tuple[str, ...] = ()
-    module: str = ""
-    parameters: tuple[str, ...] = ()
-    buffers: tuple[str, ...] = ()
+__all__ = ["ProfilingInterpreter", "describe_node", "graph_facts"]
 
 
 class ProfilingInterpreter(fx.Interpreter):
@@ -82,8 +64,6 @@ class ProfilingInterpreter(fx.Interpreter):
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the graph once on the model's arguments; a plain module is traced for them first."""
         if self._traced is None:
-            from torch_lms.profile.arguments import bind_sample
-
             assert self._module is not None
             self._traced = trace_sample(
                 self._module, bind_sample(self._module, args, kwargs), sources=("symbolic", "export", "opened")

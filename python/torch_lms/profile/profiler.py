@@ -18,8 +18,9 @@ from torch_lms.profile.arguments import Sample, bind_sample
 from torch_lms.profile.devices import device_of, find_device, fits
 from torch_lms.profile.document import LinkProfile, NodeProfile, Profile
 from torch_lms.profile.huggingface import as_in_training
-from torch_lms.profile.interpreter import NodeFacts, ProfilingInterpreter, Watcher, graph_facts
+from torch_lms.profile.interpreter import ProfilingInterpreter, graph_facts
 from torch_lms.profile.links import measure_links
+from torch_lms.profile.node_facts import NodeFacts, Watcher
 from torch_lms.profile.optimizer_state import measure_optimizer
 from torch_lms.profile.piecewise import PieceByPiece, Pieces
 from torch_lms.profile.preserving import placed_on, preserved, run_or_explain

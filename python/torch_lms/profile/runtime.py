@@ -14,7 +14,8 @@ from torch import nn
 from torch_lms._torch_compat import function_mode, named_parameters_with_ties, storage_key
 from torch_lms.errors import ProfileError
 from torch_lms.profile.arguments import Sample
-from torch_lms.profile.interpreter import NodeFacts, Watcher
+from torch_lms.profile.node_facts import NodeFacts, Watcher
+from torch_lms.profile.preserving import preserved, run_or_explain
 from torch_lms.profile.storages import tensors_in
 
 __all__ = ["OpRecorder", "record_ops"]
@@ -169,8 +170,6 @@ class _NoWatcher:
 
 def record_ops(model: nn.Module, sample: Sample) -> list[NodeFacts]:
     """The ops of one run, which keeps nothing for a backward and leaves buffers and random numbers as they were."""
-    from torch_lms.profile.preserving import preserved, run_or_explain
-
     recorder = OpRecorder(model, sample, _NoWatcher())
     with preserved(model), torch.no_grad():
         run_or_explain(model, sample, lambda: recorder.run(tuple(tensor.detach() for tensor in sample.tensors)))

@@ -21,6 +21,7 @@ from torch_lms.errors import ProfileError
 from torch_lms.profile.arguments import Sample, bind_sample
 from torch_lms.profile.exported import export_graph
 from torch_lms.profile.huggingface import as_in_training
+from torch_lms.profile.runtime import record_ops
 from torch_lms.profile.source_lines import blame, first_line
 from torch_lms.profile.symbolic import SymbolicError, trace_symbolically
 
@@ -141,8 +142,6 @@ def _from_children(model: nn.Module, sample: Sample, notes: list[str]) -> Traced
 
 
 def _from_runtime(model: nn.Module, sample: Sample, notes: list[str]) -> TracedModel | None:
-    from torch_lms.profile.runtime import record_ops
-
     ops = tuple(op.name for op in record_ops(model, sample))
     notes = [*notes, "no graph: the ops are those of one run with the sample"]
     return TracedModel(None, "runtime", model, sample, tuple(notes), ops)

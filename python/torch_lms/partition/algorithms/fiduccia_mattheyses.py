@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from torch_lms.partition.algorithms.deepspeed import lightest_cuts
+from torch_lms.partition.bisection import lightest_cuts
 from torch_lms.partition.costs import DeviceSpec
 from torch_lms.partition.figures import measure
 from torch_lms.partition.interface import Partition, PartitionProblem, evaluate

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from torch_lms.partition.algorithms.deepspeed import lightest_cuts
+from torch_lms.partition.bisection import lightest_cuts
 from torch_lms.partition.interface import Partition, PartitionProblem, evaluate
 from torch_lms.partition.layers import node_costs
 from torch_lms.partition.repair import forward_only

@@ -1,0 +1,38 @@
+"""`partition`: the algorithm that was asked for, and an error where what it finds does not fit."""
+
+from __future__ import annotations
+
+from torch_lms.errors import PartitionError
+from torch_lms.partition.algorithms import find_algorithm
+from torch_lms.partition.algorithms.dynamic import least_caps
+from torch_lms.partition.interface import Algorithm, Partition, PartitionProblem, gib
+
+__all__ = ["partition"]
+
+
+def partition(problem: PartitionProblem, algorithm: str | Algorithm = "auto") -> Partition:
+    """Cuts a graph into stages.
+
+    Args:
+        problem: the graph, the devices and the prices.
+        algorithm: a name (`torch_lms.partition.algorithm_names`), ``type:`` and a regular expression, or one's own.
+
+    Raises:
+        PartitionError: for an unknown name, or if what comes out does not fit the devices; it says the least cap that
+            works.
+    """
+    chosen = find_algorithm(algorithm) if isinstance(algorithm, str) else algorithm
+    found = chosen.partition(problem)
+    if not found.fits:
+        raise PartitionError(_misfit(problem, found))
+    return found
+
+
+def _misfit(problem: PartitionProblem, found: Partition) -> str:
+    stage = found.figures.over()[0]
+    need, usable = found.stage_memory_bytes[stage], found.figures.usable_bytes[stage]
+    text = (
+        f"expected every stage within its device's memory, found stage {stage} of algorithm {found.algorithm!r} with "
+        f"{gib(need)} where {found.devices[stage]} has {gib(usable)} after the buffer; "
+    )
+    return text + least_caps(problem).advice
