@@ -7,6 +7,7 @@ Runs on PyTorch 1.13 alone, with the fork's patches and without; `benchmarks.for
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -87,7 +88,8 @@ def gpt() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
 
 
 def main() -> None:
-    """Says what it runs on, then steps on demand."""
+    """Says what it runs on, then steps on demand, on one core: the same for all who step in turns."""
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model, loss_of = {"resnet50": resnet50, "gpt": gpt}[sys.argv[1]]()

@@ -89,6 +89,7 @@ def compare(result: Result, model: str, unpatched: str, patched: str, rounds: in
         ratio=ratio,
         noise=statistics.median(other / plain for other, plain in zip(again, one, strict=True)),
         least_ratio=min(fork) / min(one),
+        least_noise=min(again) / min(one),
         rounds=rounds,
     )
     result.check(f"step of {MODELS[model]}: patched over unpatched", str(MOST), round(ratio, 4), ratio <= MOST)
