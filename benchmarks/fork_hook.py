@@ -12,11 +12,11 @@ import argparse
 import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.programs import run
 from benchmarks.results import Result
 
 COLUMNS = [
@@ -31,14 +31,6 @@ FEW, MANY = 20_000, 120_000
 TIMED, ROUNDS = 10_000_000, 31
 
 
-def run(*command: str | Path, check: bool = True) -> str:
-    """Runs a command; what it says is shown if it fails."""
-    done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
-    if check and done.returncode != 0:
-        sys.exit(f"expected {command[0]} to pass, found:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
-    return done.stdout + done.stderr
-
-
 def build(tree: Path, folder: Path) -> Path:
     """Compiles c10 and the program; returns the program."""
     launcher = ["-DCMAKE_CXX_COMPILER_LAUNCHER=ccache"] if shutil.which("ccache") else []
@@ -50,7 +42,7 @@ def build(tree: Path, folder: Path) -> Path:
 
 def instructions(program: Path, what: str, times: int) -> int:
     """Instructions of a run that makes so many accesses."""
-    said = run("valgrind", "--tool=callgrind", "--callgrind-out-file=/dev/null", program, what, str(times))
+    said = run("valgrind", "--tool=callgrind", "--callgrind-out-file=/dev/null", program, what, str(times)).stderr
     found = re.search(r"Collected\s*:\s*(\d+)", said)
     if found is None:
         sys.exit(f"expected valgrind to count instructions, found:\n{said[-2000:]}")
@@ -71,7 +63,7 @@ def least_ns(programs: Sequence[Path], what: str) -> list[float]:
     least = [float("inf")] * len(programs)
     for _ in range(ROUNDS):
         for place, program in enumerate(programs):
-            least[place] = min(least[place], float(run(program, what, str(TIMED)).split()[1]))
+            least[place] = min(least[place], float(run(program, what, str(TIMED)).stdout.split()[1]))
     return least
 
 
@@ -79,7 +71,7 @@ def measure(result: Result, name: str, program: Path, **times_ns: float) -> None
     """Adds a build's row."""
     result.add(
         build=name,
-        storage_bytes=int(run(program, "sizeof").split()[1]),
+        storage_bytes=int(run(program, "sizeof").stdout.split()[1]),
         data_instructions=round(each(program, "data"), 2),
         tensor_instructions=round(each(program, "tensor"), 2),
         **times_ns,

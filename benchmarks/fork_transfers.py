@@ -8,41 +8,24 @@ Runs the programs that ``build_scripts/build_c10.sh TREE --kit FOLDER`` has made
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 
+from benchmarks.programs import run
 from benchmarks.results import Result
+from benchmarks.transfer_sizes import MIB, ONE_WAY, SIZES
 
-MIB = 1 << 20
-SIZES = [(1 * MIB, 512), (4 * MIB, 256), (16 * MIB, 128), (64 * MIB, 32), (256 * MIB, 8), (1024 * MIB, 2)]
 FROM_BYTES, LEAST_RATIO = 16 * MIB, 0.95
-COLUMNS = [
-    ("size", "Storages", "{}"),
-    ("plain_out", "Plain copy out (GB/s)", "{:.1f}"),
-    ("out", "Page-out (GB/s)", "{:.1f}"),
-    ("out_ratio", "/ plain", "{:.2f}"),
-    ("plain_in", "Plain copy in (GB/s)", "{:.1f}"),
-    ("in", "Page-in (GB/s)", "{:.1f}"),
-    ("in_ratio", "/ plain", "{:.2f}"),
-]
 
 
-def run(kit: Path, program: str, *words: object) -> str:
-    """Runs a program of the kit; what it says is shown if it fails."""
-    command = [str(kit / program), *map(str, words)]
-    env = {**os.environ, "LD_LIBRARY_PATH": str(kit)}
-    done = subprocess.run(command, capture_output=True, text=True, env=env)
-    if done.returncode != 0:
-        sys.exit(f"expected {program} to pass, found status {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}")
-    return done.stdout
+def run_kit(kit: Path, program: str, *words: int) -> list[str]:
+    """The lines that a program of the kit says."""
+    return run(kit / program, *map(str, words), LD_LIBRARY_PATH=str(kit)).stdout.splitlines()
 
 
 def measure(kit: Path, nbytes: int, count: int, rounds: int) -> dict[str, object]:
     """A size's row: medians of the rounds."""
-    lines = run(kit, "cuda_transfer_rate", nbytes, count, rounds).splitlines()
+    lines = run_kit(kit, "cuda_transfer_rate", nbytes, count, rounds)
     seconds = [statistics.median(column) for column in zip(*(map(float, line.split()) for line in lines), strict=True)]
     plain_out, out, plain_in, back = (nbytes * count / one / 1e9 for one in seconds)
     return {
@@ -61,9 +44,9 @@ def main() -> None:
     result = Result(
         name="fork_transfers",
         title="The fork's transfers, v1.13.1, libc10 and libc10_cuda with CUDA 13.0",
-        columns=COLUMNS,
+        columns=ONE_WAY,
     )
-    passed = [line for line in run(given.kit.resolve(), "cuda_device_test").splitlines() if " ... " in line]
+    passed = [line for line in run_kit(given.kit.resolve(), "cuda_device_test") if " ... " in line]
     ok = bool(passed) and all(" ... ok" in line for line in passed)
     result.check("tests of the CUDA device pass", "all", f"{len(passed)} of {len(passed)}" if ok else "not all", ok)
     for nbytes, count in SIZES:

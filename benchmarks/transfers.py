@@ -16,19 +16,11 @@ import torch
 
 import torch_lms
 from benchmarks.results import Result
+from benchmarks.transfer_sizes import MIB, ONE_WAY, SIZES
 
-MIB = 1 << 20
-# Of each storage, and how many of them move at once.
-SIZES = [(1 * MIB, 512), (4 * MIB, 256), (16 * MIB, 128), (64 * MIB, 32), (256 * MIB, 8), (1024 * MIB, 2)]
 WAYS = ("out", "in", "both")
 COLUMNS = [
-    ("size", "Storages", "{}"),
-    ("plain_out", "Plain copy out (GB/s)", "{:.1f}"),
-    ("out", "Page-out (GB/s)", "{:.1f}"),
-    ("out_ratio", "/ plain", "{:.2f}"),
-    ("plain_in", "Plain copy in (GB/s)", "{:.1f}"),
-    ("in", "Page-in (GB/s)", "{:.1f}"),
-    ("in_ratio", "/ plain", "{:.2f}"),
+    *ONE_WAY,
     ("plain_both", "Plain both ways (GB/s)", "{:.1f}"),
     ("both", "Both ways (GB/s)", "{:.1f}"),
     ("both_ratio", "/ plain", "{:.2f}"),
