@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from setuptools import Extension
 
 CSRC = Path("csrc")
+PARTS = ("base", "trace", "memory", "transfer", "policy", "access")  # each knows only those before it
 
 
 def files(*patterns: str) -> list[str]:
@@ -52,7 +53,7 @@ def extension() -> Extension:
     debug = os.environ.get("TORCH_LMS_DEBUG") == "1"
     # NDEBUG as PyTorch itself: without it its classes have other layouts.
     flags = ["-DNDEBUG", "-fvisibility=hidden", *(["-O0", "-g"] if debug else ["-O2", "-g0"])]
-    sources = files("entity/*.cpp", "extension/*.cpp")
+    sources = files("entity/*.cpp", "extension/*.cpp", *(f"extension/{part}/*.cpp" for part in PARTS))
     if with_cuda:
         flags.append("-DTORCH_LMS_WITH_CUDA")
         sources += files("entity/cuda/*.cpp", "extension/cuda/*.cpp")

@@ -1,6 +1,7 @@
 #include <entity/EntityStorageImpl.h>
 
 #include <algorithm>
+#include <new>
 #include <utility>
 
 namespace torch_lms {
@@ -44,7 +45,9 @@ EntityStorageImpl::EntityStorageImpl(
       nbytes_(nbytes),
       first_seen_(first_seen) {}
 
-EntityStorageImpl::~EntityStorageImpl() = default;
+EntityStorageImpl::~EntityStorageImpl() {
+  release_copy();
+}
 
 // --- page-out ---------------------------------------------------------------
 
@@ -54,7 +57,7 @@ bool EntityStorageImpl::request_pageout(uint64_t known_since) {
     return false;
   }
   try {
-    transfer->earlier = EarlierOps{std::max(first_seen_, known_since), OpClock::this_thread()};
+    transfer->earlier.tick = std::max(first_seen_, known_since);
     transfer->doubtful = transfer->earlier.running();
     if (!transfer->doubtful) {
       transfer->after = backend_->submitted_work();
@@ -67,13 +70,16 @@ bool EntityStorageImpl::request_pageout(uint64_t known_since) {
 }
 
 std::shared_ptr<PageoutTransfer> EntityStorageImpl::begin_request() {
+  release_copy(); // The caller has found it stale, or there is none.
   auto transfer = std::make_shared<PageoutTransfer>();
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (state() != EntityState::kResident || requesting_ || calling_off_ || pinned() || gone()) {
       return nullptr;
     }
+    transfer->earlier = EarlierOps{first_seen_, OpClock::this_thread()};
     transfer->accesses = accesses_;
+    transfer->pins = pins_ever();
     order_after_arrival_locked(); // a prefetch that nobody has used yet
     requesting_ = true;
   }
@@ -97,12 +103,16 @@ bool EntityStorageImpl::finish_request(const std::shared_ptr<PageoutTransfer>& t
   std::lock_guard<std::mutex> lock(mutex_);
   requesting_ = false;
   // An access since the fence was taken would not be covered by it.
-  if (state() != EntityState::kResident || pinned() || transfer->accesses != accesses_) {
+  if (state() != EntityState::kResident || transfer->accesses != accesses_) {
+    return false;
+  }
+  set_state(EntityState::kOutQueued);
+  if (pinned() || transfer->pins != pins_ever()) { // see Note [Pins and requests]
+    set_state(EntityState::kResident);
     return false;
   }
   out_ = transfer;
   binding_->watch();
-  set_state(EntityState::kOutQueued);
   return true;
 }
 
@@ -124,10 +134,7 @@ bool EntityStorageImpl::begin_pageout(std::shared_ptr<PageoutTransfer>* started)
       return false;
     }
     *started = transfer = out_;
-    if (!binding_->referenced()) {
-      out_ = nullptr;
-      gone_.store(true, std::memory_order_release);
-      set_state(EntityState::kResident);
+    if (unreferenced_locked()) {
       return false;
     }
     set_state(EntityState::kPagingOut);
@@ -153,6 +160,17 @@ bool EntityStorageImpl::begin_pageout(std::shared_ptr<PageoutTransfer>* started)
   std::lock_guard<std::mutex> lock(mutex_);
   transfer->copying = false;
   submitted_.notify_all();
+  return true;
+}
+
+/// Nobody will use the bytes again: there is nothing to move.
+bool EntityStorageImpl::unreferenced_locked() {
+  if (binding_->referenced()) {
+    return false;
+  }
+  out_ = nullptr;
+  gone_.store(true, std::memory_order_release);
+  set_state(EntityState::kResident);
   return true;
 }
 
@@ -202,22 +220,21 @@ CommitResult EntityStorageImpl::commit_pageout(
   return CommitResult::kDropped;
 }
 
-AccessResult EntityStorageImpl::cancel_pageout_locked(std::unique_lock<std::mutex>& lock) {
+AccessResult EntityStorageImpl::cancel_pageout_locked(Lock& lock, Afterwards& afterwards) {
   std::shared_ptr<PageoutTransfer> transfer = std::move(out_);
   out_ = nullptr;
+  calling_off_ = true; // before the state: nobody may take it for settled
   set_state(EntityState::kResident);
   // The caller, and any other that finds the entity resident, may free or rewrite the
   // block as soon as its access returns, so a copy on the worker's own thread has to be
   // over, and a submitted one must keep the block mapped.
-  calling_off_ = true;
   transfer->cancelled.store(true, std::memory_order_release);
   submitted_.wait(lock, [&] { return !transfer->copying; });
   calling_off_ = false;
   binding_->unwatch(); // not before: an access that nobody watches for would not wait
+  refresh_settled();
   submitted_.notify_all(); // they go on when the lock is free
-  if (transfer->fence != nullptr && !transfer->fence->done()) {
-    binding_->keep_block_for_copy();
-  }
+  afterwards.copy_reads_block = transfer->fence != nullptr && !transfer->fence->done();
   return AccessResult::kCancelledPageout;
 }
 
@@ -225,7 +242,7 @@ AccessResult EntityStorageImpl::cancel_pageout_locked(std::unique_lock<std::mute
 
 bool EntityStorageImpl::request_pagein() {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (state() != EntityState::kPagedOut) {
+  if (state() != EntityState::kPagedOut || served_ != 0) {
     return false;
   }
   set_state(EntityState::kInQueued);
@@ -242,15 +259,14 @@ bool EntityStorageImpl::cancel_pagein() {
 }
 
 std::shared_ptr<PageinTransfer> EntityStorageImpl::begin_pagein() {
-  std::unique_lock<std::mutex> lock(mutex_);
+  Lock lock(mutex_);
   if (state() != EntityState::kInQueued) {
     return nullptr;
   }
   return submit_pagein_locked(lock);
 }
 
-std::shared_ptr<PageinTransfer> EntityStorageImpl::submit_pagein_locked(
-    std::unique_lock<std::mutex>& lock) {
+std::shared_ptr<PageinTransfer> EntityStorageImpl::submit_pagein_locked(Lock& lock) {
   auto transfer = std::make_shared<PageinTransfer>();
   const void* host = host_;
   in_ = transfer;
@@ -282,14 +298,30 @@ std::shared_ptr<PageinTransfer> EntityStorageImpl::submit_pagein_locked(
 
 bool EntityStorageImpl::commit_pagein(const std::shared_ptr<PageinTransfer>& transfer) {
   const KeepAlive keep = binding_->hold();
-  std::lock_guard<std::mutex> lock(mutex_);
+  Lock lock(mutex_);
   if (keep == nullptr || !commit_pagein_locked(transfer)) {
     return false;
   }
-  if (arrival_ != nullptr && !arrival_->done()) {
-    binding_->keep_block_for_arrival(); // No stream of the program waits for the copy yet.
-  }
+  Afterwards afterwards; // No stream of the program waits for the copy yet.
+  afterwards.copy_writes_block = arrival_locked() != nullptr;
+  tell_allocator(lock, afterwards);
   return true;
+}
+
+void EntityStorageImpl::tell_allocator(Lock& lock, const Afterwards& afterwards) {
+  if (!afterwards.copy_reads_block && !afterwards.copy_writes_block) {
+    return;
+  }
+  pin(); // The block stays while the lock is given up.
+  lock.unlock();
+  if (afterwards.copy_reads_block) {
+    binding_->keep_block_for_copy();
+  }
+  if (afterwards.copy_writes_block) {
+    binding_->keep_block_for_arrival();
+  }
+  lock.lock();
+  unpin();
 }
 
 void EntityStorageImpl::abandon_pagein(const std::shared_ptr<PageinTransfer>& transfer) noexcept {
@@ -328,28 +360,41 @@ bool EntityStorageImpl::commit_pagein_locked(const std::shared_ptr<PageinTransfe
       gone_.load(std::memory_order_acquire)) {
     return false;
   }
-  binding_->unwatch();
-  binding_->install_device(transfer->block);
+  const bool keeps = binding_->install_watched(transfer->block);
   in_ = nullptr;
-  void* host = host_;
-  host_ = nullptr;
+  void* host = std::exchange(host_, nullptr);
   arrival_ = transfer->fence;
   set_state(EntityState::kResident);
-  backend_->free_host(host, transfer->fence);
+  if (keeps) {
+    kept_.store(host, std::memory_order_release);
+  } else {
+    backend_->free_host(host, transfer->fence);
+  }
   return true;
 }
 
-AccessResult EntityStorageImpl::finish_pagein_locked(std::unique_lock<std::mutex>& lock) {
+AccessResult EntityStorageImpl::finish_pagein_locked(Lock& lock, Afterwards& afterwards) {
   const std::shared_ptr<PageinTransfer> transfer = in_;
   submitted_.wait(lock, [&] { return transfer->submitted; });
   if (gone_.load(std::memory_order_acquire)) {
     submitted_.wait(lock, [&] { return in_ != transfer; }); // until its release is over
   }
   if (!commit_pagein_locked(transfer)) {
-    return access_locked(lock); // it failed, or another thread was faster
+    return access_locked(lock, afterwards); // it failed, or another thread was faster
   }
   order_after_arrival_locked();
   return AccessResult::kPrefetched;
+}
+
+void EntityStorageImpl::stop_watching() {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (state() != EntityState::kResident || !keeps_copy()) {
+      return;
+    }
+    binding_->unwatch();
+  }
+  release_copy();
 }
 
 // --- access -----------------------------------------------------------------
@@ -358,6 +403,7 @@ AccessResult EntityStorageImpl::finish_pagein_locked(std::unique_lock<std::mutex
 const FencePtr& EntityStorageImpl::arrival_locked() {
   if (arrival_ != nullptr && arrival_->done()) {
     arrival_ = nullptr;
+    refresh_settled();
   }
   return arrival_;
 }
@@ -368,45 +414,116 @@ void EntityStorageImpl::order_after_arrival_locked() {
   }
 }
 
-AccessResult EntityStorageImpl::access_locked(std::unique_lock<std::mutex>& lock) {
+AccessResult EntityStorageImpl::access_locked(Lock& lock, Afterwards& afterwards) {
   ++accesses_;
   switch (state()) {
     case EntityState::kResident:
       if (calling_off_) {
         submitted_.wait(lock, [&] { return !calling_off_; });
-        return access_locked(lock);
+        return access_locked(lock, afterwards);
       }
       order_after_arrival_locked();
       return AccessResult::kResident;
     case EntityState::kOutQueued:
     case EntityState::kPagingOut:
-      return cancel_pageout_locked(lock);
+      return cancel_pageout_locked(lock, afterwards);
     case EntityState::kPagingIn:
-      return finish_pagein_locked(lock);
+      return finish_pagein_locked(lock, afterwards);
     case EntityState::kPagedOut:
     case EntityState::kInQueued:
       break;
   }
+  if (served_ != 0) {
+    ++served_;
+    return AccessResult::kServed;
+  }
   const auto transfer = submit_pagein_locked(lock);
   if (!commit_pagein_locked(transfer)) {
-    return access_locked(lock); // another thread was faster
+    return access_locked(lock, afterwards); // another thread was faster
   }
   order_after_arrival_locked();
   return AccessResult::kPagedIn;
 }
 
 AccessResult EntityStorageImpl::access() {
-  std::unique_lock<std::mutex> lock(mutex_);
-  return access_locked(lock);
+  Lock lock(mutex_);
+  Afterwards afterwards;
+  const AccessResult result = access_locked(lock, afterwards);
+  tell_allocator(lock, afterwards);
+  return result;
+}
+
+bool EntityStorageImpl::serve() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (state() == EntityState::kInQueued) {
+    set_state(EntityState::kPagedOut);
+  }
+  if (state() != EntityState::kPagedOut) {
+    return false;
+  }
+  ++served_;
+  return true;
+}
+
+void EntityStorageImpl::end_service() noexcept {
+  std::lock_guard<std::mutex> lock(mutex_);
+  --served_;
+}
+
+// --- bytes that the host still has ---------------------------------------------
+
+bool EntityStorageImpl::drop_unwritten(std::unique_ptr<DeviceBlock>* garbage) {
+  KeepAlive keep; // dropped after unlocking
+  void* device = nullptr;
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!keeps_copy() || state() != EntityState::kResident || requesting_ || calling_off_ ||
+      arrival_locked() != nullptr || (keep = binding_->acquire(nbytes_, &device)) == nullptr ||
+      !binding_->unwritten()) {
+    return false;
+  }
+  set_state(EntityState::kPagedOut);
+  if (!pinned()) { // see Note [Pins and requests]
+    try {
+      *garbage = binding_->install_host(kept_.load(std::memory_order_relaxed), shared_from_this());
+    } catch (const std::bad_alloc&) { // for a few bytes: it stays, then
+    }
+  }
+  if (*garbage == nullptr) {
+    set_state(EntityState::kResident);
+    return false;
+  }
+  binding_->watch();
+  host_ = kept_.exchange(nullptr, std::memory_order_acq_rel);
+  return true;
+}
+
+bool EntityStorageImpl::release_copy() noexcept {
+  void* copy = nullptr;
+  FencePtr after;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    copy = kept_.exchange(nullptr, std::memory_order_acq_rel);
+    after = arrival_;
+  }
+  if (copy != nullptr) {
+    backend_->free_host(copy, std::move(after));
+  }
+  return copy != nullptr;
 }
 
 bool EntityStorageImpl::touch(AccessResult* result) {
-  std::unique_lock<std::mutex> lock(mutex_);
+  Lock lock(mutex_);
   const EntityState now = state();
   if (now == EntityState::kPagedOut || now == EntityState::kInQueued) {
     return false;
   }
-  *result = access_locked(lock);
+  Afterwards afterwards;
+  *result = access_locked(lock, afterwards);
+  if (*result == AccessResult::kServed) { // a page-in failed while another access is served
+    --served_;
+    return false;
+  }
+  tell_allocator(lock, afterwards);
   return true;
 }
 
@@ -446,22 +563,6 @@ void EntityStorageImpl::host_copy_released() noexcept {
       // The device is in error. Leaking the block is the only safe thing left.
     }
   }
-}
-
-void EntityStorageImpl::record_use(uint64_t use, const CycleShape& cycle) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  history_.record(use, cycle);
-  last_use_.store(use, std::memory_order_relaxed);
-}
-
-uint64_t EntityStorageImpl::next_use(uint64_t now, const CycleShape& cycle) const {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return history_.next(now, cycle);
-}
-
-bool EntityStorageImpl::recurs(const CycleShape& cycle) const {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return history_.recurs(cycle);
 }
 
 const void* EntityStorageImpl::device_address() const {

@@ -10,7 +10,6 @@
 #include <entity/OpClock.h>
 #include <entity/StorageBinding.h>
 #include <entity/TransferBackend.h>
-#include <entity/UseHistory.h>
 
 namespace torch_lms {
 
@@ -31,6 +30,7 @@ enum class AccessResult : uint8_t {
   kCancelledPageout, ///< A page-out was under way and has been called off.
   kPrefetched, ///< A prefetch had brought (or was bringing) the bytes.
   kPagedIn, ///< The calling thread paged the bytes in.
+  kServed, ///< Ops use the host copy in place, and so must this one: see `serve`.
 };
 
 enum class CommitResult : uint8_t {
@@ -50,6 +50,7 @@ struct PageoutTransfer {
   EarlierOps earlier;
   bool doubtful = false;
   uint64_t accesses = 0; // to the entity, before the request
+  uint64_t pins = 0; // that there had been by then
   void* host = nullptr;
   FencePtr fence;
   std::atomic<bool> cancelled{false};
@@ -109,7 +110,7 @@ class EntityStorageImpl : public std::enable_shared_from_this<EntityStorageImpl>
 
   /// RESIDENT -> OUT_QUEUED. Returns false in every other state, for a pinned
   /// entity, and while another thread requests the same. The caller enqueues the
-  /// entity. `known_since`: ops that began at or before this tick may use the bytes
+  /// entity. A copy that the host has kept is given back: try `drop_unwritten` first. `known_since`: ops that began at or before this tick may use the bytes
   /// without having pinned them, since nothing was on its way out then; 0 where every
   /// op pins its inputs. See Note [Who may still use a storage].
   bool request_pageout(uint64_t known_since = 0);
@@ -166,9 +167,16 @@ class EntityStorageImpl : public std::enable_shared_from_this<EntityStorageImpl>
 
   /// An op (or raw access) of the calling thread uses the bytes: brings them to
   /// the device whatever the state and orders the thread's stream after them.
-  /// Throws what the device allocator throws; the entity is PAGED_OUT then and
-  /// its host copy can be used in place. The caller holds the storage.
+  /// Throws what the device allocator throws; the entity is PAGED_OUT then: see `serve`.
+  /// The caller holds the storage and, unless it gets `kServed`, has pinned the entity for
+  /// as long as it uses the bytes. `kServed` counts as a `serve` of its own.
   AccessResult access();
+
+  /// What an access that found no device memory does instead: the host copy is used in
+  /// place. Until as many `end_service` nothing brings the bytes in, so that every op works on
+  /// one copy. Returns false if they are not paged out any more: access again.
+  bool serve();
+  void end_service() noexcept;
 
   /// As `access`, but leaves a paged-out entity where it is and returns false.
   /// Cancels a page-out under way.
@@ -183,24 +191,39 @@ class EntityStorageImpl : public std::enable_shared_from_this<EntityStorageImpl>
 
   /// While pinned an entity is not committed to the host. Pins nest.
   void pin() noexcept {
-    pins_.fetch_add(1, std::memory_order_acq_rel);
+    pins_.fetch_add(kOnePin, std::memory_order_seq_cst);
   }
   void unpin() noexcept {
-    pins_.fetch_sub(1, std::memory_order_acq_rel);
+    pins_.fetch_sub(1, std::memory_order_release);
   }
   bool pinned() const noexcept {
-    return pins_.load(std::memory_order_acquire) != 0;
+    return pins_now() != 0;
   }
 
-  /// See `UseHistory`.
-  void record_use(uint64_t use, const CycleShape& cycle);
-  uint64_t next_use(uint64_t now, const CycleShape& cycle) const;
-  bool recurs(const CycleShape& cycle) const;
-
-  /// The use that was recorded last.
-  uint64_t last_use() const noexcept {
-    return last_use_.load(std::memory_order_relaxed);
+  /// `pin`, and whether that was all there is to an access. It is if the bytes lie on the
+  /// device and neither a page-out nor the copy that brought them is under way. Takes no lock.
+  bool pin_settled() noexcept {
+    pin();
+    return settled_.load(std::memory_order_seq_cst); // see Note [Pins and requests]
   }
+
+  /// RESIDENT -> PAGED_OUT without a copy: the host still has one, and the bytes have not been
+  /// written since. Returns false, and changes nothing, in every other case. `garbage` as for
+  /// `commit_pageout`.
+  bool drop_unwritten(std::unique_ptr<DeviceBlock>* garbage);
+
+  /// Whether the host has a copy of resident bytes, which may be stale.
+  bool keeps_copy() const noexcept {
+    return kept_.load(std::memory_order_relaxed) != nullptr;
+  }
+
+  /// Gives such a copy back: the bytes have been written, or host memory is short. Returns
+  /// whether there was one.
+  bool release_copy() noexcept;
+
+  /// The same, and the storage's block becomes an ordinary one, for who looks at more than its
+  /// bytes. The caller holds the storage and has pinned the entity.
+  void stop_watching();
 
   /// Where the device block is; null unless resident. Only for looking at addresses:
   /// the storage may let go of the block at any time.
@@ -217,7 +240,11 @@ class EntityStorageImpl : public std::enable_shared_from_this<EntityStorageImpl>
 
   /// Whether the storage is gone, or holds other memory than the entity's.
   bool gone() const {
-    return gone_.load(std::memory_order_acquire) || binding_->expired();
+    return replaced() || binding_->expired();
+  }
+  /// The latter, as far as it has been noticed; enough for who holds the storage. Cheap.
+  bool replaced() const noexcept {
+    return gone_.load(std::memory_order_acquire);
   }
 
   const TransferBackend* backend() const noexcept {
@@ -237,16 +264,47 @@ class EntityStorageImpl : public std::enable_shared_from_this<EntityStorageImpl>
   void* host_data() const;
 
  private:
+  using Lock = std::unique_lock<std::mutex>;
+
+  /// What the device allocator has to be told when the lock is released (README.md, Locks).
+  struct Afterwards {
+    bool copy_reads_block = false;
+    bool copy_writes_block = false;
+  };
+
   /// The cases of `access`, under the lock; may let go of it on the way.
-  AccessResult access_locked(std::unique_lock<std::mutex>& lock);
+  AccessResult access_locked(Lock& lock, Afterwards& afterwards);
+  void tell_allocator(Lock& lock, const Afterwards& afterwards);
   const FencePtr& arrival_locked();
-  AccessResult cancel_pageout_locked(std::unique_lock<std::mutex>& lock);
-  AccessResult finish_pagein_locked(std::unique_lock<std::mutex>& lock);
-  std::shared_ptr<PageinTransfer> submit_pagein_locked(std::unique_lock<std::mutex>& lock);
+  AccessResult cancel_pageout_locked(Lock& lock, Afterwards& afterwards);
+  AccessResult finish_pagein_locked(Lock& lock, Afterwards& afterwards);
+  std::shared_ptr<PageinTransfer> submit_pagein_locked(Lock& lock);
   bool commit_pagein_locked(const std::shared_ptr<PageinTransfer>& transfer);
   void order_after_arrival_locked();
+  bool unreferenced_locked();
   void set_state(EntityState state) noexcept {
     state_.store(state, std::memory_order_release);
+    refresh_settled();
+  }
+  void refresh_settled() noexcept {
+    settled_.store(
+        state() == EntityState::kResident && !calling_off_ && arrival_ == nullptr,
+        std::memory_order_seq_cst);
+  }
+
+  // Note [Pins and requests]
+  // An op that finds `settled_` takes no lock, so a request for a page-out has to notice it
+  // otherwise. The upper half of `pins_` counts every pin there has been, the lower half those
+  // that there are. A request compares the upper half with what it was before the fence: who
+  // pinned since has submitted work that the fence does not cover. It looks after it has cleared
+  // `settled_`, the op looks at `settled_` after it has pinned, and all four are sequentially
+  // consistent: at least one of the two sees the other.
+  static constexpr uint64_t kOnePin = (uint64_t{1} << 32) + 1;
+  uint64_t pins_now() const noexcept {
+    return pins_.load(std::memory_order_seq_cst) & UINT32_MAX;
+  }
+  uint64_t pins_ever() const noexcept {
+    return pins_.load(std::memory_order_seq_cst) >> 32;
   }
 
   const std::unique_ptr<StorageBinding> binding_;
@@ -255,20 +313,24 @@ class EntityStorageImpl : public std::enable_shared_from_this<EntityStorageImpl>
   const uint64_t first_seen_;
 
   std::atomic<EntityState> state_{EntityState::kResident};
-  std::atomic<int64_t> pins_{0};
-  std::atomic<uint64_t> last_use_{0};
+  std::atomic<uint64_t> pins_{0};
+  std::atomic<bool> settled_{true};
   std::atomic<bool> gone_{false};
+  std::atomic<void*> kept_{nullptr}; // the host's copy of resident bytes; written under the mutex
 
   mutable std::mutex mutex_;
   std::condition_variable submitted_;
   uint64_t accesses_ = 0;
   bool requesting_ = false;
   bool calling_off_ = false; // a page-out, whose copy may still read the block
-  UseHistory history_;
+  size_t served_ = 0; // ops that use the host copy in place
   std::shared_ptr<PageoutTransfer> out_;
   std::shared_ptr<PageinTransfer> in_;
   void* host_ = nullptr; // the storage's memory while paged out
   FencePtr arrival_; // streams that use the bytes start after it
 };
+
+/// The manual's name for it (MLMS, chapter 5): what differs between devices is the backend.
+using CudaEntityStorageImpl = EntityStorageImpl;
 
 } // namespace torch_lms

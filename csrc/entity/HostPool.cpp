@@ -62,7 +62,40 @@ void* HostPool::allocate(size_t nbytes) {
       return data;
     }
   }
-  return grow(rounded);
+  if (void* data = take_reclaimed(rounded, Urgency::kSpare)) {
+    return data;
+  }
+  try {
+    return grow(rounded);
+  } catch (const HostPoolFull&) {
+    if (void* data = take_reclaimed(rounded, Urgency::kNeeded)) {
+      return data;
+    }
+    throw;
+  }
+}
+
+void HostPool::set_reclaim(Reclaim reclaim) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  reclaim_ = std::move(reclaim);
+}
+
+/// A block that fits after what others can spare has come back; null if none does.
+void* HostPool::take_reclaimed(size_t nbytes, Urgency urgency) {
+  Lock lock(mutex_);
+  const Reclaim reclaim = reclaim_;
+  while (reclaim != nullptr) {
+    lock.unlock();
+    const bool some = reclaim(urgency);
+    lock.lock();
+    if (void* data = take_locked(nbytes)) {
+      return data;
+    }
+    if (!some) {
+      break;
+    }
+  }
+  return nullptr;
 }
 
 // --- slabs ------------------------------------------------------------------------

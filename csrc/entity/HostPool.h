@@ -3,6 +3,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -52,6 +53,15 @@ class HostPool {
 
   /// `data` comes from `allocate`, or is null. Never waits for a slab. Thread-safe.
   void free(void* data) noexcept;
+
+  /// Who holds blocks that it can do without: before the pool grows it is asked for spare ones,
+  /// before an allocation fails for any. It frees some and returns true, or has none. Called
+  /// without a lock, from any thread that allocates.
+  enum class Urgency { kSpare, kNeeded };
+  using Reclaim = std::function<bool(Urgency)>;
+
+  /// Thread-safe.
+  void set_reclaim(Reclaim reclaim);
 
   /// Gives slabs without a used block back to the source. Thread-safe.
   void trim() noexcept;
@@ -103,6 +113,7 @@ class HostPool {
   [[noreturn]] void throw_full_locked(size_t nbytes) const;
 
   // Of blocks.
+  void* take_reclaimed(size_t nbytes, Urgency urgency);
   void* take_locked(size_t nbytes);
   Blocks::iterator find_fit_locked(size_t nbytes) noexcept;
   void index_locked(Blocks::iterator block) noexcept;
@@ -115,6 +126,7 @@ class HostPool {
   std::mutex resize_mutex_; ///< Held while slabs come and go; taken before `mutex_`.
   mutable std::mutex mutex_; ///< Guards all below.
   std::unique_ptr<SlabSource> source_; ///< Replaced under both mutexes.
+  Reclaim reclaim_;
   size_t limit_bytes_;
   size_t slab_bytes_ = 0;
   size_t used_bytes_ = 0;

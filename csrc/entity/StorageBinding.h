@@ -23,9 +23,9 @@ using KeepAlive = std::shared_ptr<void>;
 /// The tensor library's side of one entity: the storage whose bytes move.
 ///
 /// Only `hold` and `acquire` look for the storage; all other methods need a
-/// `KeepAlive` (or an op's own reference) to be held by the caller, and are called
-/// under the entity's lock, so they neither allocate nor free device memory nor
-/// drop references. Whatever frees memory or may run a destructor is handed back
+/// `KeepAlive` (or an op's own reference) to be held by the caller, and, where nothing else
+/// is said, are called under the entity's lock, so they neither call the device's allocator
+/// nor drop references. Whatever frees memory or may run a destructor is handed back
 /// (`KeepAlive`, `DeviceBlock`) and let go of after unlocking.
 class StorageBinding {
  public:
@@ -66,8 +66,21 @@ class StorageBinding {
   virtual void watch() = 0;
   virtual void unwatch() = 0;
 
+  /// `install_device`, and from now on tells by `unwritten` whether anybody has had the chance
+  /// to write to the block. Returns false where the tensor library cannot tell; the block is
+  /// installed all the same.
+  virtual bool install_watched(std::unique_ptr<DeviceBlock>& block) {
+    unwatch();
+    install_device(block);
+    return false;
+  }
+  virtual bool unwritten() {
+    return false;
+  }
+
   /// A cancelled copy still reads the storage's block: its memory must not be
-  /// unmapped before the copy has finished.
+  /// unmapped before the copy has finished. Calls the device's allocator, so it is called
+  /// without a lock, for an entity that is pinned.
   virtual void keep_block_for_copy() = 0;
 
   /// The same for the copy of a page-in, which still writes to the storage's block.

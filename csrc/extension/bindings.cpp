@@ -1,5 +1,6 @@
+#include <atomic>
 #include <exception>
-#include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -9,16 +10,11 @@
 
 #include <entity/Error.h>
 
-#include <extension/Chaos.h>
-#include <extension/Compat.h>
-#include <extension/CountingCpuAllocator.h>
-#include <extension/CpuDevice.h>
-#include <extension/Fork.h>
-#include <extension/MemoryPressure.h>
-#include <extension/OpObserver.h>
-#include <extension/PageoutBatch.h>
-#include <extension/Pager.h>
-#include <extension/TorchStorageBinding.h>
+#include <extension/Runtime.h>
+#include <extension/base/Compat.h>
+#include <extension/base/Fork.h>
+#include <extension/base/Interpreter.h>
+#include <extension/memory/CpuDevice.h>
 
 namespace py = pybind11;
 
@@ -64,21 +60,8 @@ std::vector<c10::Storage> storages_of(const py::sequence& objects) {
   return storages;
 }
 
-int64_t enqueue_pageouts(const std::vector<c10::Storage>& storages) {
-  const py::gil_scoped_release no_gil;
-  let_go_of_raw();
-  Pager::get().out_queue().start_actions();
-  PageoutBatch batch;
-  try {
-    for (const c10::Storage& storage : storages) {
-      batch.add(storage);
-    }
-  } catch (const PageoutRefused&) {
-    batch.submit(); // Those before it go out.
-    throw;
-  }
-  batch.submit();
-  return static_cast<int64_t>(batch.enqueued());
+Runtime& runtime() {
+  return Runtime::get();
 }
 
 int64_t pageout(const py::sequence& objects) {
@@ -92,7 +75,8 @@ int64_t pageout(const py::sequence& objects) {
       refused = std::current_exception();
     }
   }
-  const int64_t count = enqueue_pageouts(storages);
+  const py::gil_scoped_release no_gil;
+  const int64_t count = runtime().manual.pageout(storages);
   if (refused != nullptr) {
     std::rethrow_exception(refused);
   }
@@ -102,48 +86,31 @@ int64_t pageout(const py::sequence& objects) {
 int64_t prefetch(const py::sequence& objects, bool start) {
   const auto storages = storages_of(objects);
   const py::gil_scoped_release no_gil;
-  Pager& pager = Pager::get();
-  if (start) {
-    pager.in_queue().start_actions();
-  }
-  int64_t count = 0;
-  for (const c10::Storage& storage : storages) {
-    count += pager.prefetch(storage) ? 1 : 0;
-  }
-  return count;
+  return runtime().manual.prefetch(storages, start);
 }
 
-void use(const py::sequence& objects) {
+void give_out(const py::sequence& objects) {
   const auto storages = storages_of(objects);
   const py::gil_scoped_release no_gil;
   for (const c10::Storage& storage : storages) {
-    Pager::get().raw_access(storage.unsafeGetStorageImpl());
+    runtime().observer.give_out(*storage.unsafeGetStorageImpl());
   }
 }
 
-/// Storages that stay on their device while one of these lives: raw kernels run on them.
+/// Storages that stay where they are while one of these lives: raw kernels run on them.
 class HeldStorages {
  public:
   explicit HeldStorages(const std::vector<c10::Storage>& storages) {
-    for (const c10::Storage& storage : storages) {
-      EntityPtr entity = entity_of_input(*storage.unsafeGetStorageImpl());
-      if (entity != nullptr) {
-        entity->pin();
-        entities_.push_back(std::move(entity));
-      }
-    }
-    use_pinned(entities_, 0, /*stay=*/false);
+    runtime().observer.hold(storages, held_);
   }
   ~HeldStorages() {
-    for (const EntityPtr& entity : entities_) {
-      entity->unpin();
-    }
+    runtime().observer.release(held_);
   }
   HeldStorages(const HeldStorages&) = delete;
   HeldStorages& operator=(const HeldStorages&) = delete;
 
  private:
-  std::vector<EntityPtr> entities_;
+  Frame held_;
 };
 
 std::unique_ptr<HeldStorages> hold(const py::sequence& objects) {
@@ -152,19 +119,8 @@ std::unique_ptr<HeldStorages> hold(const py::sequence& objects) {
   return std::make_unique<HeldStorages>(storages);
 }
 
-/// The entity's state, `resident` for a storage without one.
-std::string state(const py::handle& object) {
-  const c10::Storage storage = storage_of(object);
-  const EntityPtr entity = Pager::get().find(*storage.unsafeGetStorageImpl());
-  return to_string(entity == nullptr ? EntityState::kResident : entity->state());
-}
-
-c10::Device parse_device(const std::string& device) {
-  return c10::Device(device);
-}
-
 Device& device_named(const std::string& name) {
-  Device* device = find_device(parse_device(name));
+  Device* device = runtime().devices.find(c10::Device(name));
   if (device == nullptr) {
     throw Error(
         "expected a device with paging (cpu, or cuda:N in a build with CUDA), found '" + name +
@@ -176,38 +132,50 @@ Device& device_named(const std::string& name) {
 void enable(const std::string& device_name, size_t limit_bytes, size_t min_bytes) {
   check_not_forked();
   const py::gil_scoped_release no_gil;
-  Device& device = device_named(device_name);
-  MemoryPressure::get().enable(device, limit_bytes);
-  device.control(limit_bytes);
-  track_storages(min_bytes);
-  device.note_busy_streams();
+  runtime().policy.enable(device_named(device_name), limit_bytes, min_bytes);
 }
 
 void disable() {
   check_not_forked();
   const py::gil_scoped_release no_gil;
-  Pager& pager = Pager::get();
-  std::exception_ptr failed;
-  const auto attempt = [&failed](const std::function<void()>& step) {
-    try {
-      step();
-    } catch (...) { // The rest has to be undone all the same.
-      failed = std::current_exception();
-    }
-  };
-  attempt([&] { pager.wait_pageouts(); });
-  attempt([&] { pager.wait_pageins(); });
-  MemoryPressure::get().disable();
-  for_each_device([](Device& device, void*) { device.uncontrol(); }, nullptr);
-  attempt([&] { pager.pagein_all(); });
-  stop_tracking_storages();
-  if (failed != nullptr) {
-    std::rethrow_exception(failed);
+  runtime().disable();
+}
+
+std::string attention() {
+  switch (runtime().policy.attention()) {
+    case Policy::Attention::kOff:
+      return "off";
+    case Policy::Attention::kLearning:
+      return "learning";
+    case Policy::Attention::kArmed:
+      return "armed";
+    case Policy::Attention::kAsleep:
+      return "asleep";
   }
+  return "unknown";
+}
+
+py::dict memory_report(const std::string& device_name) {
+  MemoryReport report;
+  {
+    const py::gil_scoped_release no_gil;
+    report = runtime().policy.report(device_named(device_name));
+  }
+  py::dict values;
+  values["limit_bytes"] = report.limit_bytes;
+  values["allocated_bytes"] = report.allocated_bytes;
+  values["reserved_bytes"] = report.reserved_bytes;
+  values["movable_bytes"] = report.movable_bytes;
+  values["in_use_bytes"] = report.in_use_bytes;
+  values["fixed_bytes"] = report.fixed_bytes;
+  values["leaving_bytes"] = report.leaving_bytes;
+  values["unseen_bytes"] = report.unseen_bytes;
+  values["other_bytes"] = report.other_bytes;
+  return values;
 }
 
 py::dict stats(bool reset) {
-  Pager& pager = Pager::get();
+  Pager& pager = runtime().pager;
   Stats& counters = pager.stats();
   py::dict values;
   values["pageout_bytes"] = counters.pageout_bytes.load();
@@ -218,7 +186,9 @@ py::dict stats(bool reset) {
   values["prefetches"] = counters.prefetches.load();
   values["prefetch_hits"] = counters.prefetch_hits.load();
   values["cancelled_pageouts"] = counters.cancelled_pageouts.load();
+  values["dropped_bytes"] = counters.dropped_bytes.load();
   values["host_served"] = counters.host_served.load();
+  values["limit_exceeded"] = counters.limit_exceeded.load();
   values["pagein_failures"] = counters.pagein_failures.load();
   values["allocation_retries"] = counters.allocation_retries.load();
   values["wait_us"] = counters.wait_us.load();
@@ -226,38 +196,31 @@ py::dict stats(bool reset) {
   values["paged_out_storages"] = pager.paged_out_storages();
   values["tracked_storages"] = pager.table().size();
   HostPoolStats host;
-  struct Sum {
-    HostPoolStats* host;
-    size_t allocated = 0;
-    size_t peak = 0;
-    size_t limit = 0;
-    bool reset;
-    const HostPool* seen = nullptr;
-  } sum{&host, 0, 0, 0, reset, nullptr};
-  for_each_device(
-      [](Device& device, void* context) {
-        auto* sum = static_cast<Sum*>(context);
-        if (sum->seen != device.pool().get()) {
-          const HostPoolStats pool = device.pool()->stats();
-          sum->host->slab_bytes += pool.slab_bytes;
-          sum->host->used_bytes += pool.used_bytes;
-          sum->host->limit_bytes += pool.limit_bytes;
-          sum->seen = device.pool().get();
-        }
-        sum->allocated += device.allocated_bytes();
-        sum->peak += device.peak_allocated_bytes();
-        sum->limit += MemoryPressure::get().limit_bytes(device);
-        if (sum->reset) {
-          device.reset_peak();
-        }
-      },
-      &sum);
+  DeviceUse use;
+  size_t limit_bytes = 0;
+  const HostPool* seen = nullptr;
+  runtime().devices.for_each([&](Device& device) {
+    if (seen != device.pool().get()) {
+      const HostPoolStats pool = device.pool()->stats();
+      host.slab_bytes += pool.slab_bytes;
+      host.used_bytes += pool.used_bytes;
+      host.limit_bytes += pool.limit_bytes;
+      seen = device.pool().get();
+    }
+    const DeviceUse of_device = device.use();
+    use.allocated_bytes += of_device.allocated_bytes;
+    use.peak_allocated_bytes += of_device.peak_allocated_bytes;
+    limit_bytes += device.limit_bytes();
+    if (reset) {
+      device.reset_peak();
+    }
+  });
   values["host_bytes"] = host.slab_bytes;
   values["host_used_bytes"] = host.used_bytes;
   values["host_limit_bytes"] = host.limit_bytes;
-  values["allocated_bytes"] = sum.allocated;
-  values["peak_allocated_bytes"] = sum.peak;
-  values["limit_bytes"] = sum.limit;
+  values["allocated_bytes"] = use.allocated_bytes;
+  values["peak_allocated_bytes"] = use.peak_allocated_bytes;
+  values["limit_bytes"] = limit_bytes;
   if (reset) {
     counters.reset();
   }
@@ -289,23 +252,60 @@ void bind_errors(py::module_& module) {
   static_cast<void>(module);
 }
 
+/// See `Interpreter`.
+void lend_interpreter() {
+  Interpreter& python = interpreter();
+  python.release_lock = [] {
+    return PyGILState_Check() != 0 ? static_cast<void*>(PyEval_SaveThread()) : nullptr;
+  };
+  python.take_lock = [](void* state) {
+    PyEval_RestoreThread(static_cast<PyThreadState*>(state));
+  };
+  static std::atomic<unsigned long> main_thread{
+      py::module_::import("threading").attr("main_thread")().attr("ident").cast<unsigned long>()};
+  pthread_atfork(nullptr, nullptr, [] { main_thread.store(PyThread_get_thread_ident()); });
+  python.on_main_thread = [] { return PyThread_get_thread_ident() == main_thread.load(); };
+  python.at_next_instruction = [](void (*call)()) {
+    static std::atomic<void (*)()> pending{nullptr};
+    pending.store(call);
+    const auto run = [](void*) {
+      pending.load()();
+      return 0;
+    };
+    return Py_AddPendingCall(run, nullptr) == 0;
+  };
+}
+
+/// A function of the module: refused in a forked child, run without Python's lock.
+template <typename Call>
+void define(py::module_& module, const char* name, Call call) {
+  module.def(
+      name,
+      [call] {
+        check_not_forked();
+        call(runtime());
+      },
+      py::call_guard<py::gil_scoped_release>());
+}
+
 void bind_requests(py::module_& module) {
   module.def("pageout", &pageout);
   module.def("prefetch", &prefetch, py::arg("storages"), py::arg("start") = true);
-  module.def("use", &use);
+  module.def("use", &give_out);
   py::class_<HeldStorages>(module, "HeldStorages");
   module.def("hold", &hold);
-  module.def("state", &state);
+  module.def("state", [](const py::handle& object) {
+    return runtime().manual.state(storage_of(object));
+  });
   module.def("pin", [](const py::handle& object) {
     check_not_forked();
     const c10::Storage storage = storage_of(object);
     const py::gil_scoped_release no_gil;
-    Pager::get().keep_resident(storage);
+    runtime().manual.pin(storage);
   });
   module.def("unpin", [](const py::handle& object) {
     check_not_forked();
-    const c10::Storage storage = storage_of(object);
-    Pager::get().release_resident(storage);
+    runtime().manual.unpin(storage_of(object));
   });
 }
 
@@ -319,62 +319,55 @@ void stop_at_exit(CudaEntityTransferQueue& queue) {
 }
 
 void bind_queues(py::module_& module) {
-  const auto no_gil = py::call_guard<py::gil_scoped_release>();
-  module.def(
-      "start_pageouts",
-      [] {
-        check_not_forked();
-        Pager::get().out_queue().start_actions();
-      },
-      no_gil);
-  module.def(
-      "start_pageins",
-      [] {
-        check_not_forked();
-        Pager::get().in_queue().start_actions();
-      },
-      no_gil);
-  module.def(
-      "hold_pageins",
-      [] {
-        check_not_forked();
-        Pager::get().in_queue().start_actions();
-        Pager::get().in_queue().wait_and_stop_actions();
-        Pager::get().commit_finished();
-        Pager::get().in_queue().open();
-      },
-      no_gil);
-  module.def(
-      "wait_pageouts",
-      [] {
-        check_not_forked();
-        let_go_of_raw();
-        Pager::get().wait_pageouts();
-      },
-      no_gil);
-  module.def(
-      "wait_pageins",
-      [] {
-        check_not_forked();
-        Pager::get().wait_pageins();
-      },
-      no_gil);
-  module.def(
-      "pagein_all",
-      [] {
-        check_not_forked();
-        Pager::get().pagein_all();
-      },
-      no_gil);
+  define(module, "start_pageouts", [](Runtime& all) { all.pager.out_queue().start_actions(); });
+  define(module, "start_pageins", [](Runtime& all) { all.pager.in_queue().start_actions(); });
+  define(module, "hold_pageins", [](Runtime& all) {
+    all.pager.in_queue().start_actions();
+    all.pager.in_queue().wait_and_stop_actions();
+    all.pager.commit_finished();
+    all.pager.in_queue().open();
+  });
+  define(module, "wait_pageouts", [](Runtime& all) { all.manual.wait_pageouts(); });
+  define(module, "wait_pageins", [](Runtime& all) { all.manual.wait_pageins(); });
+  define(module, "pagein_all", [](Runtime& all) { all.manual.pagein_all(); });
   module.def(
       "shutdown",
       [] {
         if (!in_forked_child()) {
-          stop_at_exit(Pager::get().out_queue());
-          stop_at_exit(Pager::get().in_queue());
+          stop_at_exit(runtime().pager.out_queue());
+          stop_at_exit(runtime().pager.in_queue());
         }
       },
-      no_gil);
+      py::call_guard<py::gil_scoped_release>());
+}
+
+void bind_automatic_mode(py::module_& module) {
+  module.def("enable", &enable);
+  module.def("disable", &disable);
+  module.def("stats", &stats, py::arg("reset") = false);
+  module.def("attention", &attention);
+  module.def("memory_report", &memory_report);
+  define(module, "wake", [](Runtime& all) { all.policy.wake(); });
+  module.def("configure_host", [](size_t limit_bytes, const std::string& spill_dir) {
+    check_not_forked();
+    runtime().devices.configure_host(HostOptions{limit_bytes, spill_dir});
+  });
+  module.def("total_bytes", [](const std::string& device) {
+    // Asking for it opens no spill file yet.
+    return device == "cpu" ? CpuDevice::memory_bytes() : device_named(device).total_bytes();
+  });
+  module.def("count_cpu_allocations", [] {
+    static_cast<CpuDevice*>(runtime().devices.find(c10::Device(c10::kCPU)))->count();
+  });
+  module.def("observing_ops", [] { return runtime().observer.observing(); });
+  module.def("in_forked_child", &in_forked_child);
+  module.def("enable_chaos", [](uint64_t seed, int64_t period) {
+    Runtime& all = runtime();
+    all.pager.out_queue().start_actions();
+    all.pager.in_queue().start_actions();
+    all.chaos.begin(seed, period);
+    all.policy.track_all(1);
+  });
 }
 
 } // namespace
@@ -383,32 +376,11 @@ void bind_queues(py::module_& module) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   using namespace torch_lms;
   module.doc() = "The compiled core of torch_lms. Use torch_lms and torch_lms.swap instead.";
+  lend_interpreter();
   bind_errors(module);
   bind_requests(module);
   bind_queues(module);
-  module.def("enable", &enable);
-  module.def("disable", &disable);
-  module.def("stats", &stats, py::arg("reset") = false);
-  module.def("configure_host", [](size_t limit_bytes, const std::string& spill_dir) {
-    check_not_forked();
-    configure_host(HostOptions{limit_bytes, spill_dir});
-  });
-  module.def("total_bytes", [](const std::string& device) {
-    // Asking for it opens no spill file yet.
-    return device == "cpu" ? CpuDevice::memory_bytes() : device_named(device).total_bytes();
-  });
-  module.def("count_cpu_allocations", [] {
-    find_device(c10::Device(c10::kCPU));
-    CountingCpuAllocator::get().install();
-  });
-  module.def("observing_ops", &observing_ops);
-  module.def("in_forked_child", &in_forked_child);
-  module.def("enable_chaos", [](uint64_t seed, int64_t period) {
-    Pager::get().out_queue().start_actions();
-    Pager::get().in_queue().start_actions();
-    Chaos::get().begin(seed, period);
-    track_storages(1);
-  });
+  bind_automatic_mode(module);
   module.attr("has_materializer") = compat::kHasMaterializer;
 #ifdef TORCH_LMS_WITH_CUDA
   module.attr("has_cuda") = true;

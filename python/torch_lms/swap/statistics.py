@@ -22,7 +22,9 @@ class SwapStats:
         prefetches: page-ins that were asked for ahead of need.
         prefetch_hits: prefetches that brought the bytes before, or while, they were needed.
         cancelled_pageouts: page-outs called off because the storage was used again.
+        dropped_bytes: bytes that left without a copy, since the host still had one that was not stale.
         host_served: accesses that worked on the host copy for want of room.
+        limit_exceeded: allocations that went beyond the limit, inside calls of other extensions' code.
         pagein_failures: page-ins that found no room.
         allocation_retries: allocations that failed within the limit (fragmentation) and were repeated.
         wait_us: time that ops waited for page-outs to make room, in microseconds.
@@ -46,7 +48,9 @@ class SwapStats:
     prefetches: int
     prefetch_hits: int
     cancelled_pageouts: int
+    dropped_bytes: int
     host_served: int
+    limit_exceeded: int
     pagein_failures: int
     allocation_retries: int
     wait_us: int

@@ -1,0 +1,42 @@
+#include <extension/Runtime.h>
+
+#include <functional>
+
+#include <extension/base/Fork.h>
+
+namespace torch_lms {
+
+Runtime& Runtime::get() {
+  static auto* runtime = new Runtime();
+  return *runtime;
+}
+
+Runtime::Runtime() {
+  observer.set_policy(&policy);
+  static Devices* all = &devices;
+  watch_forks([](void (*visit)(HostPool*)) {
+    all->for_each([visit](Device& device) { visit(device.pool().get()); });
+  });
+}
+
+void Runtime::disable() {
+  std::exception_ptr failed;
+  const auto attempt = [&failed](const std::function<void()>& step) {
+    try {
+      step();
+    } catch (...) { // The rest has to be undone all the same.
+      failed = std::current_exception();
+    }
+  };
+  attempt([this] { pager.wait_pageouts(); });
+  attempt([this] { pager.wait_pageins(); });
+  chaos.end();
+  policy.disable();
+  attempt([this] { pager.pagein_all(); });
+  observer.stop_if_idle();
+  if (failed != nullptr) {
+    std::rethrow_exception(failed);
+  }
+}
+
+} // namespace torch_lms

@@ -1,0 +1,32 @@
+#pragma once
+
+#include <extension/access/ManualPaging.h>
+#include <extension/access/Observer.h>
+#include <extension/memory/Devices.h>
+#include <extension/policy/Chaos.h>
+#include <extension/policy/Policy.h>
+#include <extension/transfer/Pager.h>
+
+namespace torch_lms {
+
+/// The parts, put together: the one object of the process, made on first use, never destroyed.
+/// Only what PyTorch and Python call without a context of ours (the module's functions) asks for
+/// it; the parts are given what they use.
+struct Runtime {
+  static Runtime& get();
+
+  Devices devices;
+  Pager pager{devices};
+  Chaos chaos{pager};
+  Observer observer{pager, chaos};
+  Policy policy{pager, observer};
+  ManualPaging manual{pager, observer};
+
+  /// Ends automatic mode: waits, pages everything in, and rethrows what failed on the way.
+  void disable();
+
+ private:
+  Runtime();
+};
+
+} // namespace torch_lms

@@ -1,0 +1,376 @@
+#include <extension/access/Observer.h>
+
+#include <algorithm>
+#include <memory>
+#include <utility>
+
+#include <entity/OpClock.h>
+
+#include <extension/access/Storages.h>
+#include <extension/base/ForeignCall.h>
+#include <extension/base/Fork.h>
+#include <extension/base/Interpreter.h>
+#include <extension/base/ThreadContext.h>
+
+namespace torch_lms {
+namespace {
+
+// The callbacks get nothing but the record.
+std::atomic<Observer*> instance{nullptr};
+
+void release(std::vector<Entity*>& pinned, std::vector<Entity*>& served) noexcept {
+  for (Entity* entity : served) {
+    entity->end_service();
+  }
+  for (Entity* entity : pinned) {
+    entity->unpin();
+  }
+  served.clear();
+  pinned.clear();
+}
+
+void release_given_out(Frame& frame) noexcept {
+  for (const EntityPtr& entity : frame.given_out_on_host) {
+    entity->end_service();
+  }
+  for (const EntityPtr& entity : frame.given_out) {
+    entity->unpin();
+  }
+  frame.given_out_on_host.clear();
+  frame.given_out.clear();
+}
+
+// A plain pointer in the thread's own block is read in one instruction; an object that has
+// to be constructed and destroyed goes through two calls, and every op comes here twice.
+thread_local Frame* this_frame __attribute__((tls_model("initial-exec"))) = nullptr;
+
+Frame& make_frame() {
+  struct Cleaner {
+    ~Cleaner() {
+      if (Frame* frame = std::exchange(this_frame, nullptr)) {
+        release_given_out(*frame);
+        delete frame;
+      }
+    }
+  };
+  this_frame = new Frame(); // too large for a thread's own block
+  static thread_local Cleaner cleaner; // ops of later destructors leave their frame behind
+  static_cast<void>(&cleaner);
+  return *this_frame;
+}
+
+Frame& frame_of_thread() {
+  return this_frame != nullptr ? *this_frame : make_frame();
+}
+
+bool is_on_main_thread(Frame& frame) {
+  if (frame.on_main_thread < 0) {
+    const auto ask = interpreter().on_main_thread;
+    frame.on_main_thread = ask == nullptr || ask() ? 1 : 0;
+  }
+  return frame.on_main_thread != 0;
+}
+
+} // namespace
+
+Observer::Observer(Pager& pager, Chaos& chaos) : pager_(pager), chaos_(chaos) {
+  instance.store(this, std::memory_order_release);
+  pager_.set_raw_access([this](c10::StorageImpl& storage) { give_out(storage); });
+}
+
+// --- the callback ---------------------------------------------------------------------
+
+std::unique_ptr<at::ObserverContext> Observer::on_begin(const at::RecordFunction& record) {
+  if (!in_forked_child()) {
+    instance.load(std::memory_order_relaxed)->begin(record);
+  }
+  return nullptr;
+}
+
+void Observer::on_end(const at::RecordFunction& record, at::ObserverContext*) {
+  if (!in_forked_child()) {
+    instance.load(std::memory_order_relaxed)->end(record);
+  }
+}
+
+/// Note [Pairs of begin and end]
+/// PyTorch calls both for every record, whatever either throws, and in the order of brackets. So
+/// `depth` counts what has begun and must end, and is raised before anything can fail.
+void Observer::begin(const at::RecordFunction& record) {
+  Frame& frame = frame_of_thread();
+  if (frame.depth > 0) {
+    ++frame.depth;
+    const OpKind kind = frame.holding ? frame.kinds.of(record) : OpKind::kTransparent;
+    if (kind > OpKind::kNode) {
+      pin_inputs(record, frame, kind);
+    }
+    return;
+  }
+  const OpKind kind = frame.kinds.of(record);
+  if (kind <= OpKind::kNode) {
+    if (kind == OpKind::kNode) {
+      policy_->note_node_begins();
+    }
+    return;
+  }
+  frame.depth = 1;
+  frame.holding = kind == OpKind::kHolding || kind == OpKind::kCollective;
+  begin_outermost(record, frame);
+  if (!pin_inputs(record, frame, kind) && !frame.holding) {
+    release_pinned(frame); // The op comes again, unwrapped: what it uses then is let go of then.
+    frame.depth = 0;
+  }
+}
+
+void Observer::begin_outermost(const at::RecordFunction& record, Frame& frame) {
+  OpClock::get().begin_op();
+  if (policy_->enabled()) {
+    frame.now = policy_->cycles().next_op();
+  }
+  if (!frame.given_out.empty() && !in_foreign_call()) {
+    take_back();
+  }
+  if (pager_.arrivals().any()) {
+    pager_.arrivals().settle();
+  }
+  if (pager_.has_finished()) {
+    pager_.commit_finished();
+  }
+  this_thread().op = &record;
+  this_thread().op_name = record.name();
+}
+
+Entity* Observer::find(c10::StorageImpl& storage, Frame& frame) {
+  if (!has_bytes(storage)) {
+    return nullptr;
+  }
+  const bool tracked = policy_->tracks(storage.nbytes());
+  if (!tracked && !pager_.tracks_by_hand()) {
+    return nullptr;
+  }
+  return frame.recent.get(storage, [&] {
+    return tracked ? pager_.find_or_track(storage, /*by_hand=*/false) : pager_.find(storage);
+  });
+}
+
+/// False if not all of the inputs could be seen.
+bool Observer::pin_inputs(const at::RecordFunction& record, Frame& frame, OpKind kind) {
+  const size_t first = frame.pinned.size();
+  const CycleShape cycle = policy_->cycles().shape();
+  Device* noted = nullptr;
+  bool settled = kind != OpKind::kCollective && kind != OpKind::kInspecting;
+  bool all = true;
+  for (const c10::IValue& value : record.inputs()) {
+    all = visit_storages(
+              value,
+              [&](c10::StorageImpl& storage) {
+                if (storage.device_type() == c10::kCUDA) {
+                  // Also for what is no entity yet: if it is paged out next, this op comes first.
+                  Device* device = pager_.devices().known(storage.device());
+                  if (device != nullptr && device != noted) {
+                    device->note_current_stream();
+                    settled = settled && !device->capturing();
+                    noted = device;
+                  }
+                } else if (storage.device_type() != c10::kCPU) {
+                  return;
+                }
+                Entity* entity = find(storage, frame);
+                if (entity == nullptr) {
+                  return;
+                }
+                frame.pinned.push_back(entity);
+                settled = entity->pin_settled() && settled;
+                entity->uses.record(frame.now, cycle);
+              }) &&
+        all;
+  }
+  if (!settled) {
+    use_unsettled(frame, first, kind);
+  }
+  return all;
+}
+
+/// All inputs are pinned by now, so that making room for one does not push another out. Calls
+/// their page-outs off, which could not be committed now, and making room would wait for them;
+/// then pages in.
+void Observer::use_unsettled(Frame& frame, size_t first, OpKind kind) {
+  std::vector<EntityPtr> entities;
+  for (size_t i = first; i < frame.pinned.size(); ++i) {
+    entities.push_back(entity_of(frame.pinned[i]->shared_from_this()));
+    pager_.call_off_pageout(entities.back());
+  }
+  for (const EntityPtr& entity : entities) {
+    if (kind == OpKind::kCollective || entity->device().capturing()) {
+      entity->fix();
+    }
+    if (pager_.use(entity) == Place::kHost) {
+      frame.served.push_back(entity.get());
+    }
+    if (kind == OpKind::kInspecting) {
+      entity->stop_watching();
+    }
+  }
+}
+
+void Observer::note_outputs(const at::RecordFunction& record, Frame& frame) {
+  const CycleShape cycle = policy_->cycles().shape();
+  for (const c10::IValue& value : record.outputs()) {
+    visit_storages(value, [&](c10::StorageImpl& storage) {
+      if (Entity* entity = find(storage, frame)) {
+        entity->uses.record(frame.now, cycle);
+      }
+    });
+  }
+}
+
+void Observer::release_pinned(Frame& frame) noexcept {
+  this_thread().op = nullptr;
+  this_thread().op_name = nullptr;
+  torch_lms::release(frame.pinned, frame.served);
+  OpClock::get().end_op();
+}
+
+void Observer::end(const at::RecordFunction& record) {
+  Frame& frame = frame_of_thread();
+  if (frame.depth == 0) {
+    return; // It is none of those that are counted.
+  }
+  if (--frame.depth != 0) {
+    return;
+  }
+  Device* devices[2] = {nullptr, nullptr};
+  for (const Entity* entity : frame.pinned) {
+    Device* device = &entity->device();
+    if (device != devices[0] && device != devices[1]) {
+      devices[devices[0] == nullptr ? 0 : 1] = device;
+    }
+  }
+  std::exception_ptr failed;
+  try {
+    note_outputs(record, frame);
+  } catch (...) {
+    failed = std::current_exception();
+  }
+  release_pinned(frame);
+  if (failed != nullptr) {
+    std::rethrow_exception(failed); // PyTorch logs it
+  }
+  for (Device* device : devices) {
+    if (device != nullptr) {
+      policy_->after_op(*device, is_on_main_thread(frame));
+    }
+  }
+  chaos_.after_op();
+}
+
+// --- addresses that are given out -------------------------------------------------------
+
+void Observer::give_out(c10::StorageImpl& storage) {
+  Frame& frame = frame_of_thread();
+  const EntityPtr entity = has_bytes(storage) ? pager_.find(storage) : nullptr;
+  if (entity == nullptr) {
+    return;
+  }
+  if (std::find(frame.pinned.begin(), frame.pinned.end(), entity.get()) != frame.pinned.end()) {
+    entity->release_copy(); // An op's kernel is about to write to what the op has pinned.
+    return;
+  }
+  entity->device().note_current_stream();
+  frame.given_out.push_back(entity);
+  entity->pin(); // before it comes in: making room for it must not push it out
+  pager_.call_off_pageout(entity);
+  if (pager_.use(entity) == Place::kHost) {
+    frame.given_out_on_host.push_back(entity);
+  }
+  entity->uses.record(policy_->cycles().now(), policy_->cycles().shape());
+  entity->release_copy();
+}
+
+void Observer::take_back() {
+  release_given_out(frame_of_thread());
+}
+
+void Observer::hold(const std::vector<c10::Storage>& storages, Frame& held) {
+  Frame& frame = frame_of_thread();
+  for (const c10::Storage& storage : storages) {
+    if (Entity* entity = find(*storage.unsafeGetStorageImpl(), frame)) {
+      held.pinned.push_back(entity);
+      entity->pin();
+      entity->uses.record(policy_->cycles().now(), policy_->cycles().shape());
+      entity->device().note_current_stream();
+    }
+  }
+  use_unsettled(held, 0, OpKind::kSealed);
+}
+
+void Observer::release(Frame& held) {
+  torch_lms::release(held.pinned, held.served);
+}
+
+// --- when ops are observed ----------------------------------------------------------------
+
+/// Under the mutex. The new callback is there before the old one goes: no op gets by between.
+void Observer::install(bool outputs) {
+  const at::CallbackHandle before = handle_;
+  handle_ = at::addGlobalCallback(at::RecordFunctionCallback(&on_begin, &on_end)
+                                      .needsInputs(true)
+                                      .needsOutputs(outputs)
+                                      .scopes({at::RecordScope::FUNCTION}));
+  outputs_ = outputs;
+  installed_.store(true, std::memory_order_release);
+  if (before != at::INVALID_CALLBACK_HANDLE) {
+    at::removeCallback(before);
+  }
+}
+
+void Observer::uninstall() {
+  at::removeCallback(handle_);
+  handle_ = at::INVALID_CALLBACK_HANDLE;
+  installed_.store(false, std::memory_order_release);
+}
+
+bool Observer::wanted() const {
+  return fed_ || requests_.load() != 0 || pager_.active();
+}
+
+void Observer::start() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  fed_ = true;
+  if (!observing() || !outputs_) {
+    install(/*outputs=*/true);
+  }
+}
+
+void Observer::stop() {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    fed_ = false;
+  }
+  stop_if_idle();
+}
+
+void Observer::stop_if_idle() {
+  if (!observing() || wanted()) {
+    return;
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (observing() && !wanted()) {
+    uninstall();
+  }
+}
+
+Observer::Request::Request(Observer& observer) : observer_(observer) {
+  observer_.requests_.fetch_add(1);
+  std::lock_guard<std::mutex> lock(observer_.mutex_);
+  first_ = !observer_.observing();
+  if (first_) {
+    observer_.install(/*outputs=*/false);
+  }
+}
+
+Observer::Request::~Request() {
+  observer_.requests_.fetch_sub(1);
+}
+
+} // namespace torch_lms

@@ -1,0 +1,102 @@
+#pragma once
+
+#include <atomic>
+#include <mutex>
+#include <vector>
+
+#include <ATen/record_function.h>
+
+#include <extension/access/Frame.h>
+#include <extension/access/OpKind.h>
+#include <extension/policy/Chaos.h>
+#include <extension/policy/Policy.h>
+
+namespace torch_lms {
+
+/// Layer 2: one global RecordFunction callback pins an op's inputs and pages them in before the
+/// op, and lets them go after it. It changes no dispatch keys and sees every thread.
+///
+/// The callback is installed while something is paged out or on its way, and while automatic mode
+/// learns or is armed; otherwise ops cost nothing. Ops that were running when it was installed
+/// are not observed.
+///
+/// Thread-safe: every method may be called from any thread, with and without the GIL.
+class Observer final : public OpFeed {
+ public:
+  /// One in a process.
+  Observer(Pager& pager, Chaos& chaos);
+
+  /// Set up before anything is observed.
+  void set_policy(Policy* policy) noexcept {
+    policy_ = policy;
+  }
+
+  // --- OpFeed: automatic mode ---
+  void start() override;
+  void stop() override;
+
+  /// Ops are observed while one of these lives, and from then on as long as there is reason to.
+  class Request {
+   public:
+    explicit Request(Observer& observer);
+    ~Request();
+    Request(const Request&) = delete;
+    Request& operator=(const Request&) = delete;
+
+    /// Whether nobody observed ops before it: see `Device::note_busy_streams`.
+    bool first() const noexcept {
+      return first_;
+    }
+
+   private:
+    Observer& observer_;
+    bool first_;
+  };
+
+  /// Removes the callback if there is no more reason for it.
+  void stop_if_idle();
+
+  bool observing() const noexcept {
+    return installed_.load(std::memory_order_acquire);
+  }
+
+  /// The calling thread is given a storage's address, to read and to write: the bytes come in,
+  /// and stay where they are until the thread's next op or call of ours that is not inside the
+  /// same function of another extension (Note [Foreign calls]). May wait as `Pager::use` does.
+  void give_out(c10::StorageImpl& storage);
+
+  /// What has been given out to the calling thread may go again.
+  void take_back();
+
+  /// Pins storages' entities (those that automatic mode tracks become ones) and brings them in:
+  /// raw kernels run on them. To be released with `release`.
+  void hold(const std::vector<c10::Storage>& storages, Frame& held);
+  void release(Frame& held);
+
+ private:
+  static std::unique_ptr<at::ObserverContext> on_begin(const at::RecordFunction& record);
+  static void on_end(const at::RecordFunction& record, at::ObserverContext* context);
+  void begin(const at::RecordFunction& record);
+  void end(const at::RecordFunction& record);
+  void begin_outermost(const at::RecordFunction& record, Frame& frame);
+  bool pin_inputs(const at::RecordFunction& record, Frame& frame, OpKind kind);
+  void use_unsettled(Frame& frame, size_t first, OpKind kind);
+  void note_outputs(const at::RecordFunction& record, Frame& frame);
+  void release_pinned(Frame& frame) noexcept;
+  Entity* find(c10::StorageImpl& storage, Frame& frame);
+  void install(bool outputs);
+  void uninstall();
+  bool wanted() const;
+
+  Pager& pager_;
+  Chaos& chaos_;
+  Policy* policy_ = nullptr;
+  std::mutex mutex_; // of who installs and removes
+  at::CallbackHandle handle_ = at::INVALID_CALLBACK_HANDLE;
+  bool outputs_ = false;
+  std::atomic<bool> fed_{false}; // by `start`
+  std::atomic<bool> installed_{false};
+  std::atomic<size_t> requests_{0};
+};
+
+} // namespace torch_lms

@@ -1,0 +1,47 @@
+#pragma once
+
+#include <array>
+#include <cstdint>
+
+#include <ATen/record_function.h>
+
+namespace torch_lms {
+
+/// How a record that PyTorch makes is to be watched.
+enum class OpKind : uint8_t {
+  /// Not an op, or one that only calls others (CompositeImplicitAutograd): those are watched. What
+  /// they use need not stay until it ends: it holds tensors, no addresses.
+  kTransparent,
+  /// The autograd engine goes on to a node.
+  kNode,
+  /// An op of PyTorch's with a kernel: it gets its tensors' addresses, so what it uses is pinned
+  /// until it ends. What it calls uses the same, or what it has made.
+  kSealed,
+  /// Somebody else's op: the same, and so is what it calls, which may use anything.
+  kHolding,
+  /// The same, and it goes on using its tensors on other streams after it has ended.
+  kCollective,
+  /// PyTorch's own, and looks at more of a storage than its bytes: see Note [Watched blocks].
+  kInspecting,
+};
+
+/// The kinds of the records that one thread has seen.
+///
+/// Not thread-safe: a thread's own.
+class OpKinds {
+ public:
+  /// Blocks, for an op's first time, on the dispatcher's lock.
+  OpKind of(const at::RecordFunction& record);
+
+ private:
+  /// Names are compared, too: only those of ops stay where they are.
+  struct Known {
+    const char* address = nullptr;
+    std::array<char, 48> name{};
+    OpKind kind = OpKind::kTransparent;
+  };
+
+  std::array<Known, 512> known_;
+};
+
+} // namespace torch_lms

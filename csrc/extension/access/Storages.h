@@ -1,0 +1,64 @@
+#pragma once
+
+#include <ATen/SparseCsrTensorImpl.h>
+#include <ATen/SparseTensorImpl.h>
+#include <ATen/core/TensorBase.h>
+#include <ATen/core/ivalue.h>
+
+namespace torch_lms {
+
+/// Calls `visit` with every storage behind a value: of tensors, in lists and tuples, and of the
+/// parts of sparse ones. Returns false if there are tensors whose storages cannot be seen:
+/// wrappers (functorch's, nested tensors), whose op comes again, unwrapped.
+template <typename Visit>
+bool visit_storages(const at::TensorImpl* tensor, const Visit& visit) {
+  if (tensor->has_storage()) {
+    visit(*tensor->unsafe_storage().unsafeGetStorageImpl());
+    return true;
+  }
+  const auto visit_part = [&visit](const at::TensorBase& part) {
+    return !part.defined() || visit_storages(part.unsafeGetTensorImpl(), visit);
+  };
+  switch (tensor->layout()) {
+    case at::kSparse: {
+      const auto* sparse = static_cast<const at::SparseTensorImpl*>(tensor);
+      const bool indices = visit_part(sparse->indices());
+      return visit_part(sparse->values()) && indices;
+    }
+    case at::kSparseCsr:
+    case at::kSparseCsc:
+    case at::kSparseBsr:
+    case at::kSparseBsc: {
+      const auto* sparse = static_cast<const at::SparseCsrTensorImpl*>(tensor);
+      const bool compressed = visit_part(sparse->compressed_indices());
+      const bool plain = visit_part(sparse->plain_indices());
+      return visit_part(sparse->values()) && compressed && plain;
+    }
+    default:
+      return false;
+  }
+}
+
+template <typename Visit>
+bool visit_storages(const c10::IValue& value, const Visit& visit) {
+  bool all = true;
+  if (value.isTensor()) {
+    const at::TensorImpl* tensor = value.unsafeToTensorImpl();
+    return tensor == c10::UndefinedTensorImpl::singleton() || visit_storages(tensor, visit);
+  }
+  if (value.isList()) {
+    for (const c10::IValue& element : value.toListRef()) {
+      if (!element.isTensor() && !element.isList() && !element.isTuple() && !element.isNone()) {
+        return all; // a list of numbers
+      }
+      all = visit_storages(element, visit) && all;
+    }
+  } else if (value.isTuple()) {
+    for (const c10::IValue& element : value.toTupleRef().elements()) {
+      all = visit_storages(element, visit) && all;
+    }
+  }
+  return all;
+}
+
+} // namespace torch_lms

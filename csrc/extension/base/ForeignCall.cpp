@@ -1,0 +1,165 @@
+#include <extension/base/ForeignCall.h>
+
+#include <dlfcn.h>
+#include <link.h>
+#include <unwind.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include <c10/core/StorageImpl.h>
+
+#include <extension/base/ThreadContext.h>
+
+namespace torch_lms {
+namespace {
+
+enum class Owner : uint8_t { kKnown, kInterpreter, kForeign };
+
+/// The code of one loaded library.
+struct CodeRange {
+  uintptr_t begin;
+  uintptr_t end;
+  Owner owner;
+};
+
+using CodeMap = std::vector<CodeRange>;
+
+std::string file_of(const void* address) {
+  Dl_info info{};
+  return dladdr(address, &info) != 0 && info.dli_fname != nullptr ? info.dli_fname : "";
+}
+
+std::string folder_of(const std::string& file) {
+  return file.substr(0, file.rfind('/') + 1);
+}
+
+/// Knows libraries by what they contain or where they lie, not by their version.
+class Libraries {
+ public:
+  Libraries()
+      : own_(file_of(reinterpret_cast<const void*>(&in_foreign_call))),
+        torch_lib_(folder_of(file_of(reinterpret_cast<const void*>(&c10::make_storage_impl)))),
+        torch_(folder_of(torch_lib_.substr(0, torch_lib_.size() - 1))),
+        python_(file_of(dlsym(RTLD_DEFAULT, "Py_GetVersion"))) {}
+
+  Owner owner_of(const std::string& file) const {
+    if (file.empty() || file == python_) { // the program itself has no name in the list
+      return Owner::kInterpreter;
+    }
+    const std::string folder = folder_of(file);
+    const std::string name = file.substr(folder.size());
+    const bool torchs = folder == torch_lib_ || (folder == torch_ && name.rfind("_C.", 0) == 0) ||
+        file.find("/functorch/_C.") != std::string::npos;
+    return torchs || file == own_ || is_runtime(name) ? Owner::kKnown : Owner::kForeign;
+  }
+
+ private:
+  static bool is_runtime(const std::string& name) {
+    static constexpr const char* kPrefixes[] = {
+        "libc.so",
+        "libstdc++",
+        "libgcc_s",
+        "libpthread",
+        "libm.so",
+        "libdl.so",
+        "ld-linux",
+        "linux-vdso",
+        "libgomp",
+        "libiomp",
+        "libomp",
+        "libtsan",
+        "libasan"};
+    return std::any_of(std::begin(kPrefixes), std::end(kPrefixes), [&](const char* prefix) {
+      return name.rfind(prefix, 0) == 0;
+    });
+  }
+
+  const std::string own_;
+  const std::string torch_lib_;
+  const std::string torch_;
+  const std::string python_;
+};
+
+int add_library(dl_phdr_info* info, size_t, void* context) {
+  static const auto* libraries = new Libraries();
+  auto& map = *static_cast<CodeMap*>(context);
+  const Owner owner = libraries->owner_of(info->dlpi_name != nullptr ? info->dlpi_name : "");
+  for (int i = 0; i < info->dlpi_phnum; ++i) {
+    const ElfW(Phdr)& header = info->dlpi_phdr[i];
+    if (header.p_type == PT_LOAD && (header.p_flags & PF_X) != 0) {
+      const uintptr_t begin = info->dlpi_addr + header.p_vaddr;
+      map.push_back(CodeRange{begin, begin + header.p_memsz, owner});
+    }
+  }
+  return 0;
+}
+
+const CodeRange* find(const CodeMap& map, uintptr_t address) {
+  auto at = std::upper_bound(
+      map.begin(), map.end(), address, [](uintptr_t a, const CodeRange& r) { return a < r.begin; });
+  return at == map.begin() || address >= (--at)->end ? nullptr : &*at;
+}
+
+std::shared_ptr<const CodeMap> map_code() {
+  auto map = std::make_shared<CodeMap>();
+  dl_iterate_phdr(&add_library, map.get());
+  std::sort(map->begin(), map->end(), [](const CodeRange& a, const CodeRange& b) {
+    return a.begin < b.begin;
+  });
+  return map;
+}
+
+/// Code that belongs to no library is foreign: somebody has generated it.
+Owner owner_of_code(uintptr_t address) {
+  static auto* mutex = new std::mutex();
+  static auto* current = new std::shared_ptr<const CodeMap>();
+  std::shared_ptr<const CodeMap> map;
+  {
+    std::lock_guard<std::mutex> lock(*mutex);
+    map = *current;
+  }
+  const CodeRange* range = map == nullptr ? nullptr : find(*map, address);
+  if (range == nullptr) { // a library may have been loaded since
+    map = map_code();
+    range = find(*map, address);
+    std::lock_guard<std::mutex> lock(*mutex);
+    *current = map;
+  }
+  return range == nullptr ? Owner::kForeign : range->owner;
+}
+
+struct Walk {
+  uintptr_t outside_of; // frames further in are an op's own
+  bool foreign = false;
+};
+
+_Unwind_Reason_Code visit(_Unwind_Context* frame, void* context) {
+  auto& walk = *static_cast<Walk*>(context);
+  const uintptr_t address = _Unwind_GetIP(frame);
+  if (address == 0 || _Unwind_GetCFA(frame) <= walk.outside_of) {
+    return _URC_NO_REASON;
+  }
+  const Owner owner = owner_of_code(address - 1); // of the call, not of what follows it
+  walk.foreign = owner == Owner::kForeign;
+  return owner == Owner::kKnown ? _URC_NO_REASON : _URC_END_OF_STACK;
+}
+
+} // namespace
+
+bool in_foreign_call() noexcept {
+  Walk walk{reinterpret_cast<uintptr_t>(this_thread().op)};
+  try {
+    _Unwind_Backtrace(&visit, &walk);
+  } catch (const std::bad_alloc&) {
+    return true; // Not to know is no leave to vacate.
+  }
+  return walk.foreign;
+}
+
+} // namespace torch_lms

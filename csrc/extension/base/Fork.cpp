@@ -1,0 +1,66 @@
+#include <extension/base/Fork.h>
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <mutex>
+
+#include <entity/HostPool.h>
+
+namespace torch_lms {
+namespace {
+
+std::atomic<bool> forked{false};
+
+// Devices may share a pool, and may come while another thread forks.
+std::mutex fork_mutex; // held from `before` to `in_parent` or `in_child`
+std::array<HostPool*, 8> prepared{};
+size_t prepared_count = 0;
+
+VisitPools visit_pools = nullptr;
+
+void prepare(HostPool* pool) {
+  const auto end = prepared.begin() + prepared_count;
+  if (std::find(prepared.begin(), end, pool) == end && prepared_count < prepared.size()) {
+    pool->prepare_fork();
+    prepared[prepared_count++] = pool;
+  }
+}
+
+void before() {
+  fork_mutex.lock();
+  visit_pools(&prepare);
+}
+
+void in_parent() {
+  while (prepared_count != 0) {
+    prepared[--prepared_count]->after_fork_in_parent();
+  }
+  fork_mutex.unlock();
+}
+
+void in_child() {
+  forked.store(true);
+  // The parent may reuse the host memory of storages that the child still has:
+  // the child gets a copy of its own at the same addresses.
+  while (prepared_count != 0) {
+    prepared[--prepared_count]->reclone_after_fork();
+  }
+  fork_mutex.unlock();
+}
+
+} // namespace
+
+bool in_forked_child() noexcept {
+  return forked.load(std::memory_order_relaxed);
+}
+
+void watch_forks(VisitPools pools) {
+  visit_pools = pools;
+  static const int registered = pthread_atfork(&before, &in_parent, &in_child);
+  static_cast<void>(registered);
+}
+
+} // namespace torch_lms

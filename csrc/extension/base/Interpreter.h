@@ -1,0 +1,38 @@
+#pragma once
+
+namespace torch_lms {
+
+/// What other parts need of Python. The module's initialization fills it in; a program without
+/// an interpreter leaves it as it is.
+struct Interpreter {
+  /// Lets go of Python's lock if the calling thread holds it; null if it does not. Else what
+  /// `take_lock` takes.
+  void* (*release_lock)() = nullptr;
+  void (*take_lock)(void* state) = nullptr;
+  /// Has `call` run by Python's main thread between two of its instructions, soon.
+  /// False if Python cannot now.
+  bool (*at_next_instruction)(void (*call)()) = nullptr;
+  /// Whether the calling thread is Python's main thread.
+  bool (*on_main_thread)() = nullptr;
+};
+
+Interpreter& interpreter() noexcept;
+
+/// Python's lock is not held while one of these lives: for who waits, since what is waited for
+/// may need it.
+class WithoutGil {
+ public:
+  WithoutGil() : state_(interpreter().release_lock ? interpreter().release_lock() : nullptr) {}
+  ~WithoutGil() {
+    if (state_ != nullptr) {
+      interpreter().take_lock(state_);
+    }
+  }
+  WithoutGil(const WithoutGil&) = delete;
+  WithoutGil& operator=(const WithoutGil&) = delete;
+
+ private:
+  void* const state_;
+};
+
+} // namespace torch_lms

@@ -1,0 +1,49 @@
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+
+namespace torch_lms {
+
+/// What automatic mode decides by. Each with the measurement that chose it, where there is one;
+/// GPT 1.3B is 24 layers of 2048, 16 x 2048 tokens, on an H200 at 30 GiB of 57.
+struct PolicyOptions {
+  /// Allocations from this size on are large: rooms in one piece are looked for, and sizes
+  /// remembered. The CUDA allocator keeps smaller ones in pools of their own.
+  size_t large_bytes = size_t{1} << 20;
+
+  /// Room beyond what is asked for (Note [Room in batches]): limit / margin_share, at most so
+  /// much. GPT 1.3B: 1/32 and 1 GiB gave 1.07 of the link's bound, no margin 1.19.
+  size_t margin_share = 32;
+  size_t max_margin_bytes = size_t{1} << 30;
+
+  /// What prefetches leave free, in units of the largest recent allocation: in one piece, and
+  /// in all, in forward and in backward. Without them prefetched storages were the out-of-memory.
+  size_t contiguous_reserve = 3;
+  size_t forward_reserve = 1;
+  size_t backward_reserve = 8;
+  size_t max_prefetch_pending_bytes = size_t{2} << 30;
+  size_t max_prefetch_batch_bytes = size_t{3} << 30;
+
+  /// Ops after which a storage has cooled: what was used later is likely to be used again soon.
+  uint64_t ops_to_cool = 6;
+
+  /// Calls between two looks for planned page-outs, which sort all candidates.
+  size_t calls_between_plans = 8;
+
+  int contiguous_tries = 3;
+
+  /// Below this share of the limit (in quarters) ops are not watched: see Note [Learn, sleep, arm].
+  size_t sleep_below_quarters = 3;
+  /// Outermost ops that make a cycle in a program that has no backward.
+  uint64_t ops_in_cycle = 4096;
+
+  /// Bounds of waits: for one transfer to end; for ops of other threads to let go of what has
+  /// been copied; for all of one allocation.
+  std::chrono::milliseconds patience{30000};
+  std::chrono::milliseconds patience_with_ops{1000};
+  std::chrono::milliseconds patience_in_all{120000};
+};
+
+} // namespace torch_lms

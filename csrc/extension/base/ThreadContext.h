@@ -1,0 +1,43 @@
+#pragma once
+
+#include <cstddef>
+
+namespace torch_lms {
+
+/// What lower parts have to know of what the calling thread is doing. Each thread has its own.
+struct ThreadContext {
+  /// An address in the frame of the outermost op whose inputs are pinned; null outside of one.
+  const void* op = nullptr;
+  /// The name of that op.
+  const char* op_name = nullptr;
+  /// Allocations are for prefetches: they take what is free, push nothing out, and leave one
+  /// free block of `contiguous_reserve_bytes`.
+  bool for_prefetch = false;
+  size_t contiguous_reserve_bytes = 0;
+};
+
+inline ThreadContext& this_thread() noexcept {
+  // A plain object in the thread's own block: read in one instruction.
+  static thread_local ThreadContext context __attribute__((tls_model("initial-exec")));
+  return context;
+}
+
+/// Allocations of the calling thread are for prefetches while one of these lives.
+class PrefetchAllocations {
+ public:
+  explicit PrefetchAllocations(size_t contiguous_reserve_bytes) noexcept : before_(this_thread()) {
+    this_thread().for_prefetch = true;
+    this_thread().contiguous_reserve_bytes = contiguous_reserve_bytes;
+  }
+  ~PrefetchAllocations() {
+    this_thread().for_prefetch = before_.for_prefetch;
+    this_thread().contiguous_reserve_bytes = before_.contiguous_reserve_bytes;
+  }
+  PrefetchAllocations(const PrefetchAllocations&) = delete;
+  PrefetchAllocations& operator=(const PrefetchAllocations&) = delete;
+
+ private:
+  const ThreadContext before_;
+};
+
+} // namespace torch_lms

@@ -1,0 +1,166 @@
+#include <extension/policy/DeviceWatch.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace torch_lms {
+
+void DeviceWatch::begin(Device& device, const PolicyOptions& options) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    options_ = options;
+  }
+  device_.store(&device, std::memory_order_release);
+}
+
+void DeviceWatch::end() {
+  device_.store(nullptr);
+  std::lock_guard<std::mutex> lock(mutex_);
+  resident_.clear();
+  paged_out_.clear();
+  paged_out_count_.store(0);
+  recent_bytes_ = {};
+  plan_ = {};
+}
+
+size_t DeviceWatch::margin_bytes() const noexcept {
+  return std::min(limit_bytes() / options_.margin_share, options_.max_margin_bytes);
+}
+
+void DeviceWatch::note_allocation(size_t nbytes, size_t used_bytes) {
+  const size_t now = used_bytes + nbytes;
+  size_t peak = peak_bytes_.load(std::memory_order_relaxed);
+  while (now > peak && !peak_bytes_.compare_exchange_weak(peak, now, std::memory_order_relaxed)) {
+  }
+  if (nbytes >= options_.large_bytes) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    recent_bytes_[recent_at_++ % recent_bytes_.size()] = nbytes;
+  }
+}
+
+bool DeviceWatch::take_allocated() noexcept {
+  const int64_t budget = device().budget_bytes();
+  return seen_budget_bytes_.exchange(budget, std::memory_order_relaxed) != budget;
+}
+
+size_t DeviceWatch::largest_recent_bytes() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const size_t largest = *std::max_element(recent_bytes_.begin(), recent_bytes_.end());
+  return std::min(largest, limit_bytes() / 6);
+}
+
+// --- where entities are ---------------------------------------------------------
+
+void DeviceWatch::note_resident(const EntityPtr& entity) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  resident_[entity.get()] = entity;
+}
+
+void DeviceWatch::note_paged_out(const EntityPtr& entity, uint64_t next_use) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  paged_out_.emplace(next_use, entity);
+  paged_out_count_.store(paged_out_.size(), std::memory_order_relaxed);
+}
+
+std::vector<Victim> DeviceWatch::resident_by_next_use(
+    const CycleTracker& cycles,
+    uint64_t eligible_from) {
+  const CycleShape shape = cycles.shape();
+  const uint64_t now = cycles.now();
+  std::vector<Victim> victims;
+  std::vector<EntityPtr> dropped; // destroyed after unlocking
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (auto at = resident_.begin(); at != resident_.end();) {
+      EntityPtr entity = at->second.lock();
+      if (entity == nullptr || entity->state() != EntityState::kResident || entity->gone()) {
+        at = resident_.erase(at); // It comes back through note_resident.
+        dropped.push_back(std::move(entity));
+        continue;
+      }
+      ++at;
+      if (!entity->pinned() && entity->uses.last() >= eligible_from) {
+        const UseHistory history = entity->uses.history();
+        uint64_t next_use = history.next(now, shape);
+        if (next_use < shape.began + shape.length && history.recurs(shape)) {
+          next_use = 0; // See Note [What goes out, and what comes back].
+        }
+        victims.push_back(Victim{next_use, std::move(entity)});
+      }
+    }
+  }
+  std::sort(victims.begin(), victims.end(), [](const Victim& a, const Victim& b) {
+    return a.next_use > b.next_use;
+  });
+  return victims;
+}
+
+EntityPtr DeviceWatch::next_prefetch(
+    const CycleTracker& cycles,
+    uint64_t horizon,
+    size_t room_bytes) {
+  const CycleShape shape = cycles.shape();
+  const uint64_t now = cycles.now();
+  std::vector<EntityPtr> dropped; // destroyed after unlocking
+  std::lock_guard<std::mutex> lock(mutex_);
+  while (!paged_out_.empty() && paged_out_.begin()->first < horizon) {
+    const auto first = paged_out_.begin();
+    EntityPtr entity = first->second.lock();
+    const bool there = entity != nullptr && entity->state() == EntityState::kPagedOut;
+    if (there && entity->nbytes() > room_bytes) {
+      return nullptr;
+    }
+    const uint64_t expected = first->first;
+    paged_out_.erase(first);
+    paged_out_count_.store(paged_out_.size(), std::memory_order_relaxed);
+    if (!there) {
+      dropped.push_back(std::move(entity));
+      continue;
+    }
+    const uint64_t next_use = entity->uses.history().next(now, shape);
+    if (next_use >= horizon && next_use > expected) {
+      paged_out_.emplace(next_use, entity); // it was not needed after all
+      paged_out_count_.store(paged_out_.size(), std::memory_order_relaxed);
+      continue;
+    }
+    return entity;
+  }
+  return nullptr;
+}
+
+// --- the plan -------------------------------------------------------------------
+
+void DeviceWatch::note_request(size_t nbytes) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  plan_.note_request(nbytes);
+}
+
+void DeviceWatch::note_cancelled(size_t nbytes) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  plan_.note_cancelled(nbytes);
+}
+
+void DeviceWatch::note_stays(size_t nbytes) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  plan_.note_stays(nbytes);
+}
+
+void DeviceWatch::end_cycle() {
+  const size_t target_bytes = limit_bytes() - margin_bytes();
+  peak_bytes_.store(0, std::memory_order_relaxed);
+  std::lock_guard<std::mutex> lock(mutex_);
+  plan_.end_cycle(target_bytes);
+}
+
+size_t DeviceWatch::planned_now_bytes() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const size_t seldom = std::max(options_.calls_between_plans, resident_.size() / 64);
+  const size_t missing = plan_.missing_bytes();
+  if (missing == 0 || ++calls_since_plan_ < seldom) {
+    return 0;
+  }
+  calls_since_plan_ = 0;
+  return missing;
+}
+
+} // namespace torch_lms

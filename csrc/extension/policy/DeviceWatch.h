@@ -1,0 +1,96 @@
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+#include <vector>
+
+#include <extension/base/Options.h>
+#include <extension/memory/Device.h>
+#include <extension/policy/PageoutPlan.h>
+#include <extension/trace/CycleTracker.h>
+#include <extension/transfer/Entity.h>
+
+namespace torch_lms {
+
+/// A resident entity that may go out.
+struct Victim {
+  uint64_t next_use;
+  EntityPtr entity;
+};
+
+/// What automatic mode knows of one device: which entities are there and
+/// which have left, what ops allocated lately, and how much is to go out.
+///
+/// Thread-safe: every method may be called from any thread, with and without the GIL. They
+/// block on a mutex under which nothing is waited for.
+class DeviceWatch {
+ public:
+  void begin(Device& device, const PolicyOptions& options);
+  void end();
+
+  /// 0 without a limit.
+  size_t limit_bytes() const noexcept {
+    Device* device = device_.load(std::memory_order_acquire);
+    return device != nullptr ? device->limit_bytes() : 0;
+  }
+  /// Only between `begin` and `end`.
+  Device& device() const noexcept {
+    return *device_.load(std::memory_order_relaxed);
+  }
+  /// Room beyond what is asked for: see Note [Room in batches].
+  size_t margin_bytes() const noexcept;
+
+  /// An allocation is about to be made, with so much in use before it.
+  void note_allocation(size_t nbytes, size_t used_bytes);
+  /// The most that was in use at an allocation since the last `end_cycle`.
+  size_t peak_bytes() const noexcept {
+    return peak_bytes_.load(std::memory_order_relaxed);
+  }
+  /// Whether anything has been allocated since the last call. Cheap.
+  bool take_allocated() noexcept;
+  /// The largest of the latest large allocations, as far as prefetches give way to it.
+  size_t largest_recent_bytes();
+
+  void note_resident(const EntityPtr& entity);
+  void note_paged_out(const EntityPtr& entity, uint64_t next_use);
+
+  /// What may go out of what has been used since `eligible_from`, that which is needed last first.
+  std::vector<Victim> resident_by_next_use(const CycleTracker& cycles, uint64_t eligible_from);
+
+  /// The entity that should come back first, of those that are expected before `horizon`;
+  /// null if there is none, or it is larger than `room_bytes`.
+  EntityPtr next_prefetch(const CycleTracker& cycles, uint64_t horizon, size_t room_bytes);
+  bool anything_paged_out() const noexcept {
+    return paged_out_count_.load(std::memory_order_relaxed) != 0;
+  }
+
+  /// The plan, with what calls it: see Note [Planned page-outs].
+  void note_request(size_t nbytes);
+  void note_cancelled(size_t nbytes);
+  void note_stays(size_t nbytes);
+  void end_cycle();
+  /// What is to go out now according to the plan; 0 most of the time, since looking for
+  /// candidates is slow.
+  size_t planned_now_bytes();
+
+ private:
+  mutable std::mutex mutex_;
+  PolicyOptions options_;
+  std::atomic<Device*> device_{nullptr};
+  std::atomic<int64_t> seen_budget_bytes_{0};
+  std::atomic<size_t> peak_bytes_{0};
+  std::atomic<size_t> paged_out_count_{0};
+  // Both may hold entities that are elsewhere by now: checked when they come up.
+  std::unordered_map<const Entity*, std::weak_ptr<Entity>> resident_;
+  std::multimap<uint64_t, std::weak_ptr<Entity>> paged_out_; // by next use
+  std::array<size_t, 32> recent_bytes_{};
+  size_t recent_at_ = 0;
+  PageoutPlan plan_;
+  size_t calls_since_plan_ = 0;
+};
+
+} // namespace torch_lms

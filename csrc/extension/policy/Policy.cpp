@@ -1,0 +1,626 @@
+#include <extension/policy/Policy.h>
+
+#include <algorithm>
+#include <sstream>
+#include <thread>
+#include <unordered_map>
+#include <utility>
+
+#include <ATen/record_function.h>
+#include <entity/Error.h>
+#include <entity/OpClock.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <extension/base/ErrorText.h>
+#include <extension/base/ForeignCall.h>
+#include <extension/base/Interpreter.h>
+#include <extension/base/ThreadContext.h>
+#include <extension/policy/FreeWindow.h>
+#include <extension/transfer/PageoutBatch.h>
+
+namespace torch_lms {
+namespace {
+
+/// Whether the calling thread runs a backward.
+bool in_backward() {
+  return torch::autograd::get_current_graph_task_id() != -1;
+}
+
+// Python passes nothing to what it calls between two instructions.
+std::atomic<Policy*> main_thread_waits{nullptr};
+
+int64_t microseconds_since(std::chrono::steady_clock::time_point start) {
+  return std::chrono::duration_cast<std::chrono::microseconds>(
+             std::chrono::steady_clock::now() - start)
+      .count();
+}
+
+} // namespace
+
+Policy::Policy(Pager& pager, OpFeed& feed, PolicyOptions options)
+    : pager_(pager), feed_(feed), options_(options) {
+  pager_.set_listener(this);
+}
+
+void Policy::enable(Device& device, size_t limit_bytes, size_t min_bytes) {
+  watch_of(device).begin(device, options_);
+  pager_.out_queue().start_actions();
+  pager_.in_queue().start_actions();
+  tracked_from_bytes_.store(min_bytes, std::memory_order_relaxed);
+  attention_.store(Attention::kLearning);
+  // What is known already, from paging by hand or from the last time.
+  pager_.table().for_each([&](const EntityPtr& entity) {
+    if (entity->gone() || &entity->device() != &device) {
+      return;
+    }
+    if (entity->state() == EntityState::kPagedOut) {
+      was_paged_out(entity);
+    } else {
+      became_resident(entity);
+    }
+  });
+  device.limit(limit_bytes, *this);
+  learn();
+  device.note_busy_streams();
+}
+
+void Policy::disable() {
+  attention_.store(Attention::kOff);
+  pager_.devices().for_each([](Device& device) { device.unlimit(); });
+  for (DeviceWatch& watch : watches_) {
+    watch.end();
+  }
+  tracked_from_bytes_.store(SIZE_MAX, std::memory_order_relaxed);
+  feed_.stop();
+}
+
+void Policy::track_all(size_t min_bytes) {
+  tracked_from_bytes_.store(min_bytes, std::memory_order_relaxed);
+  feed_.start();
+}
+
+// --- where entities are ---------------------------------------------------------
+
+void Policy::became_resident(const EntityPtr& entity) {
+  if (enabled()) {
+    watch_of(entity->device()).note_resident(entity);
+  }
+}
+
+void Policy::was_paged_out(const EntityPtr& entity) {
+  if (enabled()) {
+    const uint64_t next = entity->uses.history().next(cycles_.now(), cycles_.shape());
+    watch_of(entity->device()).note_paged_out(entity, next);
+  }
+}
+
+void Policy::was_cancelled(const EntityPtr& entity) {
+  if (enabled()) {
+    watch_of(entity->device()).note_cancelled(entity->nbytes());
+  }
+}
+
+// --- what goes out ----------------------------------------------------------------
+
+/// Returns the bytes that go, or have gone.
+size_t Policy::page_out(Device& device, const std::vector<EntityPtr>& entities) {
+  size_t nbytes = 0;
+  const bool may_drop = may_vacate();
+  PageoutBatch batch(pager_);
+  try {
+    for (const EntityPtr& entity : entities) {
+      if (may_drop && entity->keeps_copy() && pager_.drop_unwritten(entity)) {
+        nbytes += entity->nbytes();
+      } else {
+        batch.add(entity);
+      }
+    }
+    batch.submit();
+  } catch (const Error&) { // Somebody is waiting for the queue: not now.
+  }
+  nbytes += batch.bytes();
+  if (!in_backward()) {
+    watch_of(device).note_request(nbytes);
+  }
+  return nbytes;
+}
+
+size_t Policy::request_pageouts(Device& device, size_t nbytes) {
+  size_t wanted = 0;
+  std::vector<EntityPtr> chosen;
+  for (Victim& victim : watch_of(device).resident_by_next_use(cycles_, eligible_from_.load())) {
+    if (wanted >= nbytes) {
+      break;
+    }
+    wanted += victim.entity->nbytes();
+    chosen.push_back(std::move(victim.entity));
+  }
+  return page_out(device, chosen);
+}
+
+/// Whether a page-out has failed since the last call.
+bool Policy::keep_error() {
+  const std::exception_ptr error = pager_.out_queue().take_error();
+  if (error == nullptr) {
+    return false;
+  }
+  std::lock_guard<std::mutex> lock(error_mutex_);
+  try {
+    std::rethrow_exception(error);
+  } catch (const std::exception& caught) {
+    last_error_ = text_of(caught);
+  }
+  return true;
+}
+
+std::string Policy::last_error() {
+  std::lock_guard<std::mutex> lock(error_mutex_);
+  return last_error_;
+}
+
+/// Waits until a page-out is over and commits.
+Policy::Progress Policy::wait_for_pageouts(uint64_t* progress, Clock::time_point deadline) {
+  CudaEntityTransferQueue& queue = pager_.out_queue();
+  const size_t before = queue.pending_bytes();
+  if (before == 0) {
+    return keep_error() ? Progress::kFailed : Progress::kNothingUnderWay;
+  }
+  const auto start = Clock::now();
+  const auto end = std::min(deadline, start + options_.patience);
+  bool moved = false;
+  auto copied = start; // when something was copied last
+  while (!moved && Clock::now() < end) {
+    const uint64_t seen = *progress;
+    *progress = queue.wait_for_progress(seen, 1000);
+    pager_.commit_finished();
+    moved = queue.pending_bytes() < before;
+    const bool held = queue.has_finished() || queue.waits_for_ops();
+    if (*progress != seen || !held) {
+      copied = Clock::now();
+    } else if (Clock::now() - copied > options_.patience_with_ops) {
+      break;
+    }
+    if (!moved && queue.has_finished()) {
+      // Copied, but another thread's op may still use it.
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
+    }
+  }
+  pager_.stats().wait_us.fetch_add(microseconds_since(start), std::memory_order_relaxed);
+  if (keep_error()) {
+    return Progress::kFailed;
+  }
+  return moved ? Progress::kMoved : Progress::kNothingUnderWay;
+}
+
+/// Nothing can go out now. Ops of other threads hold their inputs only until they end:
+/// waits a moment if there are such ops. False if there are none, or for too long.
+bool Policy::others_may_let_go(Clock::time_point deadline) {
+  if (Clock::now() > deadline || !OpClock::get().running_since(UINT64_MAX)) {
+    return false;
+  }
+  std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  return true;
+}
+
+// --- room -------------------------------------------------------------------------
+
+bool Policy::may_vacate() const {
+  return !wants_boundary() && !in_foreign_call();
+}
+
+/// Grants what is left to the limit, or to the watermark. False if that is too little.
+bool Policy::fill_budget(Device& device, size_t nbytes) {
+  const bool asleep = attention() == Attention::kAsleep;
+  const size_t limit = device.limit_bytes();
+  const size_t most = asleep ? limit / 4 * options_.sleep_below_quarters : limit;
+  const size_t used = device.use().allocated_bytes;
+  watch_of(device).note_allocation(nbytes, used);
+  if (used > most || nbytes > most - used) {
+    device.grant(0, options_.large_bytes);
+    return false;
+  }
+  device.grant(most - used - nbytes, asleep ? SIZE_MAX : options_.large_bytes);
+  return true;
+}
+
+Room::Answer Policy::make_room(Device& device, size_t nbytes) {
+  if (device.limit_bytes() == 0 || this_thread().for_prefetch || device.capturing() ||
+      fill_budget(device, nbytes)) {
+    return Answer::kFits;
+  }
+  if (attention() == Attention::kAsleep) {
+    arm();
+    if (fill_budget(device, nbytes)) {
+      return Answer::kFits;
+    }
+  }
+  if (!may_vacate()) {
+    return give_way(device, device.use().allocated_bytes + nbytes - device.limit_bytes());
+  }
+  RECORD_USER_SCOPE("torch_lms::make_room");
+  const WithoutGil no_gil;
+  const Answer answer = wait_for_room(device, nbytes);
+  fill_budget(device, nbytes);
+  return answer;
+}
+
+/// See Note [Foreign calls]: the copies are made meanwhile, and committed afterwards.
+Room::Answer Policy::give_way(Device& device, size_t missing_bytes) {
+  pager_.stats().limit_exceeded.fetch_add(1, std::memory_order_relaxed);
+  TORCH_WARN_ONCE(
+      "torch_lms: expected to make room within the limit of ",
+      device.limit_bytes(),
+      " bytes, found a call of another extension's code that may use the address of any tensor; the "
+      "limit gives way until it returns. Further cases are counted in "
+      "torch_lms.stats().limit_exceeded.");
+  const size_t leaving = pager_.out_queue().pending_bytes();
+  if (leaving < missing_bytes) {
+    request_pageouts(device, missing_bytes - leaving);
+  }
+  return Answer::kGiveWay;
+}
+
+Room::Answer Policy::wait_for_room(Device& device, size_t nbytes) {
+  const size_t limit = device.limit_bytes();
+  const auto deadline = Clock::now() + options_.patience_in_all;
+  // See Note [Room in batches]. Backward frees more than it allocates: it needs no margin.
+  const size_t margin = in_backward()
+      ? 0
+      : std::min(watch_of(device).margin_bytes(), limit - std::min(limit, nbytes));
+  pager_.cancel_prefetches();
+  uint64_t progress = pager_.out_queue().progress();
+  for (int failures = 0; Clock::now() < deadline;) {
+    pager_.commit_finished();
+    const size_t used = device.use().allocated_bytes;
+    const size_t wanted = used + nbytes + margin;
+    if (wanted <= limit) {
+      return Answer::kFits;
+    }
+    const size_t outgoing = pager_.out_queue().pending_bytes();
+    size_t requested = 0;
+    if (outgoing < wanted - limit) {
+      if (pager_.cancel_last_prefetch()) {
+        continue;
+      }
+      requested = request_pageouts(device, wanted - limit - outgoing);
+    }
+    const Progress now = wait_for_pageouts(&progress, deadline);
+    if (now == Progress::kMoved || device.use().allocated_bytes < used) {
+      continue;
+    }
+    if (used + nbytes <= limit) {
+      return Answer::kFits; // without a margin
+    }
+    if (now == Progress::kFailed) {
+      // It may be the failure of an earlier request: once these are over, the next counts.
+      if (++failures > 1) {
+        return Answer::kRefuse;
+      }
+      while (wait_for_pageouts(&progress, deadline) == Progress::kMoved) {
+      }
+    } else if (outgoing + requested == 0 && !others_may_let_go(Clock::now() + options_.patience)) {
+      return Answer::kRefuse;
+    } // else another thread has committed what this one was about to wait for
+  }
+  return Answer::kRefuse;
+}
+
+void Policy::make_contiguous(Device& device, size_t nbytes) {
+  if (nbytes < options_.large_bytes || device.limit_bytes() == 0 || this_thread().for_prefetch ||
+      device.capturing() || attention() == Attention::kAsleep || device.has_contiguous(nbytes)) {
+    return;
+  }
+  if (!may_vacate()) {
+    return;
+  }
+  const WithoutGil no_gil;
+  const auto deadline = Clock::now() + options_.patience;
+  uint64_t progress = pager_.out_queue().progress();
+  for (int tries = 0; tries < options_.contiguous_tries && !device.has_contiguous(nbytes);
+       ++tries) {
+    // What is on its way out anyway may be enough.
+    while (!device.has_contiguous(nbytes) && Clock::now() < deadline &&
+           (wait_for_pageouts(&progress, deadline) == Progress::kMoved ||
+            pager_.cancel_last_prefetch())) {
+    }
+    if (!device.has_contiguous(nbytes) && !free_window(device, nbytes)) {
+      return;
+    }
+  }
+}
+
+/// Pages out what gives one free block of `nbytes` at the least cost: the bytes of what
+/// is needed late, twice those of what is needed soon; the very next stay. False if
+/// there is no such window.
+bool Policy::free_window(Device& device, size_t nbytes) {
+  const auto victims = watch_of(device).resident_by_next_use(cycles_, eligible_from_.load());
+  std::unordered_map<const void*, size_t> movable; // by address, places in `victims`
+  for (size_t i = 0; i < victims.size() - victims.size() / 8; ++i) {
+    if (const void* address = victims[i].entity->device_address()) {
+      movable.emplace(address, i);
+    }
+  }
+  FreeWindow best;
+  std::vector<EntityPtr> chosen;
+  for (const auto& blocks : device.blocks()) {
+    std::vector<WindowBlock> segment;
+    for (const AllocatorBlock& block : blocks) {
+      const auto at = movable.find(block.address);
+      const size_t weight = at != movable.end() && at->second >= victims.size() / 2 ? 2 : 1;
+      segment.push_back(
+          {block.nbytes,
+           block.free            ? 0
+           : at == movable.end() ? WindowBlock::kImmovable
+                                 : weight * block.nbytes});
+    }
+    const FreeWindow window = cheapest_window(segment, nbytes);
+    if (window.cost < best.cost) {
+      best = window;
+      chosen.clear();
+      for (size_t i = window.first; i < window.last; ++i) {
+        if (!blocks[i].free) {
+          chosen.push_back(victims[movable.at(blocks[i].address)].entity);
+        }
+      }
+    }
+  }
+  return page_out(device, chosen) != 0;
+}
+
+bool Policy::after_out_of_memory(Device& device, size_t nbytes) {
+  if (device.limit_bytes() == 0 || this_thread().for_prefetch || device.capturing() ||
+      !may_vacate()) {
+    return false;
+  }
+  const WithoutGil no_gil;
+  pager_.stats().allocation_retries.fetch_add(1, std::memory_order_relaxed);
+  pager_.cancel_prefetches();
+  const auto deadline = Clock::now() + options_.patience;
+  uint64_t progress = pager_.out_queue().progress();
+  while (pager_.cancel_last_prefetch()) {
+  }
+  const bool requested =
+      request_pageouts(device, nbytes) != 0 || pager_.out_queue().pending_bytes() != 0;
+  while (wait_for_pageouts(&progress, deadline) == Progress::kMoved) {
+  }
+  return requested;
+}
+
+void Policy::vacate_finished(Device& device) {
+  if (enabled() && pager_.out_queue().has_finished() && !wants_boundary()) {
+    pager_.commit_finished(&device);
+  }
+}
+
+void Policy::before_capture() {
+  const WithoutGil no_gil;
+  pager_.cancel_prefetches();
+  pager_.wait_pageouts();
+  pager_.wait_pageins();
+}
+
+// --- ahead of need ------------------------------------------------------------------
+
+/// At the end of an op: keeps the high watermark, or follows the plan.
+void Policy::page_out_ahead(Device& device, bool backward) {
+  DeviceWatch& watch = watch_of(device);
+  if (backward || !watch.take_allocated()) {
+    return; // A backward frees more than it allocates; and asking the allocator is slow.
+  }
+  const size_t limit = device.limit_bytes();
+  const size_t used = device.use().allocated_bytes;
+  const size_t stays = used - std::min(used, pager_.out_queue().pending_bytes());
+  const size_t margin = watch.margin_bytes();
+  const size_t high = limit - std::min(limit, margin);
+  watch.note_stays(stays);
+  if (stays > high) {
+    request_pageouts(device, stays - high + margin / 4);
+  } else if (const size_t missing = watch.planned_now_bytes()) {
+    page_out_cooled(device, missing);
+  }
+}
+
+void Policy::page_out_cooled(Device& device, size_t missing_bytes) {
+  const CycleShape shape = cycles_.shape();
+  const uint64_t now = cycles_.now();
+  std::vector<EntityPtr> chosen;
+  for (Victim& victim : watch_of(device).resident_by_next_use(cycles_, eligible_from_.load())) {
+    if (missing_bytes == 0 || victim.next_use < shape.began + shape.forward) {
+      break; // needed in this forward
+    }
+    if (now - victim.entity->uses.last() >= options_.ops_to_cool) {
+      missing_bytes -= std::min(missing_bytes, victim.entity->nbytes());
+      chosen.push_back(std::move(victim.entity));
+    }
+  }
+  page_out(device, chosen);
+}
+
+void Policy::prefetch_ahead(Device& device, bool backward) {
+  DeviceWatch& watch = watch_of(device);
+  if (!watch.anything_paged_out()) {
+    return;
+  }
+  const size_t limit = device.limit_bytes();
+  const size_t largest = watch.largest_recent_bytes();
+  const size_t reserve =
+      (backward ? options_.backward_reserve : options_.forward_reserve) * largest +
+      watch.margin_bytes() / 2;
+  // No more than half of the limit, so that small limits prefetch at all.
+  size_t occupied = std::min(reserve, limit / 2) + device.use().allocated_bytes +
+      pager_.in_queue().pending_bytes();
+  // See Note [Room in batches].
+  if (backward && occupied + std::min(limit / 16, options_.max_prefetch_batch_bytes) > limit) {
+    return;
+  }
+  const CycleShape shape = cycles_.shape();
+  uint64_t horizon = backward ? UINT64_MAX : UseHistory::kUnknown / 2;
+  if (shape.length != 0) {
+    horizon = shape.began + (backward ? shape.length : shape.forward);
+  }
+  while (occupied < limit &&
+         pager_.in_queue().pending_bytes() < options_.max_prefetch_pending_bytes) {
+    const EntityPtr entity = watch.next_prefetch(cycles_, horizon, limit - occupied);
+    if (entity == nullptr ||
+        !pager_.prefetch_ahead(entity, options_.contiguous_reserve * largest)) {
+      break;
+    }
+    occupied += entity->nbytes();
+  }
+}
+
+void Policy::after_op(Device& device, bool on_main_thread) {
+  if (!enabled()) {
+    return;
+  }
+  const bool backward = in_backward();
+  if (!on_main_thread && !backward) {
+    other_threads_.store(true, std::memory_order_relaxed);
+  }
+  if (cycles_.note_phase(backward) ||
+      (cycles_.shape().length == 0 &&
+       cycles_.now() - cycle_began_.load(std::memory_order_relaxed) > options_.ops_in_cycle)) {
+    end_cycle();
+  }
+  if (device.limit_bytes() == 0 || device.capturing() || attention() == Attention::kAsleep) {
+    return;
+  }
+  page_out_ahead(device, backward);
+  prefetch_ahead(device, backward);
+}
+
+// --- Note [Learn, sleep, arm] ---------------------------------------------------------
+
+void Policy::end_cycle() {
+  std::lock_guard<std::mutex> lock(attention_mutex_);
+  if (attention() == Attention::kOff) {
+    return;
+  }
+  const bool sleeps = may_sleep();
+  note_boundary(); // whatever was running when a cycle began has ended
+  cycle_began_.store(cycles_.now(), std::memory_order_relaxed);
+  other_threads_.store(false, std::memory_order_relaxed);
+  pager_.devices().for_each([this](Device& device) {
+    if (device.limit_bytes() != 0) {
+      watch_of(device).end_cycle();
+    }
+  });
+  if (sleeps) {
+    sleep();
+  } else if (attention() == Attention::kLearning) {
+    attention_.store(Attention::kArmed);
+  }
+}
+
+bool Policy::may_sleep() {
+  bool fits = !pager_.active() && !other_threads_.load(std::memory_order_relaxed);
+  pager_.devices().for_each([&](Device& device) {
+    const size_t limit = device.limit_bytes();
+    const size_t peak =
+        std::max(watch_of(device).peak_bytes(), limit == 0 ? 0 : device.use().allocated_bytes);
+    fits = fits && (limit == 0 || peak < limit / 4 * options_.sleep_below_quarters);
+  });
+  return fits;
+}
+
+void Policy::sleep() {
+  attention_.store(Attention::kAsleep);
+  pager_.devices().for_each([this](Device& device) {
+    if (device.limit_bytes() != 0) {
+      fill_budget(device, 0);
+    }
+  });
+  feed_.stop();
+}
+
+void Policy::learn() {
+  std::lock_guard<std::mutex> lock(attention_mutex_);
+  attention_.store(Attention::kLearning);
+  eligible_from_.store(0);
+  cycle_began_.store(cycles_.now());
+  feed_.start();
+}
+
+void Policy::arm() {
+  std::lock_guard<std::mutex> lock(attention_mutex_);
+  if (attention() != Attention::kAsleep) {
+    return;
+  }
+  attention_.store(Attention::kArmed);
+  eligible_from_.store(UINT64_MAX);
+  boundary_thread_.store(OpClock::this_thread());
+  boundary_wanted_.store(true, std::memory_order_release);
+  feed_.start();
+  const Interpreter& python = interpreter();
+  if (python.on_main_thread != nullptr && python.on_main_thread()) {
+    main_thread_waits.store(this);
+    python.at_next_instruction([] { main_thread_waits.load()->note_boundary(); });
+  }
+}
+
+void Policy::note_node_begins() noexcept {
+  if (wants_boundary() && boundary_thread_.load() == OpClock::this_thread()) {
+    note_boundary();
+  }
+}
+
+void Policy::note_boundary() noexcept {
+  bool wanted = true;
+  if (boundary_wanted_.compare_exchange_strong(wanted, false)) {
+    eligible_from_.store(cycles_.now() + 1);
+  }
+}
+
+void Policy::wake() {
+  if (attention() == Attention::kAsleep) {
+    arm();
+    note_boundary();
+  }
+}
+
+// --- what holds the memory --------------------------------------------------------------
+
+MemoryReport Policy::report(Device& device) {
+  MemoryReport report;
+  const DeviceUse use = device.use();
+  report.limit_bytes = device.limit_bytes();
+  report.allocated_bytes = use.allocated_bytes;
+  report.reserved_bytes = use.reserved_bytes;
+  size_t known = 0;
+  const uint64_t eligible_from = eligible_from_.load();
+  pager_.table().for_each([&](const EntityPtr& entity) {
+    const EntityState state = entity->state();
+    if (&entity->device() != &device || entity->gone() || state == EntityState::kPagedOut ||
+        state == EntityState::kInQueued) {
+      return;
+    }
+    known += entity->nbytes();
+    (entity->fixed()                                ? report.fixed_bytes
+     : state != EntityState::kResident              ? report.leaving_bytes
+     : entity->pinned()                             ? report.in_use_bytes
+     : enabled() && entity->uses.last() < eligible_from ? report.unseen_bytes
+                                                    : report.movable_bytes) += entity->nbytes();
+  });
+  report.other_bytes = use.allocated_bytes - std::min(use.allocated_bytes, known);
+  return report;
+}
+
+std::string Policy::explain(Device& device, size_t nbytes) {
+  const MemoryReport held = report(device);
+  const char* op = this_thread().op_name;
+  std::ostringstream text;
+  const size_t stays = held.allocated_bytes - std::min(held.allocated_bytes, held.movable_bytes);
+  text << "torch_lms: expected room for a tensor of " << nbytes << " bytes on "
+       << device.device().str() << (op != nullptr ? std::string(" in ") + op : std::string())
+       << " within the limit of " << held.limit_bytes << " bytes, found " << held.allocated_bytes
+       << " bytes in use of which nothing more can be paged out now (" << held.in_use_bytes
+       << " of running ops, " << held.fixed_bytes << " pinned by the program, graphs or collectives, "
+       << held.leaving_bytes << " on their way, " << held.unseen_bytes
+       << " of storages that no op has been seen to use, " << held.other_bytes
+       << " small, in private pools or not PyTorch's). A limit of at least " << stays + nbytes
+       << " bytes would do: raise the limit, lower min_bytes, or use smaller batches. "
+       << last_error();
+  return text.str();
+}
+
+} // namespace torch_lms

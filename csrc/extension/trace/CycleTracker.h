@@ -1,0 +1,43 @@
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <mutex>
+
+#include <extension/trace/UseHistory.h>
+
+namespace torch_lms {
+
+/// Counts outermost ops and finds the cycles of a program that trains: a
+/// cycle ends when a backward has ended and something else begins.
+///
+/// Thread-safe: every method may be called from any thread.
+class CycleTracker {
+ public:
+  /// An outermost op begins; its time is later than that of every one before.
+  uint64_t next_op() noexcept {
+    return ops_.fetch_add(1, std::memory_order_relaxed) + 1;
+  }
+  uint64_t now() const noexcept {
+    return ops_.load(std::memory_order_relaxed);
+  }
+
+  /// An op has run, in backward or not. Returns whether a cycle has just ended.
+  bool note_phase(bool backward);
+
+  /// Takes no lock: every use asks for it.
+  CycleShape shape() const noexcept;
+
+ private:
+  std::atomic<uint64_t> ops_{0};
+  std::atomic<bool> in_backward_{false};
+  std::mutex mutex_; // of who writes what follows
+  uint64_t backward_began_ = 0;
+  std::atomic<uint64_t> version_{0}; // odd while the shape changes
+  std::atomic<uint64_t> number_{0};
+  std::atomic<uint64_t> began_{0};
+  std::atomic<uint64_t> forward_{0};
+  std::atomic<uint64_t> length_{0};
+};
+
+} // namespace torch_lms

@@ -1,0 +1,67 @@
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <utility>
+
+#include <entity/EntityStorageImpl.h>
+
+#include <extension/memory/Device.h>
+#include <extension/trace/Uses.h>
+
+namespace torch_lms {
+
+/// The bytes behind a `c10::StorageImpl`, with the device they belong to and when they were
+/// used.
+class Entity final : public EntityStorageImpl {
+ public:
+  Entity(
+      std::unique_ptr<StorageBinding> binding,
+      const c10::StorageImpl& storage,
+      Device& device,
+      size_t nbytes,
+      uint64_t first_seen)
+      : EntityStorageImpl(std::move(binding), device.backend(), nbytes, first_seen),
+        device_(device),
+        storage_(&storage) {}
+
+  /// Whether it is this storage's: its address is no other's while the entity lives. Thread-safe.
+  bool binds(const c10::StorageImpl& storage) const noexcept {
+    return storage_ == &storage;
+  }
+
+  /// Thread-safe.
+  Device& device() const noexcept {
+    return device_;
+  }
+
+  /// Pinned for good, or until `unfix`: by the program, a captured graph or a collective. (What
+  /// an op pins, it lets go of by itself.) Thread-safe.
+  void fix() noexcept {
+    pin();
+    fixed_.fetch_add(1, std::memory_order_acq_rel);
+  }
+  void unfix() noexcept {
+    fixed_.fetch_sub(1, std::memory_order_acq_rel);
+    unpin();
+  }
+  bool fixed() const noexcept {
+    return fixed_.load(std::memory_order_acquire) > 0;
+  }
+
+  Uses uses;
+
+ private:
+  Device& device_;
+  const c10::StorageImpl* const storage_;
+  std::atomic<int64_t> fixed_{0};
+};
+
+using EntityPtr = std::shared_ptr<Entity>;
+
+/// What the queues hold of it.
+inline EntityPtr entity_of(const std::shared_ptr<EntityStorageImpl>& entity) {
+  return std::static_pointer_cast<Entity>(entity);
+}
+
+} // namespace torch_lms

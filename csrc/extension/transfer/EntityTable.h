@@ -1,0 +1,88 @@
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include <c10/core/StorageImpl.h>
+#include <c10/util/flat_hash_map.h>
+
+#include <extension/transfer/Entity.h>
+
+namespace torch_lms {
+
+/// Note [One place to look entities up]
+/// A storage's entity is found by the storage's address, here, wherever its bytes are. Its
+/// pointer is not looked at: another thread's page-in or page-out may be replacing it, until
+/// the entity has been pinned. An entity holds its storage weakly, so that an address in the
+/// table is never another storage's.
+
+/// The entities of all storages that have one. Entries of storages that have died are swept out
+/// as the table grows, but not while they are pinned: an op holds plain pointers to what it has
+/// pinned.
+///
+/// Thread-safe: every method may be called from any thread, with and without the GIL. They
+/// block on a shard's mutex, which is held for a lookup, and no longer.
+class EntityTable {
+ public:
+  /// Null if the storage has no entity.
+  EntityPtr find(const c10::StorageImpl* storage);
+
+  /// The storage's entity, made by `make` (which may decline) if there is none or the one there
+  /// is belongs to memory that the storage no longer holds. `make` runs under the shard's
+  /// mutex: nobody moves the bytes of a storage that has no entity.
+  template <typename Make>
+  EntityPtr find_or_make(const c10::StorageImpl* storage, Make&& make) {
+    Shard& shard = shard_of(storage);
+    std::vector<EntityPtr> dead; // destroyed after unlocking
+    std::lock_guard<std::mutex> lock(shard.mutex);
+    const auto at = shard.entities.find(storage);
+    if (at != shard.entities.end() && !at->second->gone()) {
+      return at->second;
+    }
+    EntityPtr made = make();
+    if (made == nullptr) {
+      return nullptr;
+    }
+    if (at != shard.entities.end()) {
+      shard.retired.push_back(std::exchange(at->second, made));
+    } else {
+      shard.entities.emplace(storage, made);
+    }
+    version_.fetch_add(1, std::memory_order_release);
+    sweep(shard, dead);
+    return made;
+  }
+
+  /// Changes when entities have been added or swept out. Cheap.
+  uint64_t version() const noexcept {
+    return version_.load(std::memory_order_acquire);
+  }
+
+  void for_each(const std::function<void(const EntityPtr&)>& visit);
+
+  /// Number of entries, dead ones included.
+  size_t size();
+
+ private:
+  struct Shard {
+    std::mutex mutex;
+    ska::flat_hash_map<const c10::StorageImpl*, EntityPtr> entities;
+    std::vector<EntityPtr> retired; // replaced, and perhaps pinned
+    size_t sweep_at = 64;
+  };
+
+  Shard& shard_of(const c10::StorageImpl* storage) {
+    return shards_[(reinterpret_cast<uintptr_t>(storage) >> 6) % shards_.size()];
+  }
+  static void sweep(Shard& shard, std::vector<EntityPtr>& dead);
+
+  std::array<Shard, 64> shards_;
+  std::atomic<uint64_t> version_{1};
+};
+
+} // namespace torch_lms

@@ -1,0 +1,93 @@
+#include <extension/transfer/PageoutBatch.h>
+
+#include <algorithm>
+#include <unordered_map>
+#include <utility>
+
+#include <ATen/record_function.h>
+
+#include <extension/transfer/Pager.h>
+
+namespace torch_lms {
+namespace {
+
+// So many that a shared fence pays, so few that the first copy begins soon.
+constexpr size_t kMostRequests = 32;
+
+} // namespace
+
+PageoutBatch::PageoutBatch(Pager& pager, bool by_hand) : pager_(pager), by_hand_(by_hand) {}
+
+PageoutBatch::~PageoutBatch() {
+  abandon();
+}
+
+void PageoutBatch::abandon() noexcept {
+  for (const Request& request : requests_) {
+    request.entity->abandon_request();
+  }
+  requests_.clear();
+}
+
+bool PageoutBatch::add(const EntityPtr& entity) {
+  entity->device().note_current_stream();
+  auto transfer = entity->begin_request();
+  if (transfer == nullptr) {
+    return false;
+  }
+  requests_.push_back(Request{entity, std::move(transfer)});
+  if (requests_.size() == kMostRequests) {
+    submit();
+  }
+  return true;
+}
+
+/// One for each device, unless ops of other threads may use the bytes without having pinned
+/// them: see Note [Who may still use a storage].
+void PageoutBatch::take_fences() {
+  const uint64_t known_since = by_hand_ ? OpClock::get().tick() : 0;
+  std::unordered_map<const Device*, FencePtr> fences;
+  for (const Request& request : requests_) {
+    PageoutTransfer& transfer = *request.transfer;
+    transfer.earlier.tick = std::max(transfer.earlier.tick, known_since);
+    transfer.doubtful = transfer.earlier.running();
+    if (!transfer.doubtful) {
+      FencePtr& fence = fences[&request.entity->device()];
+      if (fence == nullptr) {
+        fence = request.entity->device().backend()->submitted_work();
+      }
+      transfer.after = fence;
+    }
+  }
+}
+
+void PageoutBatch::submit() {
+  if (requests_.empty()) {
+    return;
+  }
+  take_fences();
+  std::vector<std::shared_ptr<EntityStorageImpl>> going;
+  size_t nbytes = 0;
+  going.reserve(requests_.size());
+  for (const Request& request : requests_) {
+    RECORD_USER_SCOPE("torch_lms::pageout");
+    if (request.entity->finish_request(request.transfer)) {
+      going.push_back(request.entity);
+      nbytes += request.entity->nbytes();
+    }
+  }
+  const std::vector<Request> finished = std::exchange(requests_, {}); // frees on this thread
+  const size_t count = going.size();
+  try {
+    pager_.out_queue().enqueue_all(going);
+  } catch (...) { // Somebody is waiting for the queue, say.
+    for (const auto& entity : going) {
+      pager_.take_back(entity_of(entity));
+    }
+    throw;
+  }
+  bytes_ += nbytes;
+  count_ += count;
+}
+
+} // namespace torch_lms

@@ -1,0 +1,160 @@
+#include <extension/transfer/TorchStorageBinding.h>
+
+#include <atomic>
+#include <utility>
+
+#include <extension/base/Compat.h>
+#include <extension/base/Fork.h>
+
+namespace torch_lms {
+namespace {
+
+class TorchDeviceBlock final : public DeviceBlock {
+ public:
+  explicit TorchDeviceBlock(c10::DataPtr data) : data_(std::move(data)) {}
+  void* data() const noexcept override {
+    return data_.get();
+  }
+  c10::DataPtr& pointer() {
+    return data_;
+  }
+
+ private:
+  c10::DataPtr data_;
+};
+
+/// See Note [The mark of a paged-out storage].
+struct HostMark {
+  std::shared_ptr<EntityStorageImpl> entity;
+  StorageEvents& events;
+};
+
+void release_host_mark(void* context) {
+  auto* mark = static_cast<HostMark*>(context);
+  if (in_forked_child()) {
+    return; // The pool and its locks belong to the parent.
+  }
+  mark->events.released(mark->entity);
+  delete mark;
+}
+
+// PyTorch passes its hook nothing but the storage.
+std::atomic<StorageEvents*> listener{nullptr};
+
+void on_raw_access(c10::StorageImpl* storage) {
+  if (!in_forked_child()) {
+    listener.load(std::memory_order_acquire)->raw_access(*storage);
+  }
+}
+
+} // namespace
+
+const char* why_not_movable(c10::StorageImpl& storage, const Device* device) {
+  if (device == nullptr) {
+    return "it is on a device without paging (only cpu and cuda storages can be paged out)";
+  }
+  if (compat::has_materializer(storage)) {
+    return "it is copy-on-write, or watched by someone else";
+  }
+  const c10::DataPtr& data = storage._mutable_data_ptr_no_checks();
+  if (!device->owns(data)) {
+    return "its memory does not belong to PyTorch's allocator for the device "
+           "(numpy, shared, pinned, mapped or IPC memory, or copy-on-write)";
+  }
+  return nullptr;
+}
+
+TorchStorageBinding::TorchStorageBinding(
+    c10::StorageImpl* storage,
+    Device& device,
+    StorageEvents& events)
+    : storage_(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage)),
+      device_(device),
+      events_(events),
+      home_stream_(device.current_stream()) {
+  listener.store(&events, std::memory_order_release);
+}
+
+KeepAlive TorchStorageBinding::hold() {
+  auto storage = storage_.lock();
+  return storage ? std::make_shared<c10::Storage>(std::move(storage)) : nullptr;
+}
+
+KeepAlive TorchStorageBinding::acquire(size_t nbytes, void** device) {
+  KeepAlive keep = hold();
+  if (keep == nullptr || !has_bytes(*raw()) || raw()->nbytes() != nbytes) {
+    return nullptr;
+  }
+  const c10::DataPtr& data = raw()->_mutable_data_ptr_no_checks();
+  if (!unwritten() && why_not_movable(*raw(), &device_) != nullptr) {
+    return nullptr;
+  }
+  block_ = *device = data.get();
+  block_deleter_ = data.get_deleter();
+  return keep;
+}
+
+std::unique_ptr<DeviceBlock> TorchStorageBinding::install_host(
+    void* host,
+    const std::shared_ptr<EntityStorageImpl>& entity) {
+  c10::DataPtr& data = raw()->_mutable_data_ptr_no_checks();
+  if (data.get() != block_ || data.get_deleter() != block_deleter_ ||
+      raw()->nbytes() != entity->nbytes()) {
+    return nullptr;
+  }
+  auto block = std::make_unique<TorchDeviceBlock>(c10::DataPtr());
+  auto mark = std::make_unique<HostMark>(HostMark{entity, events_});
+  // Nothing below can fail.
+  c10::DataPtr marked(host, mark.release(), &release_host_mark, data.device());
+  compat::swap_data_ptr(*raw(), marked);
+  std::swap(block->pointer(), marked);
+  return block;
+}
+
+std::unique_ptr<DeviceBlock> TorchStorageBinding::allocate(size_t nbytes) {
+  return std::make_unique<TorchDeviceBlock>(device_.allocate(nbytes, home_stream_));
+}
+
+void TorchStorageBinding::install_device(std::unique_ptr<DeviceBlock>& block) {
+  c10::DataPtr resident = std::move(static_cast<TorchDeviceBlock&>(*block).pointer());
+  compat::swap_data_ptr(*raw(), resident);
+  // The host copy is the entity's to free: only the mark goes.
+  delete static_cast<HostMark*>(resident.release_context());
+}
+
+bool TorchStorageBinding::install_watched(std::unique_ptr<DeviceBlock>& block) {
+  install_device(block);
+  if (!compat::has_materializer(*raw())) { // else it has been watched since it went out
+    compat::watch_block(*raw(), &on_raw_access);
+  }
+  watching_ = true;
+  return unwritten();
+}
+
+bool TorchStorageBinding::unwritten() {
+  return watching_ && compat::block_is_watched(*raw());
+}
+
+void TorchStorageBinding::watch() {
+  if (!compat::has_materializer(*raw())) {
+    compat::set_materializer(*raw(), &on_raw_access);
+  }
+  watching_ = true;
+}
+
+void TorchStorageBinding::unwatch() {
+  if (unwritten()) {
+    compat::unwatch_block(*raw());
+  }
+  watching_ = false;
+}
+
+void TorchStorageBinding::keep_block_for_copy() {
+  device_.keep_block_for_copy(raw()->_mutable_data_ptr_no_checks());
+}
+
+void TorchStorageBinding::keep_block_for_arrival() {
+  device_.keep_block_for_arrival(raw()->_mutable_data_ptr_no_checks());
+}
+
+} // namespace torch_lms

@@ -1,0 +1,97 @@
+#pragma once
+
+#include <memory>
+
+#include <c10/core/Storage.h>
+#include <c10/core/StorageImpl.h>
+#include <entity/EntityStorageImpl.h>
+#include <entity/StorageBinding.h>
+
+#include <extension/memory/Device.h>
+
+namespace torch_lms {
+
+/// What happens to a storage outside of the parts that move it.
+class StorageEvents {
+ public:
+  virtual ~StorageEvents() = default;
+
+  /// Raw mutable access to a watched storage is about to happen. Called with no lock held.
+  virtual void raw_access(c10::StorageImpl& storage) = 0;
+
+  /// A paged-out storage died or was given other memory. Called with whatever locks who frees
+  /// storages holds.
+  virtual void released(const std::shared_ptr<EntityStorageImpl>& entity) noexcept = 0;
+};
+
+/// Note [The mark of a paged-out storage]
+/// The `DataPtr` of a paged-out storage points at the host copy, keeps the
+/// storage's own device, and has a deleter of ours that leads to the entity. An access that
+/// nothing intercepts therefore reads and writes the host copy, which is slow and right, and a
+/// storage that dies or is resized while it is paged out tells its entity so by running the
+/// deleter.
+///
+/// Note [Watched blocks]
+/// Whether the bytes of a resident storage have been written since they came in is known from
+/// what PyTorch does for its own copy-on-write storages: whoever asks for a mutable pointer, in
+/// an op's kernel or in any other extension, goes through a hook. From 2.13 on the hook is a
+/// function of ours (`Compat.h`). Before, the block is handed to the storage as a
+/// copy-on-write block with one owner, which PyTorch makes an ordinary block at the first
+/// mutable access: if it is still one, nobody can have written. Such a block's stream uses are
+/// not recorded by PyTorch's allocator, so all streams that have been noted are when it is freed.
+
+/// Why a storage cannot be paged out; null if it can. Not for paged-out storages.
+const char* why_not_movable(c10::StorageImpl& storage, const Device* device);
+
+/// Whether the storage's size is a number: storages of graphs that are being traced may have
+/// a symbol instead, and no bytes.
+inline bool has_bytes(const c10::StorageImpl& storage) {
+  return !storage.sym_nbytes().is_heap_allocated();
+}
+
+/// Binds an entity to a `c10::StorageImpl`, which it holds weakly.
+class TorchStorageBinding final : public StorageBinding {
+ public:
+  TorchStorageBinding(c10::StorageImpl* storage, Device& device, StorageEvents& events);
+
+  KeepAlive hold() override;
+  KeepAlive acquire(size_t nbytes, void** device) override;
+  const void* address() override {
+    return raw()->_mutable_data_ptr_no_checks().get();
+  }
+  bool expired() override {
+    return storage_.expired();
+  }
+  bool referenced() override {
+    return storage_.use_count() > 1;
+  }
+  std::unique_ptr<DeviceBlock> install_host(
+      void* host,
+      const std::shared_ptr<EntityStorageImpl>& entity) override;
+  std::unique_ptr<DeviceBlock> allocate(size_t nbytes) override;
+  void install_device(std::unique_ptr<DeviceBlock>& block) override;
+  bool install_watched(std::unique_ptr<DeviceBlock>& block) override;
+  bool unwritten() override;
+  void watch() override;
+  void unwatch() override;
+  void keep_block_for_copy() override;
+  void keep_block_for_arrival() override;
+  bool on_home_stream() override {
+    return device_.current_stream() == home_stream_;
+  }
+
+ private:
+  c10::StorageImpl* raw() {
+    return storage_._unsafe_get_target();
+  }
+
+  c10::weak_intrusive_ptr<c10::StorageImpl> storage_;
+  Device& device_;
+  StorageEvents& events_;
+  const int64_t home_stream_;
+  bool watching_ = false;
+  const void* block_ = nullptr;
+  c10::DeleterFnPtr block_deleter_ = nullptr;
+};
+
+} // namespace torch_lms
