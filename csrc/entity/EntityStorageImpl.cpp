@@ -389,7 +389,7 @@ AccessResult EntityStorageImpl::finish_pagein_locked(Lock& lock, Afterwards& aft
 void EntityStorageImpl::stop_watching() {
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (state() != EntityState::kResident || !keeps_copy()) {
+    if (state() != EntityState::kResident) {
       return;
     }
     binding_->unwatch();

@@ -13,8 +13,8 @@ namespace torch_lms {
 /// way. An op pins nothing if it began before the entity existed, or, in a program that
 /// pages by hand, while nothing was on its way out: then it did not look. `OpClock`
 /// covers those: every thread publishes the tick at which its outermost op began; an
-/// entity remembers the tick of its first sighting, a request by hand the tick at which
-/// every op had begun to look. An op of another thread that began at or before this
+/// entity remembers the tick before which ops could not know it, a request by hand the tick at
+/// which every op had begun to look. An op of another thread that began at or before this
 /// tick and still runs when the page-out is requested may yet submit work that reads or
 /// writes the bytes: the copy waits until it ends, and for the work that is submitted
 /// by then. The order of the accesses makes it safe: an op publishes its tick

@@ -31,11 +31,21 @@ void ManualPaging::add(PageoutBatch& batch, const c10::Storage& storage, bool no
   if (device != nullptr && note_streams) {
     device->note_busy_streams();
   }
-  const EntityPtr entity = pager_.find_or_track(impl, /*by_hand=*/true);
-  if (entity == nullptr) {
-    const char* why = why_not_movable(impl, device);
-    refuse(storage, why != nullptr ? why : "it has no bytes");
+  // The program may have given the storage other memory: then the next entity is the one.
+  for (EntityPtr entity; entity == nullptr || entity->replaced();) {
+    entity = pager_.find_or_track(impl, /*by_hand=*/true);
+    if (entity == nullptr) {
+      const char* why = why_not_movable(impl, device);
+      refuse(storage, why != nullptr ? why : "it has no bytes");
+    }
+    add(batch, storage, entity);
   }
+}
+
+void ManualPaging::add(
+    PageoutBatch& batch,
+    const c10::Storage& storage,
+    const EntityPtr& entity) {
   if (entity->cancel_pagein()) {
     pager_.in_queue().erase(entity.get());
   }
@@ -51,11 +61,8 @@ void ManualPaging::add(PageoutBatch& batch, const c10::Storage& storage, bool no
         storage,
         "it has been pinned (torch_lms.pin, numpy, DLPack, a captured graph, a collective)");
   }
-  if (!(entity->keeps_copy() && pager_.drop_unwritten(entity)) && !batch.add(entity) &&
-      entity->replaced()) { // the program has given the storage other memory, which cannot move
-    if (const char* why = why_not_movable(impl, device)) {
-      refuse(storage, why);
-    }
+  if (!entity->keeps_copy() || !pager_.drop_unwritten(entity)) {
+    batch.add(entity); // or an op is using it: not now
   }
 }
 

@@ -43,6 +43,7 @@ class ManualPaging {
 
  private:
   void add(PageoutBatch& batch, const c10::Storage& storage, bool note_streams);
+  void add(PageoutBatch& batch, const c10::Storage& storage, const EntityPtr& entity);
 
   Pager& pager_;
   Observer& observer_;

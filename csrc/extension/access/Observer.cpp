@@ -101,15 +101,17 @@ void Observer::begin(const at::RecordFunction& record) {
   if (frame.depth > 0) {
     ++frame.depth;
     const OpKind kind = frame.holding ? frame.kinds.of(record) : OpKind::kTransparent;
-    if (kind > OpKind::kNode) {
+    if (kind > OpKind::kComposite) {
       pin_inputs(record, frame, kind);
     }
     return;
   }
   const OpKind kind = frame.kinds.of(record);
-  if (kind <= OpKind::kNode) {
+  if (kind <= OpKind::kComposite) {
     if (kind == OpKind::kNode) {
       policy_->note_node_begins();
+    } else if (kind == OpKind::kComposite && pager_.paged_out_storages() != 0) {
+      bring_inputs(record, frame);
     }
     return;
   }
@@ -189,6 +191,23 @@ bool Observer::pin_inputs(const at::RecordFunction& record, Frame& frame, OpKind
     use_unsettled(frame, first, kind);
   }
   return all;
+}
+
+void Observer::bring_inputs(const at::RecordFunction& record, Frame& frame) {
+  for (const c10::IValue& value : record.inputs()) {
+    visit_storages(value, [&](c10::StorageImpl& storage) {
+      const c10::DeviceType type = storage.device_type();
+      Entity* entity = type == c10::kCPU || type == c10::kCUDA ? find(storage, frame) : nullptr;
+      if (entity != nullptr && !entity->pin_settled()) {
+        if (pager_.use(entity_of(entity->shared_from_this())) == Place::kHost) {
+          entity->end_service();
+        }
+      }
+      if (entity != nullptr) {
+        entity->unpin();
+      }
+    });
+  }
 }
 
 /// All inputs are pinned by now, so that making room for one does not push another out. Calls
@@ -340,6 +359,7 @@ void Observer::start() {
   if (!observing() || !outputs_) {
     install(/*outputs=*/true);
   }
+  pager_.note_all_ops_observed();
 }
 
 void Observer::stop() {

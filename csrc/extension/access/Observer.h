@@ -80,6 +80,7 @@ class Observer final : public OpFeed {
   void end(const at::RecordFunction& record);
   void begin_outermost(const at::RecordFunction& record, Frame& frame);
   bool pin_inputs(const at::RecordFunction& record, Frame& frame, OpKind kind);
+  void bring_inputs(const at::RecordFunction& record, Frame& frame);
   void use_unsettled(Frame& frame, size_t first, OpKind kind);
   void note_outputs(const at::RecordFunction& record, Frame& frame);
   void release_pinned(Frame& frame) noexcept;

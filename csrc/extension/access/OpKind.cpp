@@ -26,7 +26,7 @@ OpKind find_kind(const char* name, const char* overload) {
         std::strcmp(name, "aten::_lazy_clone") == 0) {
       return OpKind::kInspecting;
     }
-    return is_composite(name, overload) ? OpKind::kTransparent : OpKind::kSealed;
+    return is_composite(name, overload) ? OpKind::kComposite : OpKind::kSealed;
   }
   if (starts_with(name, "autograd::engine::evaluate_function")) {
     return OpKind::kNode;

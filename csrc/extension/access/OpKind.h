@@ -9,11 +9,13 @@ namespace torch_lms {
 
 /// How a record that PyTorch makes is to be watched.
 enum class OpKind : uint8_t {
-  /// Not an op, or one that only calls others (CompositeImplicitAutograd): those are watched. What
-  /// they use need not stay until it ends: it holds tensors, no addresses.
+  /// Not an op.
   kTransparent,
   /// The autograd engine goes on to a node.
   kNode,
+  /// An op that only calls others (CompositeImplicitAutograd): those are watched. What it uses
+  /// comes in, but need not stay until it ends: it holds tensors, no addresses.
+  kComposite,
   /// An op of PyTorch's with a kernel: it gets its tensors' addresses, so what it uses is pinned
   /// until it ends. What it calls uses the same, or what it has made.
   kSealed,

@@ -48,6 +48,7 @@ void Policy::enable(Device& device, size_t limit_bytes, size_t min_bytes) {
   pager_.in_queue().start_actions();
   tracked_from_bytes_.store(min_bytes, std::memory_order_relaxed);
   attention_.store(Attention::kLearning);
+  pager_.keep_copies(true);
   // What is known already, from paging by hand or from the last time.
   pager_.table().for_each([&](const EntityPtr& entity) {
     if (entity->gone() || &entity->device() != &device) {
@@ -71,6 +72,7 @@ void Policy::disable() {
     watch.end();
   }
   tracked_from_bytes_.store(SIZE_MAX, std::memory_order_relaxed);
+  pager_.keep_copies(false);
   feed_.stop();
 }
 
@@ -525,6 +527,7 @@ bool Policy::may_sleep() {
 
 void Policy::sleep() {
   attention_.store(Attention::kAsleep);
+  pager_.keep_copies(false); // nobody would notice an op that looks at more than a storage's bytes
   pager_.devices().for_each([this](Device& device) {
     if (device.limit_bytes() != 0) {
       fill_budget(device, 0);
@@ -547,6 +550,7 @@ void Policy::arm() {
     return;
   }
   attention_.store(Attention::kArmed);
+  pager_.keep_copies(true);
   eligible_from_.store(UINT64_MAX);
   boundary_thread_.store(OpClock::this_thread());
   boundary_wanted_.store(true, std::memory_order_release);
@@ -610,15 +614,15 @@ std::string Policy::explain(Device& device, size_t nbytes) {
   const char* op = this_thread().op_name;
   std::ostringstream text;
   const size_t stays = held.allocated_bytes - std::min(held.allocated_bytes, held.movable_bytes);
-  text << "torch_lms: expected room for a tensor of " << nbytes << " bytes on "
-       << device.device().str() << (op != nullptr ? std::string(" in ") + op : std::string())
-       << " within the limit of " << held.limit_bytes << " bytes, found " << held.allocated_bytes
-       << " bytes in use of which nothing more can be paged out now (" << held.in_use_bytes
-       << " of running ops, " << held.fixed_bytes << " pinned by the program, graphs or collectives, "
-       << held.leaving_bytes << " on their way, " << held.unseen_bytes
-       << " of storages that no op has been seen to use, " << held.other_bytes
-       << " small, in private pools or not PyTorch's). A limit of at least " << stays + nbytes
-       << " bytes would do: raise the limit, lower min_bytes, or use smaller batches. "
+  text << "torch_lms: expected room " << (op != nullptr ? std::string("in ") + op + " " : "")
+       << "for a " << (device.device().is_cpu() ? "CPU" : "CUDA") << " tensor of " << nbytes
+       << " bytes within the limit of " << held.limit_bytes << " bytes, found "
+       << held.allocated_bytes << " bytes in use of which nothing more can be paged out (inputs of "
+       << "running ops: " << held.in_use_bytes << ", pinned by the program, a captured graph or a "
+       << "collective: " << held.fixed_bytes << ", on their way: " << held.leaving_bytes
+       << ", not seen in any op: " << held.unseen_bytes << ", small, in private pools, or inside of "
+       << "compiled code: " << held.other_bytes << "). Raise the limit, lower min_bytes, or use "
+       << "smaller batches; a limit of " << stays + nbytes << " bytes would do here. "
        << last_error();
   return text.str();
 }

@@ -49,7 +49,7 @@ Pager::Pager(Devices& devices)
 
 // --- entities -------------------------------------------------------------------
 
-EntityPtr Pager::make_entity(c10::StorageImpl& storage) {
+EntityPtr Pager::make_entity(c10::StorageImpl& storage, bool by_hand) {
   Device* device = has_bytes(storage) ? devices_.find(storage.device()) : nullptr;
   if (why_not_movable(storage, device) != nullptr) {
     return nullptr;
@@ -60,7 +60,7 @@ EntityPtr Pager::make_entity(c10::StorageImpl& storage) {
       storage,
       *device,
       storage.nbytes(),
-      OpClock::get().tick());
+      by_hand ? OpClock::get().tick() : observed_since_.load(std::memory_order_acquire));
 }
 
 EntityPtr Pager::find_or_track(c10::StorageImpl& storage, bool by_hand) {
@@ -69,7 +69,7 @@ EntityPtr Pager::find_or_track(c10::StorageImpl& storage, bool by_hand) {
     if (by_hand) {
       tracks_by_hand_.store(true, std::memory_order_release); // before anybody can miss it
     }
-    entity = table_.find_or_make(&storage, [&] { return make_entity(storage); });
+    entity = table_.find_or_make(&storage, [&] { return make_entity(storage, by_hand); });
     if (entity == nullptr) {
       return nullptr;
     }
@@ -302,6 +302,26 @@ bool Pager::reclaim_copy(HostPool::Urgency urgency) {
     }
     if (chosen != nullptr && chosen->release_copy()) {
       return true;
+    }
+  }
+}
+
+void Pager::keep_copies(bool keep) {
+  keeps_copies_.store(keep);
+  std::deque<std::weak_ptr<Entity>> kept;
+  if (!keep) {
+    std::lock_guard<std::mutex> lock(kept_mutex_);
+    kept.swap(kept_);
+  }
+  for (const auto& weak : kept) {
+    const EntityPtr entity = weak.lock();
+    const KeepAlive keep_alive = entity != nullptr ? entity->hold() : nullptr;
+    if (keep_alive != nullptr) {
+      entity->pin();
+      entity->stop_watching();
+      entity->unpin();
+    } else if (entity != nullptr) {
+      entity->release_copy();
     }
   }
 }

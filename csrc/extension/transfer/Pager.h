@@ -65,9 +65,20 @@ class Pager final : public StorageEvents {
   /// The same, or a new one; null if the storage cannot move. `by_hand`: smaller storages than
   /// automatic mode looks for may be entities from now on.
   EntityPtr find_or_track(c10::StorageImpl& storage, bool by_hand);
+  /// All ops that begin from now on pin what they use of the storages that automatic mode tracks:
+  /// only those that run now may use them unseen. See Note [Who may still use a storage].
+  void note_all_ops_observed() noexcept {
+    observed_since_.store(OpClock::get().tick(), std::memory_order_release);
+  }
   /// Whether there are entities that were made by hand.
   bool tracks_by_hand() const noexcept {
     return tracks_by_hand_.load(std::memory_order_acquire);
+  }
+
+  /// Whether the host keeps copies of what comes in; those that there are go with `false`.
+  void keep_copies(bool keep);
+  bool keeps_copies() const noexcept override {
+    return keeps_copies_.load(std::memory_order_relaxed);
   }
 
   // --- requests ---
@@ -166,7 +177,7 @@ class Pager final : public StorageEvents {
   }
 
  private:
-  EntityPtr make_entity(c10::StorageImpl& storage);
+  EntityPtr make_entity(c10::StorageImpl& storage, bool by_hand);
   bool enqueue_prefetch(const EntityPtr& entity);
   void commit_pageouts(std::vector<KeepAlive>& dropped, const Device* allocating);
   CommitResult commit_pageout(FinishedTransfer& finished);
@@ -188,7 +199,9 @@ class Pager final : public StorageEvents {
   Arrivals arrivals_;
   std::atomic<int64_t> paged_out_bytes_{0};
   std::atomic<int64_t> paged_out_storages_{0};
+  std::atomic<uint64_t> observed_since_{0};
   std::atomic<bool> tracks_by_hand_{false};
+  std::atomic<bool> keeps_copies_{false};
 
   std::mutex dropped_mutex_;
   std::vector<KeepAlive> dropped_; // to be destroyed outside of an allocator

@@ -124,6 +124,10 @@ void TorchStorageBinding::install_device(std::unique_ptr<DeviceBlock>& block) {
 
 bool TorchStorageBinding::install_watched(std::unique_ptr<DeviceBlock>& block) {
   install_device(block);
+  if (!events_.keeps_copies()) {
+    unwatch();
+    return false;
+  }
   if (!compat::has_materializer(*raw())) { // else it has been watched since it went out
     compat::watch_block(*raw(), &on_raw_access);
   }

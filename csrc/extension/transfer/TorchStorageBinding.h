@@ -19,6 +19,9 @@ class StorageEvents {
   /// Raw mutable access to a watched storage is about to happen. Called with no lock held.
   virtual void raw_access(c10::StorageImpl& storage) = 0;
 
+  /// Whether the host is to keep its copies of bytes that come in, while nobody writes them.
+  virtual bool keeps_copies() const noexcept = 0;
+
   /// A paged-out storage died or was given other memory. Called with whatever locks who frees
   /// storages holds.
   virtual void released(const std::shared_ptr<EntityStorageImpl>& entity) noexcept = 0;
