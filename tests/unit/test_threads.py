@@ -348,14 +348,11 @@ def test_op_that_raised_on_another_thread_lets_go_of_its_tensors(paged: ModuleTy
     assert round_trip([a, b]) == 0
 
 
-def test_request_inside_an_op_is_refused_for_what_the_op_uses(paged: ModuleType, chaos: bool) -> None:
-    refused: list[str] = []
+def test_request_inside_an_op_is_declined_for_what_the_op_uses(paged: ModuleType, chaos: bool) -> None:
+    enqueued: list[int] = []
 
     def paging(a: torch.Tensor) -> torch.Tensor:
-        try:
-            paged.pageout(a)
-        except PageoutError as error:
-            refused.append(str(error))
+        enqueued.append(paged.pageout(a))
         return a + 1
 
     own_library = torch.library.Library("torch_lms_tests", "FRAGMENT")
@@ -364,7 +361,6 @@ def test_request_inside_an_op_is_refused_for_what_the_op_uses(paged: ModuleType,
     a = torch.ones(10)
     round_trip([a])
     assert torch.equal(torch.ops.torch_lms_tests.paging(a), torch.full((10,), 2.0))
-    assert [message for message in refused if "in use by a running op" in message] == refused
-    assert len(refused) == 1
+    assert enqueued == [0]
     assert round_trip([a]) == 0
     assert torch.equal(a, torch.ones(10))

@@ -40,9 +40,10 @@ struct PolicyOptions {
   uint64_t ops_in_cycle = 4096;
 
   /// Bounds of waits: for one transfer to end; for ops of other threads to let go of what has
-  /// been copied; for all of one allocation.
+  /// been copied; where nothing can go out and no op runs elsewhere; for all of one allocation.
   std::chrono::milliseconds patience{30000};
   std::chrono::milliseconds patience_with_ops{1000};
+  std::chrono::milliseconds patience_alone{5};
   std::chrono::milliseconds patience_in_all{120000};
 };
 

@@ -43,6 +43,9 @@ Policy::Policy(Pager& pager, OpFeed& feed, PolicyOptions options)
 }
 
 void Policy::enable(Device& device, size_t limit_bytes, size_t min_bytes) {
+  if (!enabled()) {
+    cycles_.forget();
+  }
   watch_of(device).begin(device, options_);
   pager_.out_queue().start_actions();
   pager_.in_queue().start_actions();
@@ -194,10 +197,12 @@ Policy::Progress Policy::wait_for_pageouts(uint64_t* progress, Clock::time_point
   return moved ? Progress::kMoved : Progress::kNothingUnderWay;
 }
 
-/// Nothing can go out now. Ops of other threads hold their inputs only until they end:
-/// waits a moment if there are such ops. False if there are none, or for too long.
-bool Policy::others_may_let_go(Clock::time_point deadline) {
-  if (Clock::now() > deadline || !OpClock::get().running_since(UINT64_MAX)) {
+/// Nothing can go out now, but other threads' ops hold their inputs only until they end, and what
+/// other threads are about to page out is in no queue yet. Waits a moment; false if that has been
+/// `since` too long.
+bool Policy::others_may_let_go(Clock::time_point since) {
+  const bool ops = OpClock::get().running_since(UINT64_MAX);
+  if (Clock::now() - since > (ops ? options_.patience_with_ops * 2 : options_.patience_alone)) {
     return false;
   }
   std::this_thread::sleep_for(std::chrono::milliseconds(1));
@@ -271,6 +276,7 @@ Room::Answer Policy::wait_for_room(Device& device, size_t nbytes) {
       : std::min(watch_of(device).margin_bytes(), limit - std::min(limit, nbytes));
   pager_.cancel_prefetches();
   uint64_t progress = pager_.out_queue().progress();
+  auto moved = Clock::now();
   for (int failures = 0; Clock::now() < deadline;) {
     pager_.commit_finished();
     const size_t used = device.use().allocated_bytes;
@@ -288,6 +294,7 @@ Room::Answer Policy::wait_for_room(Device& device, size_t nbytes) {
     }
     const Progress now = wait_for_pageouts(&progress, deadline);
     if (now == Progress::kMoved || device.use().allocated_bytes < used) {
+      moved = Clock::now();
       continue;
     }
     if (used + nbytes <= limit) {
@@ -300,7 +307,7 @@ Room::Answer Policy::wait_for_room(Device& device, size_t nbytes) {
       }
       while (wait_for_pageouts(&progress, deadline) == Progress::kMoved) {
       }
-    } else if (outgoing + requested == 0 && !others_may_let_go(Clock::now() + options_.patience)) {
+    } else if (outgoing + requested == 0 && !others_may_let_go(moved)) {
       return Answer::kRefuse;
     } // else another thread has committed what this one was about to wait for
   }

@@ -151,7 +151,7 @@ class Policy final : public Room, public PagerListener {
   size_t page_out(Device& device, const std::vector<EntityPtr>& entities);
   bool free_window(Device& device, size_t nbytes);
   Progress wait_for_pageouts(uint64_t* progress, Clock::time_point deadline);
-  bool others_may_let_go(Clock::time_point deadline);
+  bool others_may_let_go(Clock::time_point since);
   void page_out_ahead(Device& device, bool backward);
   void page_out_cooled(Device& device, size_t missing_bytes);
   void prefetch_ahead(Device& device, bool backward);

@@ -17,14 +17,25 @@ bool CycleTracker::note_phase(bool backward) {
   }
   const uint64_t end = now();
   const uint64_t began = began_.load(std::memory_order_relaxed);
+  begin_cycle(backward_began_ - began, end - began, end);
+  return true;
+}
+
+void CycleTracker::forget() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  in_backward_.store(false, std::memory_order_relaxed);
+  begin_cycle(0, 0, now());
+}
+
+/// Under the mutex.
+void CycleTracker::begin_cycle(uint64_t forward, uint64_t length, uint64_t began) {
   // Who reads a new value of these sees the odd version, too.
   version_.fetch_add(1, std::memory_order_relaxed);
-  forward_.store(backward_began_ - began, std::memory_order_release);
-  length_.store(end - began, std::memory_order_release);
-  began_.store(end, std::memory_order_release);
+  forward_.store(forward, std::memory_order_release);
+  length_.store(length, std::memory_order_release);
+  began_.store(began, std::memory_order_release);
   number_.fetch_add(1, std::memory_order_release);
   version_.fetch_add(1, std::memory_order_release);
-  return true;
 }
 
 CycleShape CycleTracker::shape() const noexcept {

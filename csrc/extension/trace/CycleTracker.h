@@ -22,6 +22,9 @@ class CycleTracker {
     return ops_.load(std::memory_order_relaxed);
   }
 
+  /// What is known of cycles does not hold any more: another program begins.
+  void forget();
+
   /// An op has run, in backward or not. Returns whether a cycle has just ended.
   bool note_phase(bool backward);
 
@@ -31,6 +34,8 @@ class CycleTracker {
  private:
   std::atomic<uint64_t> ops_{0};
   std::atomic<bool> in_backward_{false};
+  void begin_cycle(uint64_t forward, uint64_t length, uint64_t began);
+
   std::mutex mutex_; // of who writes what follows
   uint64_t backward_began_ = 0;
   std::atomic<uint64_t> version_{0}; // odd while the shape changes
