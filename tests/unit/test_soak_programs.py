@@ -1,4 +1,4 @@
-"""The programs of tests/soak for a few seconds each; `build_scripts/soak.sh` runs them for longer, beside busy loops."""
+"""The programs of tests/soak, for a few seconds each; `build_scripts/soak.sh` runs them longer, beside busy loops."""
 
 from __future__ import annotations
 
