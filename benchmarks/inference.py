@@ -1,13 +1,15 @@
 """Inference of a Llama 7B with random weights in about half of the memory that it takes: prefill, then token by token.
 
 Weights do not change, so that after the first pass none has to be copied out again; what remains is to bring in what
-does not fit, whose time the link bounds. A plain run in the same process is beside it.
+does not fit, whose time the link bounds. In the same process: a plain
+run, and one whose weights the program streams by hand.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import math
 import statistics
 import time
 import traceback
@@ -19,6 +21,7 @@ import torch
 import torch_lms
 from benchmarks.llama import Llama, LlamaShape
 from benchmarks.results import Result
+from benchmarks.streamed_weights import StreamedWeights
 from benchmarks.training import GIB, digest
 from torch_lms.cli.link import LinkRate, measure_link
 from torch_lms.swap import parse_bytes
@@ -27,6 +30,7 @@ COLUMNS = [
     ("mode", "Mode", "{}"),
     ("pass_", "Pass", "{}"),
     ("ms", "Time (ms)", "{:.0f}"),
+    ("over_plain", "/ plain", "{:.2f}"),
     ("out_gib", "Out (GiB)", "{:.2f}"),
     ("in_gib", "In (GiB)", "{:.2f}"),
     ("dropped_gib", "Dropped without a copy (GiB)", "{:.2f}"),
@@ -132,6 +136,8 @@ def add_medians(result: Result, rows: list[dict[str, Any]]) -> None:
         if later:
             keys = [key for key, value in later[0].items() if isinstance(value, float)]
             medians = {key: statistics.median(row[key] for row in later) for key in keys}
+            plain_ms = [row["ms"] for row in result.rows if row["pass_"] == f"{heading}: median"][:1] or [medians["ms"]]
+            medians["over_plain"] = medians["ms"] / plain_ms[0]
             result.add(mode=rows[0]["mode"], pass_=f"{heading}: median", **medians)
 
 
@@ -156,12 +162,8 @@ def run_plain(given: argparse.Namespace, result: Result) -> tuple[float, str]:
     return max(row["peak_gib"] for row in rows), reference
 
 
-def run_limited(given: argparse.Namespace, result: Result, link: LinkRate | None) -> None:
-    """The plain run, then the limited one, whose weights are made within the limit, and what it is checked for."""
-    held_gib, reference = run_plain(given, result)
-    gc.collect()
-    if given.device == "cuda":
-        torch.cuda.empty_cache()
+def run_limited(given: argparse.Namespace, result: Result, held_gib: float, link: LinkRate | None) -> str:
+    """Within the limit, in which the weights are made, too; the digest of its logits."""
     limit_gib = parse_bytes(given.limit) / GIB
     torch_lms.enable({given.device: given.limit})
     try:
@@ -172,8 +174,51 @@ def run_limited(given: argparse.Namespace, result: Result, link: LinkRate | None
     for row in rows:
         result.add(**row)
     add_medians(result, rows)
-    result.check("logits are bit-equal to plain's", "True", str(found == reference), ok=found == reference)
     check(result, rows, limit_gib)
+    return found
+
+
+def run_peer(given: argparse.Namespace, result: Result, held_gib: float, link: LinkRate | None) -> str:
+    """Weights that the program brings itself, as many resident as the limit allows; the digest of its logits."""
+    if given.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    session = make_session(given)
+    layers = list(session.model.layers)
+    layer_gib = sum(parameter.nbytes for parameter in layers[0].parameters()) / GIB
+    limit_gib = parse_bytes(given.limit) / GIB
+    resident = len(layers) - 2 - math.ceil((held_gib - limit_gib) / layer_gib)  # two sets of buffers
+    peer = StreamedWeights(layers, resident=max(resident, 0))
+    release(given.device)
+    rows, found = session.run("weights streamed by hand")
+    for row in rows:
+        row["in_gib"] = peer.nbytes / GIB
+    add_bounds(rows, link, max(held_gib - limit_gib, 1e-9))
+    add_medians(result, rows)
+    return found
+
+
+def release(device: str) -> None:
+    """Gives back what the last run has left."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def run_all(given: argparse.Namespace, result: Result, link: LinkRate | None) -> None:
+    """Plain, by hand, and within the limit; each with the same weights and prompts."""
+    held_gib, reference = run_plain(given, result)
+    release(given.device)
+    for name, run in (("limited run", run_limited), ("peer", run_peer)):
+        try:
+            found = run(given, result, held_gib, link)
+        except Exception as error:  # the other's figures are worth having
+            traceback.print_exc()
+            result.check(f"{name} ran", "True", f"{type(error).__name__}: {error}"[:300], ok=False)
+        else:
+            same = found == reference
+            result.check(f"{name}: logits are bit-equal to plain's", "True", str(same), ok=same)
+        release(given.device)
+        result.write(given.output_dir)
 
 
 def main() -> None:
@@ -195,13 +240,8 @@ def main() -> None:
         torch_lms.swap.count_cpu_allocations()
     else:
         print(asdict(link), flush=True)
-    try:
-        with torch.no_grad():
-            run_limited(given, result, link)
-    except Exception as error:  # what was measured before is worth having
-        traceback.print_exc()
-        result.check("ran", "True", f"{type(error).__name__}: {error}"[:300], ok=False)
-    result.write(given.output_dir)
+    with torch.no_grad():
+        run_all(given, result, link)
 
 
 if __name__ == "__main__":
