@@ -1,52 +1,54 @@
-"""Threads that use one paged-out weight at the same moment: one of them brings it in, all find it whole."""
+"""Threads that use the same paged-out weights at the same moment: one of them brings each in, all find it whole."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 
 import torch
 
 import torch_lms
 from tests.soak.program import Given, finish, parse, run_threads
 
+WEIGHTS = 8
+
 
 class Rounds:
-    """Before each round the last thread to arrive pages the weight out; then all use it at once."""
+    """Before each round the last thread to arrive pages the weights out; then all use them at once."""
 
     def __init__(self, given: Given) -> None:
         self.given = given
-        self.weight = torch.randn(256, 1024, device=given.device)
-        self.x = torch.randn(8, 256, device=given.device)
-        self.expected = [use() for use in self.uses()]
+        self.weights = [torch.randn(64, 256 << index % 3, device=given.device) for index in range(WEIGHTS)]
+        self.x = torch.randn(4, 64, device=given.device)
+        self.expected = [self.use(index, round_) for round_ in (0, 1) for index in range(WEIGHTS)]
         self.barrier = threading.Barrier(given.threads, action=self.begin)
         self.count = 0
         self.over = False
         self.wrong: list[str] = []
 
-    def uses(self) -> list[Callable[[], float]]:
-        """Ways to read the weight."""
-        return [lambda: self.weight.sum().item(), lambda: (self.x @ self.weight).sum().item()]
+    def use(self, index: int, round_: int) -> float:
+        """Reads a weight: by itself in even rounds, beside another input in odd ones."""
+        weight = self.weights[index]
+        return float((self.x @ weight if round_ % 2 else weight).sum().item())
 
     def begin(self) -> None:
         """Pages out, unless the time is up."""
         self.over = self.given.is_over()
         if not self.over:
-            torch_lms.pageout(self.weight)
+            torch_lms.pageout(self.weights)
             torch_lms.wait()
             self.count += 1
 
     def take_part(self) -> None:
         """One thread's part of every round."""
-        uses = self.uses()
         while True:
             self.barrier.wait()
             if self.over:
                 return
-            which = self.count % len(uses)
-            found = uses[which]()
-            if found != self.expected[which]:
-                self.wrong.append(f"round {self.count}: expected {self.expected[which]}, found {found}")
+            round_ = self.count
+            for index in range(WEIGHTS):
+                found, expected = self.use(index, round_), self.expected[WEIGHTS * (round_ % 2) + index]
+                if found != expected:
+                    self.wrong.append(f"round {round_}, weight {index}: expected {expected}, found {found}")
 
 
 def main() -> None:
