@@ -157,6 +157,7 @@ count() {
 declare -A passed=() failed=() cut=()
 failures=()
 kept_cores=0
+most_failures=100 # two lines of `failures` each; then the tests are broken, and there is enough to look at
 core_pattern=$(cat /proc/sys/kernel/core_pattern 2>/dev/null || echo core)
 failure_words='(^|[ =])[0-9]+ (failed|error)|^FAILED|: FAILED|WARNING: ThreadSanitizer|ERROR: AddressSanitizer'
 
@@ -172,7 +173,7 @@ run() {
   printf '$ %s\n' "$(printf '%q ' env "${command[@]}")" >"$base.log"
   timeout --signal="$signal" --kill-after=60 "$limit_s" env "${command[@]}" >>"$base.log" 2>&1 &
   run_pid=$!
-  wait "$run_pid" || status=$?
+  { wait "$run_pid" || status=$?; } 2>/dev/null # the shell's own words on a crash
   if ((stopped)); then # Ctrl-C interrupted `wait`, not the run
     signal=INT status=0
     kill -INT "$run_pid" 2>/dev/null || true
@@ -216,9 +217,9 @@ end=$((SECONDS + 60 * minutes))
 trap finish EXIT
 trap 'stopped=1' INT TERM
 start_busy_loops
-while ((!stopped && SECONDS < end)); do
+while ((!stopped && SECONDS < end && ${#failures[@]} < 2 * most_failures)); do
   for name in "${names[@]}"; do
-    ((!stopped && SECONDS < end)) || break
+    ((!stopped && SECONDS < end && ${#failures[@]} < 2 * most_failures)) || break
     run "$name" "$seed"
     seed=$((seed + 1))
   done

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import os
 import sys
 import threading
 import time
@@ -74,8 +75,11 @@ def run_threads(bodies: Sequence[Callable[[], None]], *, barrier: threading.Barr
     threads = [threading.Thread(target=run, args=(body,)) for body in bodies]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
+    try:
+        for thread in threads:
+            thread.join()
+    except KeyboardInterrupt:
+        os._exit(130)  # the threads would go on until their time is up
     return failures
 
 
