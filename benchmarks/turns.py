@@ -36,7 +36,9 @@ class Comparison:
         plain: without paging.
         paging: with it.
         added: of the differences between a run with paging and the mean of the two beside it.
-        ratio: of the quotients of the same.
+        quiet_added: between the lower quartiles of all runs with and without paging; for short work, which other
+            processes only ever lengthen.
+        ratio: of the quotients of a run with paging and the mean of the two beside it.
         noise: by how much plain runs differ from the mean of the two plain runs beside them, as a part of it.
         rounds: how many there were.
     """
@@ -44,6 +46,7 @@ class Comparison:
     plain: float
     paging: float
     added: float
+    quiet_added: float
     ratio: float
     noise: float
     rounds: int
@@ -54,7 +57,7 @@ class Turns:
 
     Args:
         device: that is waited for.
-        budget_s: how long one comparison may take; there are at least five rounds.
+        budget_s: how long one comparison may take; there are at least seven rounds.
         most_rounds: more are of no use.
     """
 
@@ -76,7 +79,7 @@ class Turns:
         end = time.monotonic() + self.budget_s
         plain = [self._plain(work)]
         paging: list[float] = []
-        while len(paging) < 5 or (len(paging) < self.most_rounds and time.monotonic() < end):
+        while len(paging) < 7 or (len(paging) < self.most_rounds and time.monotonic() < end):
             scope.begin()
             try:
                 for _ in range(scope.warm_up):
@@ -91,6 +94,7 @@ class Turns:
             plain=statistics.median(plain),
             paging=statistics.median(paging),
             added=statistics.median(ours - without for ours, without in zip(paging, beside, strict=True)),
+            quiet_added=statistics.quantiles(paging, n=4)[0] - statistics.quantiles(plain, n=4)[0],
             ratio=statistics.median(ours / without for ours, without in zip(paging, beside, strict=True)),
             noise=statistics.median(abs(one / mean - 1) for one, mean in zip(plain[1:], around, strict=False)),
             rounds=len(paging),
