@@ -7,7 +7,8 @@
 #   build                                               13 s on 16 cores
 #   access memory graphs training devices profile       tests/gpu/test_STAGE_cuda.py, each in a process of its own
 #   doctor train                                        python -m torch_lms ...; the picture of the demo
-#   transfers overhead model_state gpt gpt_fixed        python -m benchmarks...
+#   transfers overhead model_state what_runs inference optimizer_choice gpt gpt_fixed
+#                                                       python -m benchmarks...
 #   every_op                                            as access; minutes
 # Two names stand for several: tests (access to profile) and benchmarks (transfers to gpt_fixed).
 #
@@ -27,7 +28,7 @@ fi
 export OUT=${OUT:-benchmarks/results}
 export PYTHONPATH=$PWD/python${PYTHONPATH:+:$PYTHONPATH}
 tests=(access memory graphs training devices profile)
-benchmarks=(transfers overhead model_state gpt gpt_fixed)
+benchmarks=(transfers overhead model_state what_runs inference optimizer_choice gpt gpt_fixed)
 # How long each may take, in seconds; the others 120.
 declare -A most_s=([access]=150 [graphs]=170 [training]=170 [every_op]=300 [gpt]=240 [gpt_fixed]=200)
 
@@ -49,7 +50,9 @@ run_stage() {
       python3 -m torch_lms train --model gpt --device cuda --layers 12 --width 1024 --batch 16 --tokens 1024 \
         --steps 4 --limit 50% --output "$OUT/timeline.svg" --json "$OUT/train.json"
       ;;
-    transfers | overhead | model_state) python3 -m "benchmarks.$1" --output-dir "$OUT" ;;
+    transfers | overhead | model_state | what_runs | inference | optimizer_choice)
+      python3 -m "benchmarks.$1" --output-dir "$OUT"
+      ;;
     gpt) python3 -m benchmarks.gpt --limits 30GiB,40GiB,16GiB --peers --output-dir "$OUT" ;;
     gpt_fixed)
       python3 -m benchmarks.gpt --limits 30GiB,40GiB,16GiB --no-expandable --name gpt_fixed --output-dir "$OUT"
