@@ -4,6 +4,7 @@
 #
 #   build_scripts/build_c10.sh TREE [--build FOLDER] [--modes 'plain address thread'] [--cuda on|off|auto] [--kit FOLDER]
 #
+# The tests of the CUDA device run on a fake of CUDA's runtime everywhere, and on a GPU where there is one.
 # --kit copies what the tests of the CUDA device need, a few megabytes, into a folder that can be carried to a machine
 # with a GPU; there: LD_LIBRARY_PATH=FOLDER FOLDER/cuda_device_test
 # Uses ccache where it is there; MAX_JOBS says how many compilers run at once. FOLDER is build/c10 if it is not named.
@@ -63,15 +64,15 @@ if command -v ccache >/dev/null; then
 fi
 for mode in $modes; do
   case $mode in
-    plain) sanitize='' with_cuda=$cuda ;;
-    address | thread) sanitize=$mode with_cuda=off ;;
+    plain) sanitize='' ;;
+    address | thread) sanitize=$mode ;;
     *) fail "expected modes among plain, address and thread, found '$mode'" ;;
   esac
   echo "== $mode"
   mkdir -p "$build/$mode"
   {
     cmake -S "$project/tests/fork" -B "$build/$mode" -G Ninja -DPYTORCH="$tree" -DSANITIZE="$sanitize" \
-      -DWITH_CUDA="$with_cuda" -DCUDAToolkit_ROOT="${CUDA_HOME:-/usr/local/cuda}" -DCMAKE_BUILD_TYPE=RelWithDebInfo \
+      -DWITH_CUDA="$cuda" -DCUDAToolkit_ROOT="${CUDA_HOME:-/usr/local/cuda}" -DCMAKE_BUILD_TYPE=RelWithDebInfo \
       "${launcher[@]}" && ninja -C "$build/$mode" -j "${MAX_JOBS:-2}"
   } >"$build/$mode/build.log" 2>&1 || {
     grep -E -A 5 'error|Error' "$build/$mode/build.log" | head -n 60 >&2

@@ -1,7 +1,10 @@
 // The CUDA device behind the environment. Needs a GPU, libc10 and libc10_cuda, and nothing else of
 // PyTorch.
 
+#include <atomic>
+#include <chrono>
 #include <memory>
+#include <thread>
 #include <vector>
 
 #include "c10_harness.h"
@@ -18,7 +21,12 @@ namespace {
 
 namespace allocator = c10::cuda::CUDACachingAllocator;
 
+#ifdef FAKE_CUDA // whose memory is slow
+constexpr size_t kBytes = size_t{4} << 20;
+#else
 constexpr size_t kBytes = size_t{64} << 20;
+#endif
+constexpr size_t kSmall = size_t{1} << 20;
 
 #define CUDA(call) REQUIRE((call) == cudaSuccess)
 
@@ -111,6 +119,127 @@ TEST(a_pageout_is_ordered_after_every_stream_that_has_work) {
     environment().wait_pageouts();
     CHECK(all_bytes_are(storage, static_cast<unsigned char>(50 + round)));
   }
+}
+
+/// Occupies a stream until it is opened.
+class StreamGate {
+ public:
+  void hold(cudaStream_t stream) {
+    const auto wait = [](void* self) {
+      while (!static_cast<StreamGate*>(self)->open_) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      }
+    };
+    CUDA(cudaLaunchHostFunc(stream, wait, this));
+  }
+  void open() {
+    open_ = true;
+  }
+  ~StreamGate() {
+    open();
+    cudaDeviceSynchronize();
+  }
+
+ private:
+  std::atomic<bool> open_{false};
+};
+
+// There are 64 streams to be handed out, and a test leaves those noted that it has used.
+constexpr int kStreamsEach = 20;
+
+/// Whether a page-out stays under way for some time.
+bool waits(const c10::Storage& storage) {
+  std::this_thread::sleep_for(std::chrono::milliseconds(30));
+  return environment().state(impl_of(storage)) == torch_lms::EntityState::kPagingOut;
+}
+
+TEST(a_pageout_waits_for_streams_that_nobody_has_noted) {
+  OpenEnvironment open;
+  const c10::Storage before = make_storage(kSmall);
+  const c10::Storage storage = make_storage(kSmall);
+  const c10::Storage after = make_storage(kSmall);
+  for (int round = 0; round < kStreamsEach; ++round) {
+    CUDA(cudaMemsetAsync(storage.data(), 1, kSmall, current()));
+    CUDA(cudaMemsetAsync(after.data(), 1, kSmall, current()));
+    CUDA(cudaStreamSynchronize(current()));
+    environment().pageout(impl_of(before));
+    environment().wait_pageouts(); // the worker has asked the streams once
+    StreamGate gate;
+    const auto side_stream = c10::cuda::getStreamFromPool(round % 2 == 1);
+    const cudaStream_t side = side_stream.stream();
+    gate.hold(side);
+    CUDA(cudaMemsetAsync(storage.data(), 2 + round, kSmall, side));
+    CHECK(environment().pageout(impl_of(storage)));
+    // By now the worker may have asked the stream, and it may not; the guard has it noted.
+    CUDA(cudaMemsetAsync(after.data(), 2 + round, kSmall, side));
+    c10::cuda::OptionalCUDAStreamGuard guard;
+    if (round % 4 < 2) {
+      guard.reset_stream(side_stream);
+    }
+    CHECK(environment().pageout(impl_of(after)));
+    guard.reset();
+    if (round % 10 == 0) {
+      CHECK(waits(storage));
+    }
+    gate.open();
+    environment().wait_pageouts();
+    CHECK(all_bytes_are(storage, static_cast<unsigned char>(2 + round)));
+    CHECK(all_bytes_are(after, static_cast<unsigned char>(2 + round)));
+  }
+}
+
+TEST(a_capture_on_a_stream_that_nobody_has_noted_keeps_storages_where_they_are) {
+  OpenEnvironment open;
+  for (int round = 0; round < kStreamsEach; ++round) {
+    const c10::Storage storage = make_storage(kSmall);
+    CUDA(cudaMemsetAsync(storage.data(), 7, kSmall, current()));
+    const cudaStream_t side = c10::cuda::getStreamFromPool(round % 2 == 1).stream();
+    CUDA(cudaStreamBeginCapture(side, cudaStreamCaptureModeRelaxed));
+    // Refused at once where the stream has been noted, otherwise by the worker.
+    const auto page_out = [&] {
+      environment().pageout(impl_of(storage));
+      environment().wait_pageouts();
+    };
+    CHECK_THROWS(page_out(), torch_lms::PageoutRefused, "capture");
+    CHECK(environment().state(impl_of(storage)) == torch_lms::EntityState::kResident);
+    cudaGraph_t graph = nullptr;
+    CUDA(cudaStreamEndCapture(side, &graph));
+    CUDA(cudaGraphDestroy(graph));
+    CHECK(all_bytes_are(storage, 7));
+    CHECK(environment().pageout(impl_of(storage)));
+    environment().wait_pageouts();
+    CHECK(all_bytes_are(storage, 7));
+  }
+}
+
+TEST(a_pageout_waits_for_each_stream_of_each_thread) {
+  OpenEnvironment open;
+  constexpr int kThreads = 4;
+  std::atomic<int> wrong{0};
+  std::vector<std::thread> threads;
+  for (int thread = 0; thread < kThreads; ++thread) {
+    threads.emplace_back([&, thread] {
+      const c10::Storage scratch = make_storage(kSmall);
+      for (int round = 0; round < 40; ++round) {
+        const c10::Storage storage = make_storage(kSmall);
+        const int value = 1 + (thread * 40 + round) % 255;
+        const cudaStream_t side = c10::cuda::getStreamFromPool(round % 2 == 1).stream();
+        cudaStreamSynchronize(current());
+        for (int i = 0; i < 4; ++i) {
+          cudaMemsetAsync(scratch.data(), i, kSmall, side);
+        }
+        cudaMemsetAsync(storage.data(), value, kSmall, side);
+        environment().pageout(impl_of(storage));
+        environment().wait_pending_pageouts();
+        wrong += all_bytes_are(storage, static_cast<unsigned char>(value)) ? 0 : 1;
+        cudaStreamSynchronize(side); // before its memory is another's
+      }
+    });
+  }
+  for (std::thread& thread : threads) {
+    thread.join();
+  }
+  CHECK_EQ(wrong.load(), 0);
 }
 
 TEST(a_pagein_is_seen_by_the_stream_that_accesses) {

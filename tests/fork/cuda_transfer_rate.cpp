@@ -2,7 +2,10 @@
 // pinned memory, in turns. Needs a GPU, libc10 and libc10_cuda, and nothing else of PyTorch.
 //
 //   cuda_transfer_rate BYTES COUNT ROUNDS    COUNT storages of BYTES each; a line a round:
-//                                            seconds of plain out, page-out, plain in, page-in
+//                                            seconds of plain out, page-out, plain in, page-in;
+//                                            of these page-outs' requests, that is what they take
+//                                            of the calling thread; of the requests for as many
+//                                            storages that have never been paged out
 
 #include <chrono>
 #include <cstdio>
@@ -28,22 +31,33 @@ void check(cudaError_t error) {
   }
 }
 
+using Storages = std::vector<c10::Storage>;
+
+double seconds_since(std::chrono::steady_clock::time_point start) {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
 /// Everything on the device is over before and after.
 double seconds(const std::function<void()>& action) {
   check(cudaDeviceSynchronize());
   const auto start = std::chrono::steady_clock::now();
   action();
   check(cudaDeviceSynchronize());
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  return seconds_since(start);
+}
+
+Storages make_storages(size_t nbytes, size_t count) {
+  Storages storages;
+  for (size_t i = 0; i < count; ++i) {
+    storages.emplace_back(
+        c10::Storage::use_byte_size_t(), nbytes, allocator::get(), /*resizable=*/true);
+  }
+  return storages;
 }
 
 class Rates {
  public:
-  Rates(size_t nbytes, size_t count) : nbytes_(nbytes) {
-    for (size_t i = 0; i < count; ++i) {
-      storages_.emplace_back(
-          c10::Storage::use_byte_size_t(), nbytes, allocator::get(), /*resizable=*/true);
-    }
+  Rates(size_t nbytes, size_t count) : nbytes_(nbytes), storages_(make_storages(nbytes, count)) {
     check(cudaMalloc(&device_, nbytes * count));
     check(cudaHostAlloc(&host_, nbytes * count, cudaHostAllocDefault));
   }
@@ -59,13 +73,19 @@ class Rates {
     });
   }
 
-  double page_out() {
+  double page_out(double* requests) {
     return seconds([&] {
-      for (const c10::Storage& storage : storages_) {
-        environment_.pageout(*storage.unsafeGetStorageImpl());
-      }
+      *requests = request(storages_);
       environment_.wait_pageouts();
     });
+  }
+
+  double request_first_time() {
+    const Storages storages = make_storages(nbytes_, storages_.size());
+    check(cudaDeviceSynchronize());
+    const double requests = request(storages);
+    environment_.wait_pageouts();
+    return requests;
   }
 
   double page_in() {
@@ -80,8 +100,16 @@ class Rates {
   }
 
  private:
+  double request(const Storages& storages) {
+    const auto start = std::chrono::steady_clock::now();
+    for (const c10::Storage& storage : storages) {
+      environment_.pageout(*storage.unsafeGetStorageImpl());
+    }
+    return seconds_since(start);
+  }
+
   size_t nbytes_;
-  std::vector<c10::Storage> storages_;
+  Storages storages_;
   void* device_ = nullptr;
   void* host_ = nullptr;
   cudaStream_t stream_ = c10::cuda::getStreamFromPool().stream();
@@ -106,11 +134,14 @@ int main(int argc, char** argv) {
     // The first round is for the pool of pinned memory.
     for (long round = -1; round < std::atol(argv[3]); ++round) {
       const double copied_out = rates.copy(cudaMemcpyDeviceToHost);
-      const double paged_out = rates.page_out();
+      double requests = 0;
+      const double paged_out = rates.page_out(&requests);
       const double copied_in = rates.copy(cudaMemcpyHostToDevice);
       const double paged_in = rates.page_in();
+      const double first_requests = rates.request_first_time();
       if (round >= 0) {
-        std::printf("%.9f %.9f %.9f %.9f\n", copied_out, paged_out, copied_in, paged_in);
+        std::printf("%.9f %.9f %.9f %.9f ", copied_out, paged_out, copied_in, paged_in);
+        std::printf("%.9f %.9f\n", requests, first_requests);
       }
     }
   }

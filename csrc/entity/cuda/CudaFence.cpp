@@ -43,8 +43,8 @@ class EventPool {
 
 } // namespace
 
-CudaFence::CudaFence(int device, cudaStream_t open_on)
-    : device_(device), open_on_(open_on), open_(open_on != nullptr) {
+CudaFence::CudaFence(int device, cudaStream_t open_on, uint64_t number)
+    : device_(device), number_(number), open_on_(open_on), open_(open_on != nullptr) {
   events_.reserve(1);
 }
 

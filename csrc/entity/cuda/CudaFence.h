@@ -1,6 +1,7 @@
 #pragma once
 
 #include <atomic>
+#include <cstdint>
 #include <mutex>
 #include <vector>
 
@@ -21,8 +22,9 @@ namespace torch_lms {
 /// Thread-safe, but for `record`: that is for the thread that makes the fence.
 class CudaFence final : public Fence {
  public:
-  /// `open_on`: the stream of the copies that it is going to cover.
-  explicit CudaFence(int device, cudaStream_t open_on = nullptr);
+  /// `open_on`: the stream of the copies that it is going to cover. `number`: see Note
+  /// [Streams that nobody has noted]; 0 for one that is not behind submitted work.
+  explicit CudaFence(int device, cudaStream_t open_on = nullptr, uint64_t number = 0);
   ~CudaFence() override;
   CudaFence(const CudaFence&) = delete;
   CudaFence& operator=(const CudaFence&) = delete;
@@ -50,8 +52,13 @@ class CudaFence final : public Fence {
   /// Lets the stream wait. Throws TransferFailed.
   void order(cudaStream_t stream);
 
+  uint64_t number() const noexcept {
+    return number_;
+  }
+
  private:
   const int device_;
+  const uint64_t number_;
   const cudaStream_t open_on_;
   std::mutex mutex_; // held while a copy is covered
   std::atomic<bool> open_;

@@ -24,8 +24,12 @@ void order(cudaStream_t stream, const FencePtr& after) {
 CudaTransferBackend::CudaTransferBackend(
     int device,
     std::shared_ptr<HostPool> pool,
-    CurrentStream current_stream)
-    : device_(device), pool_(std::move(pool)), current_stream_(std::move(current_stream)) {
+    CurrentStream current_stream,
+    std::vector<cudaStream_t> to_ask)
+    : device_(device),
+      pool_(std::move(pool)),
+      current_stream_(std::move(current_stream)),
+      to_ask_(std::move(to_ask)) {
   DeviceScope scope(device_);
   for (Lane* lane : {&out_, &in_}) {
     check_cuda(
@@ -64,6 +68,11 @@ void CudaTransferBackend::note_stream(cudaStream_t stream) {
 std::vector<cudaStream_t> CudaTransferBackend::noted_streams() const {
   const size_t count = stream_count_.load(std::memory_order_acquire);
   return std::vector<cudaStream_t>(streams_.data(), streams_.data() + count);
+}
+
+bool CudaTransferBackend::captures_on_noted() const noexcept {
+  const size_t count = stream_count_.load(std::memory_order_acquire);
+  return std::any_of(streams_.data(), streams_.data() + count, &is_capturing);
 }
 
 // --- host memory ----------------------------------------------------------------
@@ -122,8 +131,14 @@ void CudaTransferBackend::reclaim(bool wait) {
 
 FencePtr CudaTransferBackend::submitted_work() {
   DeviceScope scope(device_);
-  auto fence = std::make_shared<CudaFence>(device_);
-  const size_t count = stream_count_.load(std::memory_order_acquire);
+  size_t count = 0;
+  uint64_t number = 0;
+  {
+    std::lock_guard<std::mutex> lock(streams_mutex_);
+    count = stream_count_.load(std::memory_order_relaxed);
+    number = ++fences_;
+  }
+  auto fence = std::make_shared<CudaFence>(device_, nullptr, number);
   for (size_t i = 0; i < count; ++i) {
     if (!is_capturing(streams_[i])) {
       fence->record(streams_[i]);
@@ -140,6 +155,49 @@ void CudaTransferBackend::note_busy_streams(const std::vector<cudaStream_t>& str
     }
   }
   cudaGetLastError(); // cudaErrorNotReady must not stick
+}
+
+/// Before a copy after `after`, on its thread. See Note [Streams that nobody has noted].
+void CudaTransferBackend::ask_streams(const FencePtr& after) {
+  if (to_ask_.empty() || after == nullptr) {
+    return;
+  }
+  std::lock_guard<std::mutex> lock(asked_mutex_);
+  if (static_cast<const CudaFence&>(*after).number() <= asked_fences_) {
+    return;
+  }
+  DeviceScope scope(device_);
+  uint64_t fences = 0;
+  size_t noted = 0;
+  {
+    std::lock_guard<std::mutex> streams_lock(streams_mutex_);
+    fences = fences_;
+    noted = stream_count_.load(std::memory_order_relaxed);
+  }
+  const cudaStream_t* const fenced_end = streams_.data() + fenced_streams_;
+  CudaFence busy(device_);
+  for (cudaStream_t stream : to_ask_) {
+    const cudaStream_t* const begin = streams_.data();
+    if (std::find(begin, fenced_end, stream) != fenced_end) {
+      continue;
+    }
+    bool captured = is_capturing(stream);
+    if (!captured && cudaStreamQuery(stream) == cudaErrorNotReady) {
+      note_stream(stream);
+      busy.record(stream);
+      captured = is_capturing(stream); // then the event may be a part of the graph
+    }
+    if (captured) {
+      note_stream(stream); // later requests see the capture themselves
+      throw PageoutRefused(
+          "expected no capture of a CUDA graph while a tensor is paged out, found one that began "
+          "before the copy did; wait for page-outs before a capture, or page out after it");
+    }
+  }
+  cudaGetLastError(); // cudaErrorNotReady must not stick
+  busy.order(out_.stream);
+  asked_fences_ = fences;
+  fenced_streams_ = noted;
 }
 
 FencePtr CudaTransferBackend::copy(
@@ -185,6 +243,7 @@ FencePtr CudaTransferBackend::copy_to_host(
     size_t nbytes,
     const FencePtr& after,
     const std::atomic<bool>&) {
+  ask_streams(after);
   return copy(out_, host, device, nbytes, cudaMemcpyDeviceToHost, after);
 }
 

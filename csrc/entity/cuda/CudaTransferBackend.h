@@ -14,6 +14,17 @@
 
 namespace torch_lms {
 
+/// Note [Streams that nobody has noted]
+/// Where streams are not noted as ops run, the first page-outs have users that nobody knows.
+/// To ask each stream that there may be whether it has work takes tens of microseconds: too
+/// much for every request. So a request fences the streams that have been noted, and the
+/// worker asks the others, once for all page-outs that have been requested by then. What it
+/// finds busy it notes, and lets the stream of the copies wait for it: later work than at the
+/// request may come first, which is safe, as an access of the program calls the page-out off.
+/// An idle stream needs no order. Fences are numbered so that the worker can tell whether it
+/// has asked since a page-out was requested.
+/// A stream under capture cannot be asked what came before: the page-out is refused then.
+
 /// Copies between one CUDA device and pinned host memory on two streams of its
 /// own, one in each direction.
 ///
@@ -25,8 +36,13 @@ class CudaTransferBackend final : public TransferBackend {
  public:
   using CurrentStream = std::function<cudaStream_t()>;
 
-  /// `current_stream` tells the stream that the calling thread submits to.
-  CudaTransferBackend(int device, std::shared_ptr<HostPool> pool, CurrentStream current_stream);
+  /// `current_stream` tells the stream that the calling thread submits to. `to_ask`: those
+  /// of Note [Streams that nobody has noted].
+  CudaTransferBackend(
+      int device,
+      std::shared_ptr<HostPool> pool,
+      CurrentStream current_stream,
+      std::vector<cudaStream_t> to_ask = {});
   ~CudaTransferBackend() override;
 
   /// Ops have been submitted to `stream`. Thread-safe; cheap when already known.
@@ -39,12 +55,16 @@ class CudaTransferBackend final : public TransferBackend {
   /// The streams that have been noted. Thread-safe.
   std::vector<cudaStream_t> noted_streams() const;
 
+  /// Whether a graph is being captured on a stream that has been noted. Thread-safe.
+  bool captures_on_noted() const noexcept;
+
   bool copies_asynchronously() const noexcept override {
     return true;
   }
   void* allocate_host(size_t nbytes) override;
   void free_host(void* host, FencePtr after) noexcept override;
   FencePtr submitted_work() override;
+  /// Throws PageoutRefused for a capture on one of the streams `to_ask`.
   FencePtr copy_to_host(
       void* host,
       const void* device,
@@ -77,6 +97,7 @@ class CudaTransferBackend final : public TransferBackend {
     size_t nbytes = 0; // of these copies
   };
 
+  void ask_streams(const FencePtr& after);
   FencePtr copy(
       Lane& lane,
       void* to,
@@ -97,6 +118,13 @@ class CudaTransferBackend final : public TransferBackend {
   mutable std::mutex streams_mutex_;
   std::array<cudaStream_t, kMaxStreams> streams_{};
   std::atomic<size_t> stream_count_{0};
+  uint64_t fences_ = 0; // behind submitted work; guarded by streams_mutex_
+
+  // See Note [Streams that nobody has noted].
+  const std::vector<cudaStream_t> to_ask_;
+  std::mutex asked_mutex_; // guards what follows
+  uint64_t asked_fences_ = 0; // for so many the streams have been asked
+  size_t fenced_streams_ = 0; // so many of streams_ are in every later fence
 
   std::mutex deferred_mutex_;
   std::vector<DeferredFree> deferred_;

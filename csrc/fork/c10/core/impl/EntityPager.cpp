@@ -27,8 +27,8 @@ EntityPaging::EntityPaging(SwapDevice& device, size_t nbytes, SwapQueues queues)
   }
 }
 
-void EntityPaging::check_not_capturing() const {
-  if (device_.capturing()) {
+void EntityPaging::check_not_capturing(bool capturing) const {
+  if (capturing) {
     throw torch_lms::PageoutRefused(
         "expected no capture of a CUDA graph while a tensor moves between device and host, found "
         "one on " +
@@ -41,7 +41,7 @@ void EntityPaging::check_not_capturing() const {
 // --- page-out -----------------------------------------------------------------
 
 bool EntityPaging::request_pageout_locked(DataPtr& data) {
-  check_not_capturing();
+  check_not_capturing(device_.capturing_in_use());
   switch (entity_->state()) {
     case EntityState::kOutQueued:
     case EntityState::kPagingOut:
@@ -95,7 +95,7 @@ void EntityPaging::count_access(AccessResult result) noexcept {
 // --- page-in ------------------------------------------------------------------
 
 bool EntityPaging::request_pagein_locked() {
-  check_not_capturing();
+  check_not_capturing(device_.capturing());
   cancel_pageout_locked(); // the cheapest page-in is not to leave
   return entity_->request_pagein();
 }
@@ -127,7 +127,7 @@ void EntityPaging::pagein_passive_locked() {
 }
 
 void EntityPaging::pagein_locked() {
-  check_not_capturing();
+  check_not_capturing(device_.capturing());
   device_.note_current_stream();
   const EntityState state = entity_->state();
   if (state == EntityState::kPagedOut || state == EntityState::kInQueued) {

@@ -64,7 +64,7 @@ class EntityPaging {
 
  private:
   void pagein_passive_locked();
-  void check_not_capturing() const;
+  void check_not_capturing(bool capturing) const;
   static void count_access(torch_lms::AccessResult result) noexcept;
 
   std::mutex mutex_;

@@ -31,7 +31,8 @@ class C10_API SwapDevice {
   /// The stream that the calling thread submits to, as `allocate` takes it.
   virtual int64_t current_stream() const = 0;
 
-  /// Copies have to be ordered after what has been submitted up to now, on any stream.
+  /// A page-out is about to be requested: its copy has to be ordered after what has been
+  /// submitted up to now, on any stream.
   virtual void note_streams_in_use() = 0;
 
   /// The calling thread is about to use a storage that has been away.
@@ -53,6 +54,12 @@ class C10_API SwapDevice {
 
   /// Whether a graph is being captured on the device: nothing may move then.
   virtual bool capturing() const = 0;
+
+  /// The same, of those streams alone that are known to use the device. For page-outs, whose
+  /// worker looks at the others.
+  virtual bool capturing_in_use() {
+    return capturing();
+  }
 
   /// The limit of the host memory for paged-out bytes, which devices of a type share; 0
   /// for a part of what the machine has.

@@ -46,13 +46,14 @@ class CudaSwapDevice final : public c10::impl::SwapDevice {
  public:
   explicit CudaSwapDevice(DeviceIndex index)
       : index_(index),
+        pool_streams_(pool_streams(index)),
         cuda_(
             std::make_shared<torch_lms::CudaTransferBackend>(
                 index,
                 pinned_pool(),
-                [index] { return c10::cuda::getCurrentCUDAStream(index).stream(); })),
-        backend_(cuda_),
-        pool_streams_(pool_streams(index)) {}
+                [index] { return c10::cuda::getCurrentCUDAStream(index).stream(); },
+                pool_streams_)),
+        backend_(cuda_) {}
 
   Device device() const override {
     return Device(DeviceType::CUDA, index_);
@@ -74,13 +75,13 @@ class CudaSwapDevice final : public c10::impl::SwapDevice {
   // Note [All streams that used a storage]
   // Before a storage is paged out for the first time nobody has noted who uses it, and its
   // users need not be the current stream. So copies are ordered after all work on the
-  // device: streams with work at the time of a request are noted, and from then on copies
-  // wait for what has been submitted to each of them. An idle stream needs no order. Not
-  // seen are streams that PyTorch did not make, unless they are current.
+  // device: that on the default stream, the current one and those noted before as of the
+  // request, that on others of PyTorch as of when the worker begins to copy: see Note
+  // [Streams that nobody has noted]. Not seen are streams that PyTorch did not make, unless
+  // they are current.
   void note_streams_in_use() override {
     cuda_->note_stream(nullptr);
     note_current_stream();
-    cuda_->note_busy_streams(pool_streams_);
   }
 
   void note_current_stream() override {
@@ -127,6 +128,11 @@ class CudaSwapDevice final : public c10::impl::SwapDevice {
     return false;
   }
 
+  bool capturing_in_use() override {
+    note_current_stream();
+    return cuda_->captures_on_noted();
+  }
+
   void set_host_limit(size_t limit_bytes) override {
     pinned_pool()->set_limit(
         limit_bytes != 0 ? limit_bytes : torch_lms::default_host_limit_bytes());
@@ -156,9 +162,9 @@ class CudaSwapDevice final : public c10::impl::SwapDevice {
   }
 
   const DeviceIndex index_;
+  const std::vector<cudaStream_t> pool_streams_;
   const std::shared_ptr<torch_lms::CudaTransferBackend> cuda_;
   const std::shared_ptr<torch_lms::TransferBackend> backend_;
-  const std::vector<cudaStream_t> pool_streams_;
 };
 
 void prepare_worker() {
