@@ -10,7 +10,7 @@ import torch
 
 from torch_lms._core import core, need_extension
 from torch_lms.errors import EnvError, LimitError
-from torch_lms.swap import intercepts
+from torch_lms.swap import intercepts, optimizers
 from torch_lms.swap.limits import Limit, parse_bytes, parse_limits
 
 __all__ = ["count_cpu_allocations", "disable", "enable", "is_enabled"]
@@ -64,6 +64,7 @@ def enable(
     intercepts.install()
     for device, limit_bytes in limits.items():
         core.enable(device, limit_bytes, smallest)
+    optimizers.install(limits)
     _enabled = True
 
 
@@ -79,6 +80,7 @@ def disable() -> None:
     global _enabled
     if _enabled:
         _enabled = False
+        optimizers.uninstall()
         core.disable()
 
 
