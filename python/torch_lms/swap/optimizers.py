@@ -6,11 +6,11 @@ Note [Optimizers in pieces]
     parameters, gradients and state exceed the limit together, each op pages everything out and in again, and waits
     for it. One tensor after the other moves the bytes once.
 
-    Going over to the single-tensor implementation would change results: ``exp_avg_sq.sqrt() / number`` multiplies by
-    the reciprocal on CUDA, ``_foreach_div_`` divides; RAdam, NAdam, ASGD, Adagrad and Rprop order their operations
-    differently on every device. So the implementation that PyTorch or the program has chosen stays, and is given the
-    group in pieces instead. All of them take their tensors from one function, which groups them by device and dtype;
-    what it gives them is cut. A piece is a small part of the limit, so that the next ones arrive meanwhile.
+    Going over to the single-tensor implementation would change results: on CUDA, ``tensor / number`` multiplies by the
+    reciprocal, which Adam's does, and ``_foreach_div_`` divides; on every device, that of ASGD, NAdam and RAdam orders
+    its operations differently. So the implementation that PyTorch or the program has chosen stays, and is given the
+    group in pieces. All of them take their tensors from one function, which groups them by device and dtype; what it
+    gives them is cut. A piece is a small part of the limit, so that the next ones arrive meanwhile.
 
     Multi-tensor ops treat each tensor by itself, so the pieces give the same bits, with one exception: a kernel for
     lists is used only if it suits all tensors of the list, and one that does not sends all of them to the ops for one
