@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils import clip_grad
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_lms
 from tests.same_tensors import same_tensors
 from tests.unit.markers import counts_exactly
+from tests.unit.optimizer_kinds import OPTIMIZERS, ListLengths
 from tests.unit.trainings import MIN_BYTES, one_thread
 from torch_lms.swap import optimizers
 
@@ -28,24 +28,6 @@ MODEL_BYTES = LAYERS * (WIDTH + 1) * WIDTH * 4
 TOO_SMALL_BYTES = MODEL_BYTES * 2
 LARGE_BYTES = 1 << 30
 
-OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
-    "sgd": (torch.optim.SGD, {"lr": 0.1}),
-    "sgd with momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "maximize": True}),
-    "sgd with nesterov": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
-    "adam": (torch.optim.Adam, {}),
-    "adam with amsgrad": (torch.optim.Adam, {"amsgrad": True, "weight_decay": 0.1}),
-    "adamw": (torch.optim.AdamW, {}),
-    "adagrad": (torch.optim.Adagrad, {"lr_decay": 0.1}),
-    "adadelta": (torch.optim.Adadelta, {"weight_decay": 0.1}),
-    "adamax": (torch.optim.Adamax, {}),
-    "asgd": (torch.optim.ASGD, {"t0": 1.0}),
-    "nadam": (torch.optim.NAdam, {"decoupled_weight_decay": True, "weight_decay": 0.1}),
-    "radam": (torch.optim.RAdam, {}),
-    "rmsprop": (torch.optim.RMSprop, {}),
-    "rmsprop, centered": (torch.optim.RMSprop, {"centered": True, "momentum": 0.9}),
-    "rprop": (torch.optim.Rprop, {}),
-}
-
 Clip = Callable[[list[nn.Parameter]], Any]
 CLIPS: dict[str, Clip] = {
     "norm": lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.5),
@@ -53,19 +35,6 @@ CLIPS: dict[str, Clip] = {
     "one norm": lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.5, norm_type=1.0),
     "value": lambda parameters: nn.utils.clip_grad_value_(parameters, 0.01),
 }
-
-
-class ListLengths(TorchDispatchMode):
-    """Notes how many tensors each op for lists is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[int] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.__name__.startswith(("_foreach", "_fused")):
-            self.seen.append(len(args[0]))
-        return func(*args, **(kwargs or {}))
 
 
 def make_model() -> nn.Module:

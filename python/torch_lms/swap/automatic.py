@@ -30,8 +30,9 @@ def enable(
 
     Storages are known from the ops that make and use them. Under pressure the least recently
     used go out, ahead of need where possible, and come back before they are used. Results are
-    those of the unlimited program, bit for bit. Called again, it changes the limits of the devices
-    that it names, or adds them.
+    those of the unlimited program, bit for bit. PyTorch's optimizers and gradient clipping take what
+    exceeds a limit in pieces, in the implementation that was chosen. Called again, it changes the
+    limits of the devices that it names, or adds them.
 
     Args:
         limit: of each device: bytes, ``"24GiB"``, or ``"50%"`` of the device's memory; or a mapping

@@ -173,12 +173,17 @@ def _are_of_one_kind(tensors: Sequence[torch.Tensor]) -> bool:
 
 def _lie_alike(parameter: torch.Tensor, *others: torch.Tensor) -> bool:
     """Whether gradient and state have the parameter's shape and strides, or are numbers."""
-    shape, steps = parameter.shape, _steps(parameter)
-    return all(other.dim() == 0 or (other.shape == shape and _steps(other) == steps) for other in others)
+    shape, strides = parameter.shape, parameter.stride()
+    return all(
+        other.dim() == 0 or (other.shape == shape and (other.stride() == strides or _steps(other) == _steps(parameter)))
+        for other in others
+    )
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
     """Whether a tensor's elements fill its memory, in whichever order, each once."""
+    if tensor.is_contiguous():
+        return True
     expected = 1
     for stride, size in sorted(_steps(tensor)):
         if stride != expected:
