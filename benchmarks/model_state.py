@@ -26,8 +26,16 @@ COLUMNS = [
 ]
 
 
-def train(shape: GPTShape, batch: int, steps: int, device: str) -> dict[str, Any]:
-    """Trains from a fixed seed; returns losses, a digest of the parameters, times and sizes."""
+def train(shape: GPTShape, batch: int, steps: int, device: str, foreach: bool | None = False) -> dict[str, Any]:
+    """Trains from a fixed seed; returns losses, a digest of the parameters, times and sizes.
+
+    Args:
+        shape: of the model.
+        batch: sequences a step.
+        steps: of the training.
+        device: of the model.
+        foreach: the optimizer's argument; None is what users write who do not write it.
+    """
     torch_lms.stats(reset=True)
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -35,7 +43,7 @@ def train(shape: GPTShape, batch: int, steps: int, device: str) -> dict[str, Any
     with torch.device(device):
         model = GPT(shape)
         ids = torch.randint(shape.vocabulary, (batch, shape.tokens))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=foreach)
     losses, times_ms = [], []
     for _ in range(steps):
         start = time.perf_counter()

@@ -10,7 +10,7 @@ import torch
 
 from torch_lms._core import core, need_extension
 from torch_lms.errors import EnvError, LimitError
-from torch_lms.swap import intercepts
+from torch_lms.swap import intercepts, optimizers
 from torch_lms.swap.limits import Limit, parse_bytes, parse_limits
 
 __all__ = ["count_cpu_allocations", "disable", "enable", "is_enabled"]
@@ -30,8 +30,9 @@ def enable(
 
     Storages are known from the ops that make and use them. Under pressure the least recently
     used go out, ahead of need where possible, and come back before they are used. Results are
-    those of the unlimited program, bit for bit. Called again, it changes the limits of the devices
-    that it names, or adds them.
+    those of the unlimited program, bit for bit. PyTorch's optimizers and gradient clipping take what
+    exceeds a limit in pieces, in the implementation that was chosen. Called again, it changes the
+    limits of the devices that it names, or adds them.
 
     Args:
         limit: of each device: bytes, ``"24GiB"``, or ``"50%"`` of the device's memory; or a mapping
@@ -64,6 +65,7 @@ def enable(
     intercepts.install()
     for device, limit_bytes in limits.items():
         core.enable(device, limit_bytes, smallest)
+    optimizers.install(limits)
     _enabled = True
 
 
@@ -79,6 +81,7 @@ def disable() -> None:
     global _enabled
     if _enabled:
         _enabled = False
+        optimizers.uninstall()
         core.disable()
 
 

@@ -3,8 +3,7 @@
 #include <string>
 #include <utility>
 
-#include <c10/core/impl/CpuEntityStorageImpl.h>
-#include <c10/core/impl/CudaEntityStorageImpl.h>
+#include <c10/core/impl/EntityStorageImpl.h>
 #include <c10/core/impl/Error.h>
 #include <c10/core/impl/SwapCounters.h>
 
@@ -18,13 +17,8 @@ EntityPaging::EntityPaging(SwapDevice& device, size_t nbytes, SwapQueues queues)
     : device_(device), queues_(queues) {
   auto memory = std::make_unique<ParkedMemory>(device, nbytes);
   memory_ = memory.get();
-  if (device.device().is_cuda()) {
-    entity_ = std::make_shared<torch_lms::CudaEntityStorageImpl>(
-        std::move(memory), device.backend(), nbytes, 0);
-  } else {
-    entity_ = std::make_shared<torch_lms::CpuEntityStorageImpl>(
-        std::move(memory), device.backend(), nbytes, 0);
-  }
+  entity_ = std::make_shared<torch_lms::CudaEntityStorageImpl>(
+      std::move(memory), device.backend(), nbytes, 0);
 }
 
 void EntityPaging::check_not_capturing(bool capturing) const {
