@@ -100,13 +100,14 @@ void Observer::begin(const at::RecordFunction& record) {
   Frame& frame = frame_of_thread();
   if (frame.depth > 0) {
     ++frame.depth;
-    const OpKind kind = frame.holding ? frame.kinds.of(record) : OpKind::kTransparent;
-    if (kind > OpKind::kComposite) {
-      pin_inputs(record, frame, kind);
+    const OpTraits op = frame.holding ? frame.kinds.of(record) : OpTraits();
+    if (op.kind > OpKind::kComposite) {
+      pin_inputs(record, frame, op);
     }
     return;
   }
-  const OpKind kind = frame.kinds.of(record);
+  const OpTraits op = frame.kinds.of(record);
+  const OpKind kind = op.kind;
   if (kind <= OpKind::kComposite) {
     if (kind == OpKind::kNode) {
       policy_->note_node_begins();
@@ -118,7 +119,7 @@ void Observer::begin(const at::RecordFunction& record) {
   frame.depth = 1;
   frame.holding = kind == OpKind::kHolding || kind == OpKind::kCollective;
   begin_outermost(record, frame);
-  if (!pin_inputs(record, frame, kind) && !frame.holding) {
+  if (!pin_inputs(record, frame, op) && !frame.holding) {
     release_pinned(frame); // The op comes again, unwrapped: what it uses then is let go of then.
     frame.depth = 0;
   }
@@ -156,13 +157,15 @@ Entity* Observer::find(c10::StorageImpl& storage, Frame& frame) {
 }
 
 /// False if not all of the inputs could be seen.
-bool Observer::pin_inputs(const at::RecordFunction& record, Frame& frame, OpKind kind) {
+bool Observer::pin_inputs(const at::RecordFunction& record, Frame& frame, const OpTraits& op) {
   const size_t first = frame.pinned.size();
   const CycleShape cycle = policy_->cycles().shape();
   Device* noted = nullptr;
-  bool settled = kind != OpKind::kCollective && kind != OpKind::kInspecting;
+  bool settled = op.kind != OpKind::kCollective && op.kind != OpKind::kInspecting;
   bool all = true;
+  size_t argument = 0;
   for (const c10::IValue& value : record.inputs()) {
+    const bool written = op.writes(argument++);
     all = visit_storages(
               value,
               [&](c10::StorageImpl& storage) {
@@ -183,12 +186,15 @@ bool Observer::pin_inputs(const at::RecordFunction& record, Frame& frame, OpKind
                 }
                 frame.pinned.push_back(entity);
                 settled = entity->pin_settled() && settled;
+                if (written && entity->keeps_copy()) {
+                  entity->release_copy();
+                }
                 entity->uses.record(frame.now, cycle);
               }) &&
         all;
   }
   if (!settled) {
-    use_unsettled(frame, first, kind);
+    use_unsettled(frame, first, op.kind);
   }
   return all;
 }
@@ -310,6 +316,13 @@ void Observer::take_back() {
   release_given_out(frame_of_thread());
 }
 
+void Observer::discover(const std::vector<c10::Storage>& storages) {
+  Frame& frame = frame_of_thread();
+  for (const c10::Storage& storage : storages) {
+    find(*storage.unsafeGetStorageImpl(), frame);
+  }
+}
+
 void Observer::hold(const std::vector<c10::Storage>& storages, Frame& held) {
   Frame& frame = frame_of_thread();
   for (const c10::Storage& storage : storages) {
@@ -321,6 +334,9 @@ void Observer::hold(const std::vector<c10::Storage>& storages, Frame& held) {
     }
   }
   use_unsettled(held, 0, OpKind::kSealed);
+  for (Entity* entity : held.pinned) {
+    entity->release_copy(); // what such kernels write is not known
+  }
 }
 
 void Observer::release(Frame& held) {

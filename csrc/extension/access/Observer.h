@@ -68,6 +68,10 @@ class Observer final : public OpFeed {
   /// What has been given out to the calling thread may go again.
   void take_back();
 
+  /// Makes storages known that automatic mode tracks, and that nobody may be using: see Note [Learn,
+  /// sleep, arm].
+  void discover(const std::vector<c10::Storage>& storages);
+
   /// Pins storages' entities (those that automatic mode tracks become ones) and brings them in:
   /// raw kernels run on them. To be released with `release`.
   void hold(const std::vector<c10::Storage>& storages, Frame& held);
@@ -79,7 +83,7 @@ class Observer final : public OpFeed {
   void begin(const at::RecordFunction& record);
   void end(const at::RecordFunction& record);
   void begin_outermost(const at::RecordFunction& record, Frame& frame);
-  bool pin_inputs(const at::RecordFunction& record, Frame& frame, OpKind kind);
+  bool pin_inputs(const at::RecordFunction& record, Frame& frame, const OpTraits& op);
   void bring_inputs(const at::RecordFunction& record, Frame& frame);
   void use_unsettled(Frame& frame, size_t first, OpKind kind);
   void note_outputs(const at::RecordFunction& record, Frame& frame);

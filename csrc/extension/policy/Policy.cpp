@@ -242,7 +242,7 @@ Room::Answer Policy::make_room(Device& device, size_t nbytes) {
     }
   }
   if (!may_vacate()) {
-    return give_way(device, device.use().allocated_bytes + nbytes - device.limit_bytes());
+    return give_way(device);
   }
   RECORD_USER_SCOPE("torch_lms::make_room");
   const WithoutGil no_gil;
@@ -251,8 +251,10 @@ Room::Answer Policy::make_room(Device& device, size_t nbytes) {
   return answer;
 }
 
-/// See Note [Foreign calls]: the copies are made meanwhile, and committed afterwards.
-Room::Answer Policy::give_way(Device& device, size_t missing_bytes) {
+/// See Note [Foreign calls]. No page-out may begin either: what is written through an address
+/// after the copy would be lost. The next op that is not inside the call makes up for it.
+Room::Answer Policy::give_way(Device& device) {
+  gave_way_.store(true, std::memory_order_relaxed);
   pager_.stats().limit_exceeded.fetch_add(1, std::memory_order_relaxed);
   TORCH_WARN_ONCE(
       "torch_lms: expected to make room within the limit of ",
@@ -260,10 +262,6 @@ Room::Answer Policy::give_way(Device& device, size_t missing_bytes) {
       " bytes, found a call of another extension's code that may use the address of any tensor; the "
       "limit gives way until it returns. Further cases are counted in "
       "torch_lms.stats().limit_exceeded.");
-  const size_t leaving = pager_.out_queue().pending_bytes();
-  if (leaving < missing_bytes) {
-    request_pageouts(device, missing_bytes - leaving);
-  }
   return Answer::kGiveWay;
 }
 
@@ -413,9 +411,14 @@ void Policy::before_capture() {
 /// At the end of an op: keeps the high watermark, or follows the plan.
 void Policy::page_out_ahead(Device& device, bool backward) {
   DeviceWatch& watch = watch_of(device);
-  if (backward || !watch.take_allocated()) {
+  const bool beyond = gave_way_.load(std::memory_order_relaxed);
+  if ((backward && !beyond) || !watch.take_allocated()) {
     return; // A backward frees more than it allocates; and asking the allocator is slow.
   }
+  if (beyond && !may_vacate()) {
+    return;
+  }
+  gave_way_.store(false, std::memory_order_relaxed);
   const size_t limit = device.limit_bytes();
   const size_t used = device.use().allocated_bytes;
   const size_t stays = used - std::min(used, pager_.out_queue().pending_bytes());
@@ -562,10 +565,16 @@ void Policy::arm() {
   boundary_thread_.store(OpClock::this_thread());
   boundary_wanted_.store(true, std::memory_order_release);
   feed_.start();
-  const Interpreter& python = interpreter();
-  if (python.on_main_thread != nullptr && python.on_main_thread()) {
-    main_thread_waits.store(this);
-    python.at_next_instruction([] { main_thread_waits.load()->note_boundary(); });
+  main_thread_waits.store(this);
+  if (interpreter().at_next_instruction != nullptr) {
+    interpreter().at_next_instruction([] { main_thread_waits.load()->note_quiet(); });
+  }
+}
+
+void Policy::note_quiet() noexcept {
+  if (!other_threads_.load(std::memory_order_relaxed)) {
+    note_boundary();
+    eligible_from_.store(0);
   }
 }
 

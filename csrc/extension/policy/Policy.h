@@ -70,7 +70,10 @@ struct MemoryReport {
 ///
 /// Ops that are running when it is armed have not told what they use. So nothing goes out until
 /// the thread that armed it has come back from whatever it was calling (`note_boundary`), and
-/// then only what has been used since: the limit gives way meanwhile. A new thread wakes it.
+/// then only what has been used since: the limit gives way meanwhile. When Python's main thread
+/// is between two of its instructions, no op of the one thread runs (`note_quiet`): what has been
+/// made while nobody watched is looked for then (swap/discovery.py), and everything may go. A new
+/// thread wakes it.
 
 /// Automatic mode: keeps the memory of tensors on devices within their limits.
 ///
@@ -122,6 +125,8 @@ class Policy final : public Room, public PagerListener {
   void after_op(Device& device, bool on_main_thread);
   /// The thread that armed the policy is inside no op that began before.
   void note_boundary() noexcept;
+  /// Python's main thread is between two instructions, and all storages have been made known.
+  void note_quiet() noexcept;
   /// The autograd engine goes on to a node on the calling thread: what ran there has ended.
   void note_node_begins() noexcept;
   bool wants_boundary() const noexcept {
@@ -146,7 +151,7 @@ class Policy final : public Room, public PagerListener {
   }
   Answer wait_for_room(Device& device, size_t nbytes);
   bool fill_budget(Device& device, size_t nbytes);
-  Answer give_way(Device& device, size_t missing_bytes);
+  Answer give_way(Device& device);
   size_t request_pageouts(Device& device, size_t nbytes);
   size_t page_out(Device& device, const std::vector<EntityPtr>& entities);
   bool free_window(Device& device, size_t nbytes);
@@ -179,6 +184,7 @@ class Policy final : public Room, public PagerListener {
   std::atomic<uint64_t> boundary_thread_{0};
   std::atomic<uint64_t> eligible_from_{0}; // uses before it do not make an entity eligible
   std::atomic<bool> other_threads_{false}; // in this cycle
+  std::atomic<bool> gave_way_{false}; // and what is beyond the limit is still there
   std::atomic<uint64_t> cycle_began_{0}; // where there is no backward
 
   std::mutex error_mutex_;
