@@ -73,7 +73,8 @@ bool is_on_main_thread(Frame& frame) {
 
 } // namespace
 
-Observer::Observer(Pager& pager, Chaos& chaos) : pager_(pager), chaos_(chaos) {
+Observer::Observer(Pager& pager, Policy& policy, Chaos& chaos)
+    : pager_(pager), policy_(&policy), chaos_(chaos), large_ops_(pager, policy) {
   instance.store(this, std::memory_order_release);
   pager_.set_raw_access([this](c10::StorageImpl& storage) { give_out(storage); });
 }
@@ -161,6 +162,7 @@ bool Observer::pin_inputs(const at::RecordFunction& record, Frame& frame, const 
   const size_t first = frame.pinned.size();
   const CycleShape cycle = policy_->cycles().shape();
   Device* noted = nullptr;
+  size_t input_bytes = 0;
   bool settled = op.kind != OpKind::kCollective && op.kind != OpKind::kInspecting;
   bool all = true;
   size_t argument = 0;
@@ -186,12 +188,17 @@ bool Observer::pin_inputs(const at::RecordFunction& record, Frame& frame, const 
                 }
                 frame.pinned.push_back(entity);
                 settled = entity->pin_settled() && settled;
+                input_bytes += entity->nbytes();
                 if (written && entity->keeps_copy()) {
                   entity->release_copy();
                 }
                 entity->uses.record(frame.now, cycle);
               }) &&
         all;
+  }
+  if (input_bytes != 0 && all &&
+      LargeOps::worth_looking(frame.pinned[first]->device(), input_bytes)) {
+    large_ops_.make_fit(record, frame, first);
   }
   if (!settled) {
     use_unsettled(frame, first, op.kind);
@@ -229,7 +236,9 @@ void Observer::use_unsettled(Frame& frame, size_t first, OpKind kind) {
     if (kind == OpKind::kCollective || entity->device().capturing()) {
       entity->fix();
     }
-    if (pager_.use(entity) == Place::kHost) {
+    const bool served =
+        std::find(frame.served.begin(), frame.served.end(), entity.get()) != frame.served.end();
+    if (!served && pager_.use(entity) == Place::kHost) {
       frame.served.push_back(entity.get());
     }
     if (kind == OpKind::kInspecting) {
@@ -265,8 +274,10 @@ void Observer::end(const at::RecordFunction& record) {
     return;
   }
   Device* devices[2] = {nullptr, nullptr};
+  size_t input_bytes = 0;
   for (const Entity* entity : frame.pinned) {
     Device* device = &entity->device();
+    input_bytes += entity->nbytes();
     if (device != devices[0] && device != devices[1]) {
       devices[devices[0] == nullptr ? 0 : 1] = device;
     }
@@ -274,6 +285,9 @@ void Observer::end(const at::RecordFunction& record) {
   std::exception_ptr failed;
   try {
     note_outputs(record, frame);
+    if (std::exchange(this_thread().op_refused, false)) {
+      large_ops_.note_refused(record, input_bytes);
+    }
   } catch (...) {
     failed = std::current_exception();
   }

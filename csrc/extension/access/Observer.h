@@ -7,6 +7,7 @@
 #include <ATen/record_function.h>
 
 #include <extension/access/Frame.h>
+#include <extension/access/LargeOps.h>
 #include <extension/access/OpKind.h>
 #include <extension/policy/Chaos.h>
 #include <extension/policy/Policy.h>
@@ -24,12 +25,7 @@ namespace torch_lms {
 class Observer final : public OpFeed {
  public:
   /// One in a process.
-  Observer(Pager& pager, Chaos& chaos);
-
-  /// Set up before anything is observed.
-  void set_policy(Policy* policy) noexcept {
-    policy_ = policy;
-  }
+  Observer(Pager& pager, Policy& policy, Chaos& chaos);
 
   // --- OpFeed: automatic mode ---
   void start() override;
@@ -94,8 +90,9 @@ class Observer final : public OpFeed {
   bool wanted() const;
 
   Pager& pager_;
+  Policy* const policy_;
   Chaos& chaos_;
-  Policy* policy_ = nullptr;
+  LargeOps large_ops_;
   std::mutex mutex_; // of who installs and removes
   at::CallbackHandle handle_ = at::INVALID_CALLBACK_HANDLE;
   bool outputs_ = false;

@@ -37,8 +37,7 @@ int64_t microseconds_since(std::chrono::steady_clock::time_point start) {
 
 } // namespace
 
-Policy::Policy(Pager& pager, OpFeed& feed, PolicyOptions options)
-    : pager_(pager), feed_(feed), options_(options) {
+Policy::Policy(Pager& pager, PolicyOptions options) : pager_(pager), options_(options) {
   pager_.set_listener(this);
 }
 
@@ -76,12 +75,12 @@ void Policy::disable() {
   }
   tracked_from_bytes_.store(SIZE_MAX, std::memory_order_relaxed);
   pager_.keep_copies(false);
-  feed_.stop();
+  feed_->stop();
 }
 
 void Policy::track_all(size_t min_bytes) {
   tracked_from_bytes_.store(min_bytes, std::memory_order_relaxed);
-  feed_.start();
+  feed_->start();
 }
 
 // --- where entities are ---------------------------------------------------------
@@ -303,7 +302,8 @@ Room::Answer Policy::wait_for_room(Device& device, size_t nbytes) {
       if (++failures > 1) {
         return Answer::kRefuse;
       }
-      while (wait_for_pageouts(&progress, deadline) == Progress::kMoved) {
+      while (Clock::now() < deadline &&
+             wait_for_pageouts(&progress, deadline) != Progress::kNothingUnderWay) {
       }
     } else if (outgoing + requested == 0 && !others_may_let_go(moved)) {
       return Answer::kRefuse;
@@ -543,7 +543,7 @@ void Policy::sleep() {
       fill_budget(device, 0);
     }
   });
-  feed_.stop();
+  feed_->stop();
 }
 
 void Policy::learn() {
@@ -551,7 +551,7 @@ void Policy::learn() {
   attention_.store(Attention::kLearning);
   eligible_from_.store(0);
   cycle_began_.store(cycles_.now());
-  feed_.start();
+  feed_->start();
 }
 
 void Policy::arm() {
@@ -564,7 +564,7 @@ void Policy::arm() {
   eligible_from_.store(UINT64_MAX);
   boundary_thread_.store(OpClock::this_thread());
   boundary_wanted_.store(true, std::memory_order_release);
-  feed_.start();
+  feed_->start();
   main_thread_waits.store(this);
   if (interpreter().at_next_instruction != nullptr) {
     interpreter().at_next_instruction([] { main_thread_waits.load()->note_quiet(); });
@@ -626,6 +626,7 @@ MemoryReport Policy::report(Device& device) {
 }
 
 std::string Policy::explain(Device& device, size_t nbytes) {
+  this_thread().op_refused = true;
   const MemoryReport held = report(device);
   const char* op = this_thread().op_name;
   std::ostringstream text;

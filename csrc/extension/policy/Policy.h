@@ -84,7 +84,12 @@ class Policy final : public Room, public PagerListener {
  public:
   enum class Attention : uint8_t { kOff, kLearning, kArmed, kAsleep };
 
-  Policy(Pager& pager, OpFeed& feed, PolicyOptions options = {});
+  explicit Policy(Pager& pager, PolicyOptions options = {});
+
+  /// Set up before anything else is called.
+  void set_feed(OpFeed* feed) noexcept {
+    feed_ = feed;
+  }
 
   /// Begins to keep `device` within `limit_bytes`, or changes the limit. Storages of at least
   /// `min_bytes` move.
@@ -142,6 +147,10 @@ class Policy final : public Room, public PagerListener {
 
   MemoryReport report(Device& device);
 
+  /// Whether the calling thread may let page-outs be committed now: see Note [Foreign calls] and
+  /// Note [Learn, sleep, arm]. Takes microseconds.
+  bool may_vacate() const;
+
  private:
   using Clock = std::chrono::steady_clock;
   enum class Progress { kMoved, kNothingUnderWay, kFailed };
@@ -164,7 +173,6 @@ class Policy final : public Room, public PagerListener {
   std::string last_error();
 
   // Note [Learn, sleep, arm]
-  bool may_vacate() const;
   void end_cycle();
   bool may_sleep();
   void sleep();
@@ -172,7 +180,7 @@ class Policy final : public Room, public PagerListener {
   void learn();
 
   Pager& pager_;
-  OpFeed& feed_;
+  OpFeed* feed_ = nullptr;
   const PolicyOptions options_;
   std::atomic<Attention> attention_{Attention::kOff};
   std::atomic<size_t> tracked_from_bytes_{SIZE_MAX};
