@@ -48,7 +48,7 @@ size_t ask_for_made_bytes(const at::RecordFunction& record) {
   const auto name = record.operator_name();
   const auto op = name.has_value() ? c10::Dispatcher::singleton().findOp(*name) : std::nullopt;
   if (!op.has_value() || op->schema().arguments().size() != record.inputs().size()) {
-    return 0;
+    TORCH_CHECK(false, "no shape function can be asked");
   }
   const at::DisableRecordFunctionGuard unseen;
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
@@ -85,10 +85,10 @@ size_t LargeOps::made_bytes(const at::RecordFunction& record, size_t input_bytes
       return at->second;
     }
   }
-  size_t nbytes = 0;
+  size_t nbytes = input_bytes; // where nobody knows, as much as it reads
   try {
     nbytes = ask_for_made_bytes(record);
-  } catch (const std::exception&) { // nobody knows: then it shows when it is refused
+  } catch (const std::exception&) {
   }
   std::lock_guard<std::mutex> lock(mutex_);
   return made_bytes_.emplace(key, nbytes).first->second;
@@ -101,7 +101,11 @@ void LargeOps::note_refused(const at::RecordFunction& record, size_t input_bytes
 
 /// False if it stays on the device: other threads use it, or the host is full.
 bool LargeOps::serve_from_host(Frame& frame, const EntityPtr& entity) {
-  entity->unpin(); // It is the op's own pin that keeps it.
+  // It is the op's own pins that keep it, one for each time that it is an input.
+  const auto pins = std::count(frame.pinned.begin(), frame.pinned.end(), entity.get());
+  for (auto i = pins; i > 0; --i) {
+    entity->unpin();
+  }
   const auto deadline = std::chrono::steady_clock::now() + kPatience;
   bool going = entity->state() == EntityState::kPagedOut || pager_.evict(entity);
   uint64_t progress = pager_.out_queue().progress();
@@ -111,7 +115,9 @@ bool LargeOps::serve_from_host(Frame& frame, const EntityPtr& entity) {
     going = entity->state() != EntityState::kResident &&
         std::chrono::steady_clock::now() < deadline;
   }
-  entity->pin();
+  for (auto i = pins; i > 0; --i) {
+    entity->pin();
+  }
   if (!going || !entity->serve()) {
     return false;
   }

@@ -157,6 +157,11 @@ bool Policy::keep_error() {
   return true;
 }
 
+void Policy::forget_error() {
+  std::lock_guard<std::mutex> lock(error_mutex_);
+  last_error_.clear();
+}
+
 std::string Policy::last_error() {
   std::lock_guard<std::mutex> lock(error_mutex_);
   return last_error_;
@@ -271,6 +276,8 @@ Room::Answer Policy::wait_for_room(Device& device, size_t nbytes) {
   const size_t margin = in_backward()
       ? 0
       : std::min(watch_of(device).margin_bytes(), limit - std::min(limit, nbytes));
+  forget_error();
+  keep_error(); // of what was requested ahead of need
   pager_.cancel_prefetches();
   uint64_t progress = pager_.out_queue().progress();
   auto moved = Clock::now();

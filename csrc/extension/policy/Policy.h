@@ -170,6 +170,7 @@ class Policy final : public Room, public PagerListener {
   void page_out_cooled(Device& device, size_t missing_bytes);
   void prefetch_ahead(Device& device, bool backward);
   bool keep_error();
+  void forget_error();
   std::string last_error();
 
   // Note [Learn, sleep, arm]
