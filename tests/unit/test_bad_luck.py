@@ -173,7 +173,7 @@ def test_an_op_whose_result_alone_fits_reads_its_inputs_from_the_host() -> None:
     joined = torch.cat([one, two, one])
     assert torch_lms.stats().host_served > 0
     assert torch_lms.stats().peak_allocated_bytes <= 10 * BLOCK_BYTES
-    assert [part.unique().tolist() for part in joined.chunk(3)] == [[1.0], [2.0], [1.0]]
+    assert [(part.min().item(), part.max().item()) for part in joined.chunk(3)] == [(1, 1), (2, 2), (1, 1)]
     assert torch.equal(one.add_(two), block(3, 3))
 
 

@@ -96,7 +96,7 @@ size_t LargeOps::made_bytes(const at::RecordFunction& record, size_t input_bytes
 
 void LargeOps::note_refused(const at::RecordFunction& record, size_t input_bytes) {
   std::lock_guard<std::mutex> lock(mutex_);
-  made_bytes_[key_of(record, input_bytes)] = SIZE_MAX / 2;
+  made_bytes_[key_of(record, input_bytes)] = SIZE_MAX / 8;
 }
 
 /// False if it stays on the device: other threads use it, or the host is full.
@@ -138,7 +138,8 @@ void LargeOps::make_fit(const at::RecordFunction& record, Frame& frame, size_t f
       inputs.push_back(std::move(entity));
     }
   }
-  const size_t made = made_bytes(record, input_bytes);
+  // Twice: many kernels need as much for themselves, which no shape function tells.
+  const size_t made = 2 * made_bytes(record, input_bytes);
   if (device.capturing() || input_bytes + made <= device.limit_bytes() / 2) {
     return;
   }
