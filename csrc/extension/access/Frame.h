@@ -44,6 +44,7 @@ struct Frame {
   uint64_t now = 0; ///< The time of the outermost op.
   std::vector<Entity*> pinned; ///< The table keeps what is pinned.
   std::vector<Entity*> served; ///< Of these, the ones used in their host copies.
+  std::vector<Entity*> written; ///< Of these, the ones that the op may write to, while it begins.
   std::vector<EntityPtr> given_out; ///< Whose addresses the thread has been given, and pinned.
   std::vector<EntityPtr> given_out_on_host; ///< Of these, those in their host copies.
   RecentEntities recent;

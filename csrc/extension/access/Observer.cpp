@@ -188,9 +188,9 @@ bool Observer::pin_inputs(const at::RecordFunction& record, Frame& frame, const 
                 }
                 frame.pinned.push_back(entity);
                 settled = entity->pin_settled() && settled;
-                input_bytes += entity->nbytes();
-                if (written && entity->keeps_copy()) {
-                  entity->release_copy();
+                input_bytes += entity->uses.last() != frame.now ? entity->nbytes() : 0;
+                if (written) {
+                  frame.written.push_back(entity);
                 }
                 entity->uses.record(frame.now, cycle);
               }) &&
@@ -203,6 +203,16 @@ bool Observer::pin_inputs(const at::RecordFunction& record, Frame& frame, const 
   if (!settled) {
     use_unsettled(frame, first, op.kind);
   }
+  for (Entity* entity : frame.written) { // also those that have just come in
+    if (entity->keeps_copy()) {
+      entity->release_copy();
+    }
+  }
+  frame.written.clear();
+  for (const Entity* entity : frame.served) {
+    input_bytes -= std::min(input_bytes, entity->nbytes());
+  }
+  this_thread().op_input_bytes += input_bytes; // that lie on the device
   return all;
 }
 
@@ -261,6 +271,7 @@ void Observer::note_outputs(const at::RecordFunction& record, Frame& frame) {
 void Observer::release_pinned(Frame& frame) noexcept {
   this_thread().op = nullptr;
   this_thread().op_name = nullptr;
+  this_thread().op_input_bytes = 0;
   torch_lms::release(frame.pinned, frame.served);
   OpClock::get().end_op();
 }

@@ -29,6 +29,9 @@ struct PolicyOptions {
   /// Ops after which a storage has cooled: what was used later is likely to be used again soon.
   uint64_t ops_to_cool = 6;
 
+  /// Ops between two looks for what may come back: to ask the allocator takes as long as many ops.
+  uint64_t ops_between_prefetches = 4;
+
   /// Calls between two looks for planned page-outs, which sort all candidates.
   size_t calls_between_plans = 8;
 

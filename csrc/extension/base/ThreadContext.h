@@ -10,7 +10,9 @@ struct ThreadContext {
   const void* op = nullptr;
   /// The name of that op.
   const char* op_name = nullptr;
-  /// Whether an allocation has been refused in it.
+  /// Of what it has pinned.
+  size_t op_input_bytes = 0;
+  /// Whether an allocation has been refused in it, or made beyond the limit for want of room.
   bool op_refused = false;
   /// Allocations are for prefetches: they take what is free, push nothing out, and leave one
   /// free block of `contiguous_reserve_bytes`.

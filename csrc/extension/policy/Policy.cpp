@@ -130,9 +130,15 @@ size_t Policy::page_out(Device& device, const std::vector<EntityPtr>& entities) 
 }
 
 size_t Policy::request_pageouts(Device& device, size_t nbytes) {
+  std::vector<Victim> victims =
+      watch_of(device).resident_by_next_use(cycles_, eligible_from_.load());
+  // What leaves without a copy costs half as much: it goes first, unless it is needed soon.
+  const auto soon = victims.begin() + static_cast<std::ptrdiff_t>(victims.size() - victims.size() / 4);
+  std::stable_partition(
+      victims.begin(), soon, [](const Victim& victim) { return victim.entity->keeps_copy(); });
   size_t wanted = 0;
   std::vector<EntityPtr> chosen;
-  for (Victim& victim : watch_of(device).resident_by_next_use(cycles_, eligible_from_.load())) {
+  for (Victim& victim : victims) {
     if (wanted >= nbytes) {
       break;
     }
@@ -251,6 +257,12 @@ Room::Answer Policy::make_room(Device& device, size_t nbytes) {
   RECORD_USER_SCOPE("torch_lms::make_room");
   const WithoutGil no_gil;
   const Answer answer = wait_for_room(device, nbytes);
+  const size_t inputs = this_thread().op_input_bytes;
+  if (answer == Answer::kRefuse &&
+      device.use().allocated_bytes + nbytes <= device.limit_bytes() + inputs) {
+    this_thread().op_refused = true; // See Note [Ops larger than the limit]: once.
+    return give_way(device);
+  }
   fill_budget(device, nbytes);
   return answer;
 }
@@ -263,8 +275,11 @@ Room::Answer Policy::give_way(Device& device) {
   TORCH_WARN_ONCE(
       "torch_lms: expected to make room within the limit of ",
       device.limit_bytes(),
-      " bytes, found a call of another extension's code that may use the address of any tensor; the "
-      "limit gives way until it returns. Further cases are counted in "
+      " bytes, found nothing that may go out now (",
+      this_thread().op_refused
+          ? "an op's inputs, which it reads from the host the next time"
+          : "a call of another extension's code may be using the address of any tensor",
+      "); the limit gives way until it returns. Further cases are counted in "
       "torch_lms.stats().limit_exceeded.");
   return Answer::kGiveWay;
 }
@@ -457,7 +472,7 @@ void Policy::page_out_cooled(Device& device, size_t missing_bytes) {
 
 void Policy::prefetch_ahead(Device& device, bool backward) {
   DeviceWatch& watch = watch_of(device);
-  if (!watch.anything_paged_out()) {
+  if (!watch.anything_paged_out() || cycles_.now() % options_.ops_between_prefetches != 0) {
     return;
   }
   const size_t limit = device.limit_bytes();

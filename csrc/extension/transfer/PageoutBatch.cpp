@@ -1,7 +1,6 @@
 #include <extension/transfer/PageoutBatch.h>
 
 #include <algorithm>
-#include <unordered_map>
 #include <utility>
 
 #include <ATen/record_function.h>
@@ -46,17 +45,19 @@ bool PageoutBatch::add(const EntityPtr& entity) {
 /// them: see Note [Who may still use a storage].
 void PageoutBatch::take_fences() {
   const uint64_t known_since = by_hand_ ? OpClock::get().tick() : 0;
-  std::unordered_map<const Device*, FencePtr> fences;
+  std::vector<std::pair<const Device*, FencePtr>> fences;
   for (const Request& request : requests_) {
     PageoutTransfer& transfer = *request.transfer;
     transfer.earlier.tick = std::max(transfer.earlier.tick, known_since);
     transfer.doubtful = transfer.earlier.running();
     if (!transfer.doubtful) {
-      FencePtr& fence = fences[&request.entity->device()];
-      if (fence == nullptr) {
-        fence = request.entity->device().backend()->submitted_work();
+      Device& device = request.entity->device();
+      auto fence = std::find_if(
+          fences.begin(), fences.end(), [&](const auto& known) { return known.first == &device; });
+      if (fence == fences.end()) {
+        fence = fences.insert(fence, {&device, device.backend()->submitted_work()});
       }
-      transfer.after = fence;
+      transfer.after = fence->second;
     }
   }
 }
