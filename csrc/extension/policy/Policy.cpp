@@ -109,8 +109,11 @@ void Policy::was_cancelled(const EntityPtr& entity) {
 
 /// Returns the bytes that go, or have gone.
 size_t Policy::page_out(Device& device, const std::vector<EntityPtr>& entities) {
+  if (in_foreign_call()) { // It may be about to write: a copy that is made now would be stale.
+    return 0;
+  }
   size_t nbytes = 0;
-  const bool may_drop = may_vacate();
+  const bool may_drop = !wants_boundary();
   PageoutBatch batch(pager_);
   try {
     for (const EntityPtr& entity : entities) {
@@ -242,7 +245,7 @@ Room::Answer Policy::make_room(Device& device, size_t nbytes) {
     }
   }
   if (!may_vacate()) {
-    return give_way(device, device.use().allocated_bytes + nbytes - device.limit_bytes());
+    return give_way(device);
   }
   RECORD_USER_SCOPE("torch_lms::make_room");
   const WithoutGil no_gil;
@@ -251,8 +254,8 @@ Room::Answer Policy::make_room(Device& device, size_t nbytes) {
   return answer;
 }
 
-/// See Note [Foreign calls]: the copies are made meanwhile, and committed afterwards.
-Room::Answer Policy::give_way(Device& device, size_t missing_bytes) {
+/// See Note [Foreign calls].
+Room::Answer Policy::give_way(Device& device) {
   pager_.stats().limit_exceeded.fetch_add(1, std::memory_order_relaxed);
   TORCH_WARN_ONCE(
       "torch_lms: expected to make room within the limit of ",
@@ -260,10 +263,6 @@ Room::Answer Policy::give_way(Device& device, size_t missing_bytes) {
       " bytes, found a call of another extension's code that may use the address of any tensor; the "
       "limit gives way until it returns. Further cases are counted in "
       "torch_lms.stats().limit_exceeded.");
-  const size_t leaving = pager_.out_queue().pending_bytes();
-  if (leaving < missing_bytes) {
-    request_pageouts(device, missing_bytes - leaving);
-  }
   return Answer::kGiveWay;
 }
 

@@ -146,7 +146,7 @@ class Policy final : public Room, public PagerListener {
   }
   Answer wait_for_room(Device& device, size_t nbytes);
   bool fill_budget(Device& device, size_t nbytes);
-  Answer give_way(Device& device, size_t missing_bytes);
+  Answer give_way(Device& device);
   size_t request_pageouts(Device& device, size_t nbytes);
   size_t page_out(Device& device, const std::vector<EntityPtr>& entities);
   bool free_window(Device& device, size_t nbytes);
