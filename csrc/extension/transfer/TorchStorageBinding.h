@@ -93,6 +93,7 @@ class TorchStorageBinding final : public StorageBinding {
   StorageEvents& events_;
   const int64_t home_stream_;
   bool watching_ = false;
+  const void* watched_block_ = nullptr; // since it came in
   const void* block_ = nullptr;
   c10::DeleterFnPtr block_deleter_ = nullptr;
 };
