@@ -144,10 +144,12 @@ bool TorchStorageBinding::unwritten() {
 }
 
 void TorchStorageBinding::watch() {
-  if (!compat::has_materializer(*raw())) {
-    compat::set_materializer(*raw(), &on_raw_access);
-  }
+  compat::watch_leaving(*raw(), &on_raw_access);
   watching_ = true;
+  const c10::DataPtr& data = raw()->_mutable_data_ptr_no_checks();
+  if (data.get() == block_) {
+    block_deleter_ = data.get_deleter();
+  }
 }
 
 void TorchStorageBinding::unwatch() {
