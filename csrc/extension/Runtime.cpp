@@ -12,7 +12,7 @@ Runtime& Runtime::get() {
 }
 
 Runtime::Runtime() {
-  observer.set_policy(&policy);
+  policy.set_feed(&observer);
   static Devices* all = &devices;
   watch_forks([](void (*visit)(HostPool*)) {
     all->for_each([visit](Device& device) { visit(device.pool().get()); });

@@ -18,8 +18,8 @@ struct Runtime {
   Devices devices;
   Pager pager{devices};
   Chaos chaos{pager};
-  Observer observer{pager, chaos};
-  Policy policy{pager, observer};
+  Policy policy{pager};
+  Observer observer{pager, policy, chaos};
   ManualPaging manual{pager, observer};
 
   /// Ends automatic mode: waits, pages everything in, and rethrows what failed on the way.

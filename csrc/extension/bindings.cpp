@@ -269,6 +269,11 @@ void lend_interpreter() {
     static std::atomic<void (*)()> pending{nullptr};
     pending.store(call);
     const auto run = [](void*) {
+      try {
+        py::module_::import("torch_lms.swap.discovery").attr("make_known")();
+      } catch (py::error_already_set& error) {
+        error.discard_as_unraisable("torch_lms.swap.discovery"); // what is known will do
+      }
       pending.load()();
       return 0;
     };
@@ -347,6 +352,11 @@ void bind_automatic_mode(py::module_& module) {
   module.def("stats", &stats, py::arg("reset") = false);
   module.def("attention", &attention);
   module.def("memory_report", &memory_report);
+  module.def("discover", [](const py::sequence& objects) {
+    const auto storages = storages_of(objects);
+    const py::gil_scoped_release no_gil;
+    runtime().observer.discover(storages);
+  });
   define(module, "wake", [](Runtime& all) { all.policy.wake(); });
   module.def("configure_host", [](size_t limit_bytes, const std::string& spill_dir) {
     check_not_forked();

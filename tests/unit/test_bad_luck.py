@@ -166,11 +166,22 @@ def test_a_tensor_larger_than_the_limit_is_out_of_memory_and_the_next_call_works
     assert torch.equal(block(blocks=8), torch.ones(8 * BLOCK_BYTES // 4))
 
 
+def test_an_op_whose_result_alone_fits_reads_its_inputs_from_the_host() -> None:
+    torch_lms.enable({"cpu": 10 * BLOCK_BYTES}, host_limit=64 * BLOCK_BYTES)
+    torch_lms.stats(reset=True)
+    one, two = block(1, 3), block(2, 3)
+    joined = torch.cat([one, two, one])
+    assert torch_lms.stats().host_served > 0
+    assert torch_lms.stats().peak_allocated_bytes <= 10 * BLOCK_BYTES
+    assert [(part.min().item(), part.max().item()) for part in joined.chunk(3)] == [(1, 1), (2, 2), (1, 1)]
+    assert torch.equal(one.add_(two), block(3, 3))
+
+
 def test_an_op_without_room_for_its_result_leaves_its_inputs_whole() -> None:
     torch_lms.enable({"cpu": 10 * BLOCK_BYTES})
     one, two = block(1, 3), block(2, 3)
     with raises_saying(torch.OutOfMemoryError, found="inputs of running ops", do="use smaller batches"):
-        torch.cat([one, two, one])
+        torch.cat([one, two, one, two])
     assert torch.equal(one.add_(two), block(3, 3))
 
 

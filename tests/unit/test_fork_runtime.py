@@ -14,7 +14,7 @@ from torch_lms import _core, _fork
 PACKAGE = PACKAGE_ROOT / "torch_lms"
 
 # Modules that the fork's runtime never gets to, and functions behind `need_extension`.
-NOT_REACHED = {"intercepts.py"}
+NOT_REACHED = {"intercepts.py", "discovery.py"}
 BEHIND_NEED_EXTENSION = {"enable", "disable", "enable_chaos", "attention", "memory_report"}
 
 

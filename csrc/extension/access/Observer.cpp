@@ -73,7 +73,8 @@ bool is_on_main_thread(Frame& frame) {
 
 } // namespace
 
-Observer::Observer(Pager& pager, Chaos& chaos) : pager_(pager), chaos_(chaos) {
+Observer::Observer(Pager& pager, Policy& policy, Chaos& chaos)
+    : pager_(pager), policy_(&policy), chaos_(chaos), large_ops_(pager, policy) {
   instance.store(this, std::memory_order_release);
   pager_.set_raw_access([this](c10::StorageImpl& storage) { give_out(storage); });
 }
@@ -100,13 +101,14 @@ void Observer::begin(const at::RecordFunction& record) {
   Frame& frame = frame_of_thread();
   if (frame.depth > 0) {
     ++frame.depth;
-    const OpKind kind = frame.holding ? frame.kinds.of(record) : OpKind::kTransparent;
-    if (kind > OpKind::kComposite) {
-      pin_inputs(record, frame, kind);
+    const OpTraits op = frame.holding ? frame.kinds.of(record) : OpTraits();
+    if (op.kind > OpKind::kComposite) {
+      pin_inputs(record, frame, op);
     }
     return;
   }
-  const OpKind kind = frame.kinds.of(record);
+  const OpTraits op = frame.kinds.of(record);
+  const OpKind kind = op.kind;
   if (kind <= OpKind::kComposite) {
     if (kind == OpKind::kNode) {
       policy_->note_node_begins();
@@ -118,7 +120,7 @@ void Observer::begin(const at::RecordFunction& record) {
   frame.depth = 1;
   frame.holding = kind == OpKind::kHolding || kind == OpKind::kCollective;
   begin_outermost(record, frame);
-  if (!pin_inputs(record, frame, kind) && !frame.holding) {
+  if (!pin_inputs(record, frame, op) && !frame.holding) {
     release_pinned(frame); // The op comes again, unwrapped: what it uses then is let go of then.
     frame.depth = 0;
   }
@@ -156,13 +158,16 @@ Entity* Observer::find(c10::StorageImpl& storage, Frame& frame) {
 }
 
 /// False if not all of the inputs could be seen.
-bool Observer::pin_inputs(const at::RecordFunction& record, Frame& frame, OpKind kind) {
+bool Observer::pin_inputs(const at::RecordFunction& record, Frame& frame, const OpTraits& op) {
   const size_t first = frame.pinned.size();
   const CycleShape cycle = policy_->cycles().shape();
   Device* noted = nullptr;
-  bool settled = kind != OpKind::kCollective && kind != OpKind::kInspecting;
+  size_t input_bytes = 0;
+  bool settled = op.kind != OpKind::kCollective && op.kind != OpKind::kInspecting;
   bool all = true;
+  size_t argument = 0;
   for (const c10::IValue& value : record.inputs()) {
+    const bool written = op.writes(argument++);
     all = visit_storages(
               value,
               [&](c10::StorageImpl& storage) {
@@ -183,12 +188,20 @@ bool Observer::pin_inputs(const at::RecordFunction& record, Frame& frame, OpKind
                 }
                 frame.pinned.push_back(entity);
                 settled = entity->pin_settled() && settled;
+                input_bytes += entity->nbytes();
+                if (written && entity->keeps_copy()) {
+                  entity->release_copy();
+                }
                 entity->uses.record(frame.now, cycle);
               }) &&
         all;
   }
+  if (input_bytes != 0 && all &&
+      LargeOps::worth_looking(frame.pinned[first]->device(), input_bytes)) {
+    large_ops_.make_fit(record, frame, first);
+  }
   if (!settled) {
-    use_unsettled(frame, first, kind);
+    use_unsettled(frame, first, op.kind);
   }
   return all;
 }
@@ -223,7 +236,9 @@ void Observer::use_unsettled(Frame& frame, size_t first, OpKind kind) {
     if (kind == OpKind::kCollective || entity->device().capturing()) {
       entity->fix();
     }
-    if (pager_.use(entity) == Place::kHost) {
+    const bool served =
+        std::find(frame.served.begin(), frame.served.end(), entity.get()) != frame.served.end();
+    if (!served && pager_.use(entity) == Place::kHost) {
       frame.served.push_back(entity.get());
     }
     if (kind == OpKind::kInspecting) {
@@ -259,8 +274,10 @@ void Observer::end(const at::RecordFunction& record) {
     return;
   }
   Device* devices[2] = {nullptr, nullptr};
+  size_t input_bytes = 0;
   for (const Entity* entity : frame.pinned) {
     Device* device = &entity->device();
+    input_bytes += entity->nbytes();
     if (device != devices[0] && device != devices[1]) {
       devices[devices[0] == nullptr ? 0 : 1] = device;
     }
@@ -268,6 +285,9 @@ void Observer::end(const at::RecordFunction& record) {
   std::exception_ptr failed;
   try {
     note_outputs(record, frame);
+    if (std::exchange(this_thread().op_refused, false)) {
+      large_ops_.note_refused(record, input_bytes);
+    }
   } catch (...) {
     failed = std::current_exception();
   }
@@ -310,6 +330,13 @@ void Observer::take_back() {
   release_given_out(frame_of_thread());
 }
 
+void Observer::discover(const std::vector<c10::Storage>& storages) {
+  Frame& frame = frame_of_thread();
+  for (const c10::Storage& storage : storages) {
+    find(*storage.unsafeGetStorageImpl(), frame);
+  }
+}
+
 void Observer::hold(const std::vector<c10::Storage>& storages, Frame& held) {
   Frame& frame = frame_of_thread();
   for (const c10::Storage& storage : storages) {
@@ -321,6 +348,9 @@ void Observer::hold(const std::vector<c10::Storage>& storages, Frame& held) {
     }
   }
   use_unsettled(held, 0, OpKind::kSealed);
+  for (Entity* entity : held.pinned) {
+    entity->release_copy(); // what such kernels write is not known
+  }
 }
 
 void Observer::release(Frame& held) {

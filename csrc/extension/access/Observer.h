@@ -7,6 +7,7 @@
 #include <ATen/record_function.h>
 
 #include <extension/access/Frame.h>
+#include <extension/access/LargeOps.h>
 #include <extension/access/OpKind.h>
 #include <extension/policy/Chaos.h>
 #include <extension/policy/Policy.h>
@@ -24,12 +25,7 @@ namespace torch_lms {
 class Observer final : public OpFeed {
  public:
   /// One in a process.
-  Observer(Pager& pager, Chaos& chaos);
-
-  /// Set up before anything is observed.
-  void set_policy(Policy* policy) noexcept {
-    policy_ = policy;
-  }
+  Observer(Pager& pager, Policy& policy, Chaos& chaos);
 
   // --- OpFeed: automatic mode ---
   void start() override;
@@ -68,6 +64,10 @@ class Observer final : public OpFeed {
   /// What has been given out to the calling thread may go again.
   void take_back();
 
+  /// Makes storages known that automatic mode tracks, and that nobody may be using: see Note [Learn,
+  /// sleep, arm].
+  void discover(const std::vector<c10::Storage>& storages);
+
   /// Pins storages' entities (those that automatic mode tracks become ones) and brings them in:
   /// raw kernels run on them. To be released with `release`.
   void hold(const std::vector<c10::Storage>& storages, Frame& held);
@@ -79,7 +79,7 @@ class Observer final : public OpFeed {
   void begin(const at::RecordFunction& record);
   void end(const at::RecordFunction& record);
   void begin_outermost(const at::RecordFunction& record, Frame& frame);
-  bool pin_inputs(const at::RecordFunction& record, Frame& frame, OpKind kind);
+  bool pin_inputs(const at::RecordFunction& record, Frame& frame, const OpTraits& op);
   void bring_inputs(const at::RecordFunction& record, Frame& frame);
   void use_unsettled(Frame& frame, size_t first, OpKind kind);
   void note_outputs(const at::RecordFunction& record, Frame& frame);
@@ -90,8 +90,9 @@ class Observer final : public OpFeed {
   bool wanted() const;
 
   Pager& pager_;
+  Policy* const policy_;
   Chaos& chaos_;
-  Policy* policy_ = nullptr;
+  LargeOps large_ops_;
   std::mutex mutex_; // of who installs and removes
   at::CallbackHandle handle_ = at::INVALID_CALLBACK_HANDLE;
   bool outputs_ = false;

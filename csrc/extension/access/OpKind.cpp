@@ -1,5 +1,6 @@
 #include <extension/access/OpKind.h>
 
+#include <algorithm>
 #include <cstring>
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -11,50 +12,75 @@ bool starts_with(const char* name, const char* prefix) {
   return std::strncmp(name, prefix, std::strlen(prefix)) == 0;
 }
 
+constexpr uint64_t kAll = ~uint64_t{0};
+
 /// Whether an op has no kernel for the devices that are paged, but is written in terms of others.
-bool is_composite(const char* name, const char* overload) {
-  const auto op = c10::Dispatcher::singleton().findOp({name, overload});
-  return op.has_value() &&
-      op->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) &&
-      !op->hasKernelForDispatchKey(c10::DispatchKey::CPU) &&
-      !op->hasKernelForDispatchKey(c10::DispatchKey::CUDA);
+bool is_composite(const c10::OperatorHandle& op) {
+  return op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) &&
+      !op.hasKernelForDispatchKey(c10::DispatchKey::CPU) &&
+      !op.hasKernelForDispatchKey(c10::DispatchKey::CUDA);
 }
 
-OpKind find_kind(const char* name, const char* overload) {
-  if (starts_with(name, "aten::")) {
-    if (std::strcmp(name, "aten::record_stream") == 0 ||
-        std::strcmp(name, "aten::_lazy_clone") == 0) {
-      return OpKind::kInspecting;
+/// What the schema says; but those that update running statistics say nothing.
+uint64_t written_arguments(const char* name, const c10::OperatorHandle& op) {
+  if (std::strstr(name, "_norm") != nullptr) {
+    return kAll;
+  }
+  uint64_t written = 0;
+  const auto& arguments = op.schema().arguments();
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    const auto* alias = arguments[i].alias_info();
+    if (alias != nullptr && alias->isWrite()) {
+      written |= uint64_t{1} << std::min<size_t>(i, 63);
     }
-    return is_composite(name, overload) ? OpKind::kComposite : OpKind::kSealed;
+  }
+  return written;
+}
+
+OpTraits traits_of_pytorchs(const char* name, const char* overload) {
+  if (std::strcmp(name, "aten::record_stream") == 0 ||
+      std::strcmp(name, "aten::_lazy_clone") == 0) {
+    return {OpKind::kInspecting, kAll};
+  }
+  const auto op = c10::Dispatcher::singleton().findOp({name, overload});
+  if (!op.has_value()) {
+    return {OpKind::kSealed, kAll};
+  }
+  return {
+      is_composite(*op) ? OpKind::kComposite : OpKind::kSealed, written_arguments(name, *op)};
+}
+
+OpTraits find_traits(const char* name, const char* overload) {
+  if (starts_with(name, "aten::")) {
+    return traits_of_pytorchs(name, overload);
   }
   if (starts_with(name, "autograd::engine::evaluate_function")) {
-    return OpKind::kNode;
+    return {OpKind::kNode, 0};
   }
   // Ops have qualified names. Records of Python's autograd Functions and other regions do not;
   // the engine's are its own. Whole programs run inside of them (a checkpoint's forward).
   if (std::strchr(name, ':') == nullptr || starts_with(name, "autograd::")) {
-    return OpKind::kTransparent;
+    return {OpKind::kTransparent, 0};
   }
-  return starts_with(name, "c10d::") || starts_with(name, "_c10d") ? OpKind::kCollective
-                                                                   : OpKind::kHolding;
+  const bool collective = starts_with(name, "c10d::") || starts_with(name, "_c10d");
+  return {collective ? OpKind::kCollective : OpKind::kHolding, kAll};
 }
 
 } // namespace
 
-OpKind OpKinds::of(const at::RecordFunction& record) {
+OpTraits OpKinds::of(const at::RecordFunction& record) {
   const char* name = record.name();
   Known& known = known_[(reinterpret_cast<uintptr_t>(name) >> 4) % known_.size()];
   if (known.address == name && std::strcmp(known.name.data(), name) == 0) {
-    return known.kind;
+    return known.traits;
   }
-  const OpKind kind = find_kind(name, record.overload_name());
+  const OpTraits traits = find_traits(name, record.overload_name());
   if (std::strlen(name) < known.name.size()) {
     known.address = name;
     std::strcpy(known.name.data(), name);
-    known.kind = kind;
+    known.traits = traits;
   }
-  return kind;
+  return traits;
 }
 
 } // namespace torch_lms

@@ -27,20 +27,30 @@ enum class OpKind : uint8_t {
   kInspecting,
 };
 
-/// The kinds of the records that one thread has seen.
+struct OpTraits {
+  OpKind kind = OpKind::kTransparent;
+  /// A bit for each argument that the op may write to; the last one stands for all others.
+  uint64_t written = 0;
+
+  bool writes(size_t argument) const noexcept {
+    return (written >> (argument < 63 ? argument : 63) & 1) != 0;
+  }
+};
+
+/// What the records are that one thread has seen.
 ///
 /// Not thread-safe: a thread's own.
 class OpKinds {
  public:
   /// Blocks, for an op's first time, on the dispatcher's lock.
-  OpKind of(const at::RecordFunction& record);
+  OpTraits of(const at::RecordFunction& record);
 
  private:
   /// Names are compared, too: only those of ops stay where they are.
   struct Known {
     const char* address = nullptr;
     std::array<char, 48> name{};
-    OpKind kind = OpKind::kTransparent;
+    OpTraits traits;
   };
 
   std::array<Known, 512> known_;

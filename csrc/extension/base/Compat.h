@@ -30,6 +30,13 @@ constexpr bool kHasMaterializer = true;
 inline bool has_materializer(const c10::StorageImpl& storage) {
   return storage.has_materializer();
 }
+inline void set_materializer(c10::StorageImpl& storage, Materializer materializer) {
+  storage.set_materializer(materializer);
+}
+inline void clear_materializer(c10::StorageImpl& storage) {
+  storage.clear_materializer();
+}
+
 /// Exchanges the storage's pointer for another, whatever hooks there are.
 inline void swap_data_ptr(c10::StorageImpl& storage, c10::DataPtr& data) {
   std::swap(storage._mutable_data_ptr_no_checks(), data);
@@ -38,11 +45,6 @@ inline void swap_data_ptr(c10::StorageImpl& storage, c10::DataPtr& data) {
 /// See Note [Watched blocks].
 inline void watch_block(c10::StorageImpl& storage, Materializer materializer) {
   storage.set_materializer(materializer);
-}
-inline void watch_leaving(c10::StorageImpl& storage, Materializer materializer) {
-  if (!storage.has_materializer()) {
-    storage.set_materializer(materializer);
-  }
 }
 inline bool block_is_watched(c10::StorageImpl& storage) {
   // A copy-on-write storage has a hook, too, but no block of its own.
@@ -60,6 +62,8 @@ constexpr bool kHasMaterializer = false;
 inline bool has_materializer(const c10::StorageImpl&) {
   return false;
 }
+inline void set_materializer(c10::StorageImpl&, Materializer) {}
+inline void clear_materializer(c10::StorageImpl&) {}
 
 inline void swap_data_ptr(c10::StorageImpl& storage, c10::DataPtr& data) {
   c10::DataPtr before = std::move(storage._mutable_data_ptr_no_checks());
@@ -79,10 +83,6 @@ inline void watch_block(c10::StorageImpl& storage, Materializer) {
   data.release_context();
   storage.set_data_ptr_noswap(
       c10::DataPtr(block, context, &c10::impl::cow::cow_deleter, device));
-}
-/// The pointer's value stays what it is throughout. A host copy stays as it is.
-inline void watch_leaving(c10::StorageImpl& storage, Materializer materializer) {
-  watch_block(storage, materializer);
 }
 inline bool block_is_watched(c10::StorageImpl& storage) {
   return storage._mutable_data_ptr_no_checks().get_deleter() == &c10::impl::cow::cow_deleter;

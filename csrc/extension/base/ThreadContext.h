@@ -10,6 +10,8 @@ struct ThreadContext {
   const void* op = nullptr;
   /// The name of that op.
   const char* op_name = nullptr;
+  /// Whether an allocation has been refused in it.
+  bool op_refused = false;
   /// Allocations are for prefetches: they take what is free, push nothing out, and leave one
   /// free block of `contiguous_reserve_bytes`.
   bool for_prefetch = false;

@@ -11,8 +11,7 @@
 #include <c10/cuda/CUDAStream.h>
 
 #include <entity/Error.h>
-#include <extension/OpObserver.h>
-#include <extension/Pager.h>
+#include <extension/base/ThreadContext.h>
 #include <extension/cuda/LimitedCudaAllocator.h>
 
 namespace torch_lms {
@@ -35,13 +34,6 @@ std::vector<cudaStream_t> streams_of_pytorch(c10::DeviceIndex device) {
 
 } // namespace
 
-void prepare_worker() {
-  // A capture in another thread must not forbid this one's calls; they touch only
-  // streams that are never captured.
-  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-  cudaThreadExchangeStreamCaptureMode(&mode);
-}
-
 CudaDevice::CudaDevice(c10::DeviceIndex index, std::shared_ptr<HostPool> pool)
     : index_(index), pool_(std::move(pool)), pool_streams_(streams_of_pytorch(index)) {
   auto cuda = std::make_shared<CudaTransferBackend>(
@@ -53,7 +45,7 @@ CudaDevice::CudaDevice(c10::DeviceIndex index, std::shared_ptr<HostPool> pool)
 
 bool CudaDevice::owns(const c10::DataPtr& data) const {
   return data.get() != nullptr && data.get() == data.get_context() &&
-         data.get_deleter() == allocator::get()->raw_deleter();
+      data.get_deleter() == allocator::get()->raw_deleter();
 }
 
 int64_t CudaDevice::current_stream() const {
@@ -73,12 +65,12 @@ c10::DataPtr CudaDevice::allocate(size_t nbytes, int64_t stream) {
   const c10::cuda::CUDAStreamGuard guard(home);
   // Asking for what is not there would make the allocator give memory back to the
   // system, and wait for the device.
-  const bool prefetch = allocates_for_prefetch();
+  const bool prefetch = this_thread().for_prefetch;
   if (prefetch && !has_contiguous(nbytes)) {
     throw NoRoom("expected a free block for a prefetch, found none; it stays on the host");
   }
   c10::DataPtr data = allocator::get()->allocate(nbytes);
-  if (prefetch && !has_contiguous(contiguous_reserve_bytes())) {
+  if (prefetch && !has_contiguous(this_thread().contiguous_reserve_bytes)) {
     throw NoRoom(
         "expected a prefetch to leave room for ops, found too little; it stays on the host");
   }
@@ -99,12 +91,21 @@ void CudaDevice::keep_block_for_arrival(const c10::DataPtr& data) {
   allocator::recordStream(data, c10::cuda::getStreamFromExternal(cuda_->pagein_stream(), index_));
 }
 
-size_t CudaDevice::allocated_bytes() const {
-  return static_cast<size_t>(allocator::get()->getDeviceStats(index_).allocated_bytes[0].current);
+void CudaDevice::keep_block_for_streams(void* block) {
+  // The allocator looks at no more than the address and the deleter.
+  c10::DataPtr data(block, block, allocator::get()->raw_deleter(), device());
+  for (cudaStream_t used : cuda_->noted_streams()) {
+    allocator::recordStream(data, c10::cuda::getStreamFromExternal(used, index_));
+  }
+  data.release_context();
 }
 
-size_t CudaDevice::peak_allocated_bytes() const {
-  return static_cast<size_t>(allocator::get()->getDeviceStats(index_).allocated_bytes[0].peak);
+DeviceUse CudaDevice::use() const {
+  const auto stats = allocator::get()->getDeviceStats(index_);
+  return {
+      static_cast<size_t>(stats.allocated_bytes[0].current),
+      static_cast<size_t>(stats.allocated_bytes[0].peak),
+      static_cast<size_t>(stats.reserved_bytes[0].current)};
 }
 
 void CudaDevice::reset_peak() {
@@ -148,20 +149,38 @@ size_t CudaDevice::total_bytes() const {
   return allocator::get()->getMemoryInfo(index_).second;
 }
 
-void CudaDevice::control(size_t limit_bytes) {
-  LimitedCudaAllocator::get().install();
-  // The allocator grows in granules, and checks its limit before it rounds to them.
-  const size_t granule = std::min(limit_bytes / 8, size_t{24} << 20);
-  reserved_limit_bytes_.store(limit_bytes - granule);
-  const double total = static_cast<double>(total_bytes());
-  const double fraction = std::min(1.0, static_cast<double>(limit_bytes - granule) / total);
+void CudaDevice::set_fraction(size_t reserved_bytes) const {
+  const auto total = static_cast<double>(total_bytes());
+  const double fraction = std::min(1.0, static_cast<double>(reserved_bytes) / total);
   LimitedCudaAllocator::get().setMemoryFraction(fraction, index_);
 }
 
-void CudaDevice::uncontrol() {
+void CudaDevice::limit(size_t limit_bytes, Room& room) {
+  grant(0, 0);
+  LimitedCudaAllocator::get().install(room, *this);
+  // The allocator grows in granules, and checks its limit before it rounds to them.
+  const size_t granule = std::min(limit_bytes / 8, size_t{24} << 20);
+  reserved_limit_bytes_.store(limit_bytes - granule);
+  set_fraction(limit_bytes - granule);
+  limit_bytes_.store(limit_bytes);
+}
+
+void CudaDevice::unlimit() {
+  limit_bytes_.store(0);
   reserved_limit_bytes_.store(SIZE_MAX);
-  LimitedCudaAllocator::get().setMemoryFraction(1.0, index_);
+  set_fraction(SIZE_MAX);
   LimitedCudaAllocator::get().uninstall();
+}
+
+CudaDevice::BeyondLimit::BeyondLimit(CudaDevice& device) : device_(device) {
+  device_.beyond_limit_.fetch_add(1);
+  device_.set_fraction(SIZE_MAX);
+}
+
+CudaDevice::BeyondLimit::~BeyondLimit() {
+  if (device_.beyond_limit_.fetch_sub(1) == 1) {
+    device_.set_fraction(device_.reserved_limit_bytes_.load());
+  }
 }
 
 bool CudaDevice::capturing() const {

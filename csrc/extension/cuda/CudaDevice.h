@@ -4,7 +4,7 @@
 
 #include <entity/cuda/CudaTransferBackend.h>
 #include <entity/cuda/PinnedSlabSource.h>
-#include <extension/Device.h>
+#include <extension/memory/Device.h>
 
 namespace torch_lms {
 
@@ -29,18 +29,33 @@ class CudaDevice final : public Device {
   c10::DataPtr allocate(size_t nbytes, int64_t stream) override;
   void keep_block_for_copy(const c10::DataPtr& data) override;
   void keep_block_for_arrival(const c10::DataPtr& data) override;
-  size_t allocated_bytes() const override;
-  size_t peak_allocated_bytes() const override;
+  void keep_block_for_streams(void* block) override;
+  DeviceUse use() const override;
   void reset_peak() override;
   bool has_contiguous(size_t nbytes) const override;
   std::vector<std::vector<AllocatorBlock>> blocks() const override;
   size_t total_bytes() const override;
-  void control(size_t limit_bytes) override;
-  void uncontrol() override;
+  void limit(size_t limit_bytes, Room& room) override;
+  void unlimit() override;
   bool capturing() const override;
 
+  /// The allocator's pool may grow beyond the limit while one of these lives.
+  class BeyondLimit {
+   public:
+    explicit BeyondLimit(CudaDevice& device);
+    ~BeyondLimit();
+    BeyondLimit(const BeyondLimit&) = delete;
+    BeyondLimit& operator=(const BeyondLimit&) = delete;
+
+   private:
+    CudaDevice& device_;
+  };
+
  private:
+  void set_fraction(size_t reserved_bytes) const;
+
   const c10::DeviceIndex index_;
+  std::atomic<int> beyond_limit_{0};
   std::atomic<size_t> reserved_limit_bytes_{SIZE_MAX};
   const std::shared_ptr<HostPool> pool_;
   const std::vector<cudaStream_t> pool_streams_;

@@ -1,9 +1,6 @@
 #include <c10/cuda/CUDACachingAllocator.h>
-#include <c10/cuda/CUDAFunctions.h>
 
-#include <extension/Device.h>
-#include <extension/MemoryPressure.h>
-#include <extension/Pager.h>
+#include <extension/cuda/LimitedCudaAllocator.h>
 
 namespace torch_lms {
 namespace {
@@ -14,15 +11,7 @@ namespace {
 class FinishedPageouts final : public c10::FreeMemoryCallback {
  public:
   bool Execute() override {
-    if (!MemoryPressure::get().enabled() || !Pager::get().out_queue().has_finished()) {
-      return false;
-    }
-    const Device* device = known_device(c10::Device(c10::kCUDA, c10::cuda::current_device()));
-    if (device == nullptr) {
-      return false; // Nothing of it has ever been paged.
-    }
-    Pager::get().commit_finished(device);
-    return true;
+    return LimitedCudaAllocator::get().vacate_finished();
   }
 };
 

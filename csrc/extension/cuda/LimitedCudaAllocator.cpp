@@ -5,19 +5,24 @@
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/util/Exception.h>
 
-#include <extension/Device.h>
-#include <extension/DirectPrefetches.h>
-#include <extension/MemoryPressure.h>
-#include <extension/Pager.h>
+#include <extension/base/ThreadContext.h>
 
 namespace torch_lms {
+namespace {
+
+// Each asks for twice as much; what does not help by then will not.
+constexpr int kMostRetries = 8;
+
+} // namespace
 
 LimitedCudaAllocator& LimitedCudaAllocator::get() {
   static auto* allocator = new LimitedCudaAllocator();
   return *allocator;
 }
 
-void LimitedCudaAllocator::install() {
+void LimitedCudaAllocator::install(Room& room, CudaDevice& device) {
+  room_.store(&room);
+  devices_[static_cast<size_t>(device.device().index())].store(&device);
   auto* current = cuda_allocator::allocator.load();
   if (current != this) {
     inner_ = current;
@@ -31,38 +36,70 @@ void LimitedCudaAllocator::uninstall() {
   }
 }
 
+/// Null if it has no limit.
+CudaDevice* LimitedCudaAllocator::current_device() const {
+  CudaDevice* device = devices_[static_cast<size_t>(c10::cuda::current_device())].load();
+  return device != nullptr && device->limit_bytes() != 0 ? device : nullptr;
+}
+
+bool LimitedCudaAllocator::vacate_finished() {
+  CudaDevice* device = current_device();
+  if (device == nullptr) {
+    return false;
+  }
+  room_.load()->vacate_finished(*device);
+  return true;
+}
+
 // --- memory --------------------------------------------------------------------
 
 template <typename Allocate>
-auto LimitedCudaAllocator::with_room(size_t nbytes, Allocate&& allocate) {
-  MemoryPressure& pressure = MemoryPressure::get();
-  if (nbytes == 0 || !pressure.enabled()) {
-    return allocate();
-  }
-  Device& device = *find_device(c10::Device(c10::kCUDA, c10::cuda::current_device()));
-  pressure.make_room(device, nbytes);
-  pressure.make_contiguous(device, nbytes);
-  for (size_t more = nbytes;; more *= 2) {
+auto LimitedCudaAllocator::again_with_more_room(
+    Room& room,
+    CudaDevice& device,
+    size_t nbytes,
+    const c10::OutOfMemoryError& error,
+    Allocate&& allocate) {
+  size_t more = nbytes;
+  for (int i = 0; i < kMostRetries && room.after_out_of_memory(device, more); ++i, more *= 2) {
     try {
       return allocate();
-    } catch (const c10::OutOfMemoryError& error) {
-      if (!pressure.after_out_of_memory(device, more)) {
-        if (!allocates_for_prefetch()) {
-          TORCH_WARN_ONCE(
-              "torch_lms: expected room within the limit for ",
-              nbytes,
-              " bytes, found too little with everything else paged out. A library that can do "
-              "without (cuDNN takes another algorithm) rounds differently from then on: raise the "
-              "limit if results have to be those of a run without one.");
-        }
-        const std::string cause = pressure.last_error();
-        if (cause.empty()) {
-          throw;
-        }
-        TORCH_CHECK_WITH(
-            OutOfMemoryError, false, error.what_without_backtrace(), "\ntorch_lms: ", cause);
-      }
+    } catch (const c10::OutOfMemoryError&) {
     }
+  }
+  if (!this_thread().for_prefetch) {
+    TORCH_WARN_ONCE(
+        "torch_lms: expected room within the limit for ",
+        nbytes,
+        " bytes, found too little with everything else paged out. A library that can do "
+        "without (cuDNN takes another algorithm) rounds differently from then on: raise the "
+        "limit if results have to be those of a run without one.");
+  }
+  TORCH_CHECK_WITH(
+      OutOfMemoryError,
+      false,
+      room.explain(device, nbytes),
+      "\nPyTorch's allocator said: ",
+      error.what_without_backtrace());
+}
+
+template <typename Allocate>
+auto LimitedCudaAllocator::with_room(size_t nbytes, Allocate&& allocate) {
+  CudaDevice* device = nbytes != 0 ? current_device() : nullptr;
+  if (device == nullptr || device->spend(nbytes)) {
+    return allocate();
+  }
+  Room& room = *room_.load();
+  const Room::Answer answer = room.make_room(*device, nbytes);
+  if (answer == Room::Answer::kGiveWay) {
+    const CudaDevice::BeyondLimit beyond(*device);
+    return allocate();
+  }
+  room.make_contiguous(*device, nbytes);
+  try {
+    return allocate();
+  } catch (const c10::OutOfMemoryError& error) {
+    return again_with_more_room(room, *device, nbytes, error, allocate);
   }
 }
 
@@ -82,13 +119,11 @@ void LimitedCudaAllocator::beginAllocateToPool(
     c10::DeviceIndex device,
     c10::MempoolId_t pool,
     std::function<bool(cudaStream_t)> filter) {
-  if (captures_.fetch_add(1) == 0) {
-    // Nothing is in flight while a graph is captured.
-    Pager::get().cancel_prefetches();
-    Pager::get().wait_pageouts();
-    Pager::get().wait_pageins();
+  if (!capturing()) {
+    room_.load()->before_capture(); // Nothing is in flight while a graph is captured.
   }
   inner_->beginAllocateToPool(device, pool, std::move(filter));
+  captures_.fetch_add(1);
 }
 
 void LimitedCudaAllocator::endAllocateToPool(c10::DeviceIndex device, c10::MempoolId_t pool) {

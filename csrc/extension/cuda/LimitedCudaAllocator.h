@@ -1,29 +1,36 @@
 #pragma once
 
+#include <array>
 #include <atomic>
 
 #include <c10/cuda/CUDACachingAllocator.h>
 
-#include <extension/Compat.h>
+#include <extension/base/Compat.h>
+#include <extension/cuda/CudaDevice.h>
+#include <extension/memory/Room.h>
 
 namespace torch_lms {
 
 namespace cuda_allocator = c10::cuda::CUDACachingAllocator;
 
-/// PyTorch's CUDA allocator, asked only after `MemoryPressure` has made room, and
+/// PyTorch's CUDA allocator, asked only after `Room` has been made, and
 /// asked again after it has made more where fragmentation made the allocation
 /// fail. It knows what the `FreeMemoryCallback` does not: how much is wanted; and it
 /// holds no lock, so it may wait. Everything else is forwarded.
 ///
 /// Blocks are PyTorch's own, deleter included, so they outlive `uninstall`.
 ///
-/// Thread-safe. Never destroyed.
+/// PyTorch has one allocator for all devices, and the callback of `FinishedPageouts` has no context:
+/// so this is one object of the process, never destroyed.
+///
+/// Thread-safe: every method may be called from any thread, with and without the GIL. Allocations
+/// wait as `Room` does; all others do what PyTorch's do.
 class LimitedCudaAllocator final : public cuda_allocator::CUDAAllocator {
  public:
   static LimitedCudaAllocator& get();
 
-  /// Takes the place of PyTorch's allocator. No effect when called again.
-  void install();
+  /// Takes the place of PyTorch's allocator, and asks `room` for `device`.
+  void install(Room& room, CudaDevice& device);
   /// Puts PyTorch's allocator back.
   void uninstall();
 
@@ -35,6 +42,9 @@ class LimitedCudaAllocator final : public cuda_allocator::CUDAAllocator {
   bool capturing() const noexcept {
     return captures_.load(std::memory_order_relaxed) != 0;
   }
+
+  /// For the current device, whose allocator's lock is held. Returns whether there was anything.
+  bool vacate_finished();
 
   c10::DataPtr allocate(size_t nbytes) override;
   void* raw_alloc(size_t nbytes) override;
@@ -131,8 +141,18 @@ class LimitedCudaAllocator final : public cuda_allocator::CUDAAllocator {
   /// Calls `allocate`, making room before it and again while it fails.
   template <typename Allocate>
   auto with_room(size_t nbytes, Allocate&& allocate);
+  template <typename Allocate>
+  auto again_with_more_room(
+      Room& room,
+      CudaDevice& device,
+      size_t nbytes,
+      const c10::OutOfMemoryError& error,
+      Allocate&& allocate);
+  CudaDevice* current_device() const;
 
   cuda_allocator::CUDAAllocator* inner_ = nullptr;
+  std::atomic<Room*> room_{nullptr};
+  std::array<std::atomic<CudaDevice*>, 64> devices_{}; // those with a limit, by index
   std::atomic<int> captures_{0};
 };
 

@@ -37,8 +37,7 @@ int64_t microseconds_since(std::chrono::steady_clock::time_point start) {
 
 } // namespace
 
-Policy::Policy(Pager& pager, OpFeed& feed, PolicyOptions options)
-    : pager_(pager), feed_(feed), options_(options) {
+Policy::Policy(Pager& pager, PolicyOptions options) : pager_(pager), options_(options) {
   pager_.set_listener(this);
 }
 
@@ -76,12 +75,12 @@ void Policy::disable() {
   }
   tracked_from_bytes_.store(SIZE_MAX, std::memory_order_relaxed);
   pager_.keep_copies(false);
-  feed_.stop();
+  feed_->stop();
 }
 
 void Policy::track_all(size_t min_bytes) {
   tracked_from_bytes_.store(min_bytes, std::memory_order_relaxed);
-  feed_.start();
+  feed_->start();
 }
 
 // --- where entities are ---------------------------------------------------------
@@ -159,6 +158,11 @@ bool Policy::keep_error() {
     last_error_ = text_of(caught);
   }
   return true;
+}
+
+void Policy::forget_error() {
+  std::lock_guard<std::mutex> lock(error_mutex_);
+  last_error_.clear();
 }
 
 std::string Policy::last_error() {
@@ -254,8 +258,10 @@ Room::Answer Policy::make_room(Device& device, size_t nbytes) {
   return answer;
 }
 
-/// See Note [Foreign calls].
+/// See Note [Foreign calls]. No page-out may begin either: what is written through an address
+/// after the copy would be lost. The next op that is not inside the call makes up for it.
 Room::Answer Policy::give_way(Device& device) {
+  gave_way_.store(true, std::memory_order_relaxed);
   pager_.stats().limit_exceeded.fetch_add(1, std::memory_order_relaxed);
   TORCH_WARN_ONCE(
       "torch_lms: expected to make room within the limit of ",
@@ -273,6 +279,8 @@ Room::Answer Policy::wait_for_room(Device& device, size_t nbytes) {
   const size_t margin = in_backward()
       ? 0
       : std::min(watch_of(device).margin_bytes(), limit - std::min(limit, nbytes));
+  forget_error();
+  keep_error(); // of what was requested ahead of need
   pager_.cancel_prefetches();
   uint64_t progress = pager_.out_queue().progress();
   auto moved = Clock::now();
@@ -304,7 +312,8 @@ Room::Answer Policy::wait_for_room(Device& device, size_t nbytes) {
       if (++failures > 1) {
         return Answer::kRefuse;
       }
-      while (wait_for_pageouts(&progress, deadline) == Progress::kMoved) {
+      while (Clock::now() < deadline &&
+             wait_for_pageouts(&progress, deadline) != Progress::kNothingUnderWay) {
       }
     } else if (outgoing + requested == 0 && !others_may_let_go(moved)) {
       return Answer::kRefuse;
@@ -412,9 +421,14 @@ void Policy::before_capture() {
 /// At the end of an op: keeps the high watermark, or follows the plan.
 void Policy::page_out_ahead(Device& device, bool backward) {
   DeviceWatch& watch = watch_of(device);
-  if (backward || !watch.take_allocated()) {
+  const bool beyond = gave_way_.load(std::memory_order_relaxed);
+  if ((backward && !beyond) || !watch.take_allocated()) {
     return; // A backward frees more than it allocates; and asking the allocator is slow.
   }
+  if (beyond && !may_vacate()) {
+    return;
+  }
+  gave_way_.store(false, std::memory_order_relaxed);
   const size_t limit = device.limit_bytes();
   const size_t used = device.use().allocated_bytes;
   const size_t stays = used - std::min(used, pager_.out_queue().pending_bytes());
@@ -539,7 +553,7 @@ void Policy::sleep() {
       fill_budget(device, 0);
     }
   });
-  feed_.stop();
+  feed_->stop();
 }
 
 void Policy::learn() {
@@ -547,7 +561,7 @@ void Policy::learn() {
   attention_.store(Attention::kLearning);
   eligible_from_.store(0);
   cycle_began_.store(cycles_.now());
-  feed_.start();
+  feed_->start();
 }
 
 void Policy::arm() {
@@ -560,11 +574,17 @@ void Policy::arm() {
   eligible_from_.store(UINT64_MAX);
   boundary_thread_.store(OpClock::this_thread());
   boundary_wanted_.store(true, std::memory_order_release);
-  feed_.start();
-  const Interpreter& python = interpreter();
-  if (python.on_main_thread != nullptr && python.on_main_thread()) {
-    main_thread_waits.store(this);
-    python.at_next_instruction([] { main_thread_waits.load()->note_boundary(); });
+  feed_->start();
+  main_thread_waits.store(this);
+  if (interpreter().at_next_instruction != nullptr) {
+    interpreter().at_next_instruction([] { main_thread_waits.load()->note_quiet(); });
+  }
+}
+
+void Policy::note_quiet() noexcept {
+  if (!other_threads_.load(std::memory_order_relaxed)) {
+    note_boundary();
+    eligible_from_.store(0);
   }
 }
 
@@ -616,6 +636,7 @@ MemoryReport Policy::report(Device& device) {
 }
 
 std::string Policy::explain(Device& device, size_t nbytes) {
+  this_thread().op_refused = true;
   const MemoryReport held = report(device);
   const char* op = this_thread().op_name;
   std::ostringstream text;

@@ -70,7 +70,10 @@ struct MemoryReport {
 ///
 /// Ops that are running when it is armed have not told what they use. So nothing goes out until
 /// the thread that armed it has come back from whatever it was calling (`note_boundary`), and
-/// then only what has been used since: the limit gives way meanwhile. A new thread wakes it.
+/// then only what has been used since: the limit gives way meanwhile. When Python's main thread
+/// is between two of its instructions, no op of the one thread runs (`note_quiet`): what has been
+/// made while nobody watched is looked for then (swap/discovery.py), and everything may go. A new
+/// thread wakes it.
 
 /// Automatic mode: keeps the memory of tensors on devices within their limits.
 ///
@@ -81,7 +84,12 @@ class Policy final : public Room, public PagerListener {
  public:
   enum class Attention : uint8_t { kOff, kLearning, kArmed, kAsleep };
 
-  Policy(Pager& pager, OpFeed& feed, PolicyOptions options = {});
+  explicit Policy(Pager& pager, PolicyOptions options = {});
+
+  /// Set up before anything else is called.
+  void set_feed(OpFeed* feed) noexcept {
+    feed_ = feed;
+  }
 
   /// Begins to keep `device` within `limit_bytes`, or changes the limit. Storages of at least
   /// `min_bytes` move.
@@ -122,6 +130,8 @@ class Policy final : public Room, public PagerListener {
   void after_op(Device& device, bool on_main_thread);
   /// The thread that armed the policy is inside no op that began before.
   void note_boundary() noexcept;
+  /// Python's main thread is between two instructions, and all storages have been made known.
+  void note_quiet() noexcept;
   /// The autograd engine goes on to a node on the calling thread: what ran there has ended.
   void note_node_begins() noexcept;
   bool wants_boundary() const noexcept {
@@ -136,6 +146,10 @@ class Policy final : public Room, public PagerListener {
   void was_cancelled(const EntityPtr& entity) override;
 
   MemoryReport report(Device& device);
+
+  /// Whether the calling thread may let page-outs be committed now: see Note [Foreign calls] and
+  /// Note [Learn, sleep, arm]. Takes microseconds.
+  bool may_vacate() const;
 
  private:
   using Clock = std::chrono::steady_clock;
@@ -156,10 +170,10 @@ class Policy final : public Room, public PagerListener {
   void page_out_cooled(Device& device, size_t missing_bytes);
   void prefetch_ahead(Device& device, bool backward);
   bool keep_error();
+  void forget_error();
   std::string last_error();
 
   // Note [Learn, sleep, arm]
-  bool may_vacate() const;
   void end_cycle();
   bool may_sleep();
   void sleep();
@@ -167,7 +181,7 @@ class Policy final : public Room, public PagerListener {
   void learn();
 
   Pager& pager_;
-  OpFeed& feed_;
+  OpFeed* feed_ = nullptr;
   const PolicyOptions options_;
   std::atomic<Attention> attention_{Attention::kOff};
   std::atomic<size_t> tracked_from_bytes_{SIZE_MAX};
@@ -179,6 +193,7 @@ class Policy final : public Room, public PagerListener {
   std::atomic<uint64_t> boundary_thread_{0};
   std::atomic<uint64_t> eligible_from_{0}; // uses before it do not make an entity eligible
   std::atomic<bool> other_threads_{false}; // in this cycle
+  std::atomic<bool> gave_way_{false}; // and what is beyond the limit is still there
   std::atomic<uint64_t> cycle_began_{0}; // where there is no backward
 
   std::mutex error_mutex_;

@@ -244,25 +244,30 @@ Place Pager::use(const EntityPtr& entity) {
       }
     } catch (const std::exception& error) {
       stats_.pagein_failures.fetch_add(1, std::memory_order_relaxed);
-      TORCH_WARN_ONCE(
-          "torch_lms: no room on the device for a storage of ",
-          entity->nbytes(),
-          " bytes that an op uses; the op works on the host copy, which is right but slow. Raise "
-          "the limit, or use smaller batches. (",
-          text_of(error),
-          ") Further cases are counted in torch_lms.stats().host_served.");
       if (!entity->serve()) {
         continue; // another thread has brought it in meanwhile
       }
-      result = AccessResult::kServed;
+      note_served(entity, text_of(error));
+      return Place::kHost;
     }
     if (result == AccessResult::kServed) {
-      stats_.host_served.fetch_add(1, std::memory_order_relaxed);
+      note_served(entity);
       return Place::kHost;
     }
     count(entity, result);
     return Place::kDevice;
   }
+}
+
+void Pager::note_served(const EntityPtr& entity, const std::string& why) {
+  stats_.host_served.fetch_add(1, std::memory_order_relaxed);
+  TORCH_WARN_ONCE(
+      "torch_lms: no room on the device for a storage of ",
+      entity->nbytes(),
+      " bytes that an op uses; the op works on the host copy, which is right but slow. Raise "
+      "the limit, or use smaller batches. (",
+      why,
+      ") Further cases are counted in torch_lms.stats().host_served.");
 }
 
 void Pager::call_off_pageout(const EntityPtr& entity) {

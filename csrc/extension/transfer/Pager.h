@@ -4,6 +4,7 @@
 #include <deque>
 #include <functional>
 #include <mutex>
+#include <string>
 #include <vector>
 
 #include <c10/core/Storage.h>
@@ -114,6 +115,9 @@ class Pager final : public StorageEvents {
   /// their copy's submission, and may wait for room as `Room::make_room` does. `kHost` if there
   /// is no room; never throws for the want of it.
   Place use(const EntityPtr& entity);
+
+  /// An op works on a host copy: counts it, and warns once.
+  void note_served(const EntityPtr& entity, const std::string& why = {});
 
   /// The calling thread has pinned an entity: it stays, if it was on its way out.
   void call_off_pageout(const EntityPtr& entity);

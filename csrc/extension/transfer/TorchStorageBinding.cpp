@@ -144,11 +144,14 @@ bool TorchStorageBinding::unwritten() {
 }
 
 void TorchStorageBinding::watch() {
-  compat::watch_leaving(*raw(), &on_raw_access);
+  if (!compat::has_materializer(*raw())) {
+    compat::watch_block(*raw(), &on_raw_access);
+  }
   watching_ = true;
-  const c10::DataPtr& data = raw()->_mutable_data_ptr_no_checks();
-  if (data.get() == block_) {
-    block_deleter_ = data.get_deleter();
+  // Before 2.13 that changes the block's owner, and back again where somebody may write to it: then
+  // `install_host` does not find what it looks for, and the copy is thrown away.
+  if (raw()->_mutable_data_ptr_no_checks().get() == block_) {
+    block_deleter_ = raw()->_mutable_data_ptr_no_checks().get_deleter();
   }
 }
 

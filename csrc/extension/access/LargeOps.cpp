@@ -1,0 +1,166 @@
+#include <extension/access/LargeOps.h>
+
+#include <algorithm>
+#include <chrono>
+#include <set>
+#include <string_view>
+#include <utility>
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty_strided.h>
+
+#include <extension/access/Storages.h>
+#include <extension/base/Interpreter.h>
+
+namespace torch_lms {
+namespace {
+
+constexpr auto kPatience = std::chrono::seconds(30);
+
+/// The same value without bytes.
+c10::IValue without_bytes(const c10::IValue& value) {
+  if (value.isTensor() && value.toTensor().defined()) {
+    const at::Tensor& tensor = value.toTensor();
+    return at::empty_strided(
+        tensor.sizes(), tensor.strides(), tensor.options().device(c10::kMeta));
+  }
+  if (value.isTensorList()) {
+    c10::List<at::Tensor> tensors;
+    for (const at::Tensor& tensor : value.toTensorVector()) {
+      tensors.push_back(without_bytes(tensor).toTensor());
+    }
+    return tensors;
+  }
+  return value.isDevice() ? c10::IValue(c10::Device(c10::kMeta)) : value;
+}
+
+size_t bytes_behind(const c10::IValue& value, std::set<const c10::StorageImpl*>& seen) {
+  size_t nbytes = 0;
+  visit_storages(value, [&](c10::StorageImpl& storage) {
+    nbytes += seen.insert(&storage).second ? storage.nbytes() : 0;
+  });
+  return nbytes;
+}
+
+/// What the op would make, by PyTorch's shape functions. Throws where there is none.
+size_t ask_for_made_bytes(const at::RecordFunction& record) {
+  const auto name = record.operator_name();
+  const auto op = name.has_value() ? c10::Dispatcher::singleton().findOp(*name) : std::nullopt;
+  if (!op.has_value() || op->schema().arguments().size() != record.inputs().size()) {
+    TORCH_CHECK(false, "no shape function can be asked");
+  }
+  const at::DisableRecordFunctionGuard unseen;
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const c10::impl::ExcludeDispatchKeyGuard no_modes(
+      c10::autocast_dispatch_keyset |
+      c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot}));
+  std::vector<c10::IValue> stack;
+  std::set<const c10::StorageImpl*> seen;
+  for (const c10::IValue& input : record.inputs()) {
+    stack.push_back(without_bytes(input));
+    bytes_behind(stack.back(), seen);
+  }
+  const std::vector<c10::IValue> inputs = stack; // keeps the storages that have been seen
+  op->callBoxed(&stack);
+  size_t nbytes = 0;
+  for (const c10::IValue& output : stack) {
+    nbytes += bytes_behind(output, seen);
+  }
+  return nbytes;
+}
+
+} // namespace
+
+LargeOps::Key LargeOps::key_of(const at::RecordFunction& record, size_t input_bytes) {
+  return std::hash<std::string_view>()(record.name()) ^ (input_bytes * 0x9E3779B97F4A7C15);
+}
+
+size_t LargeOps::made_bytes(const at::RecordFunction& record, size_t input_bytes) {
+  const Key key = key_of(record, input_bytes);
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto at = made_bytes_.find(key);
+    if (at != made_bytes_.end()) {
+      return at->second;
+    }
+  }
+  size_t nbytes = input_bytes; // where nobody knows, as much as it reads
+  try {
+    nbytes = ask_for_made_bytes(record);
+  } catch (const std::exception&) {
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  return made_bytes_.emplace(key, nbytes).first->second;
+}
+
+void LargeOps::note_refused(const at::RecordFunction& record, size_t input_bytes) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  made_bytes_[key_of(record, input_bytes)] = SIZE_MAX / 8;
+}
+
+/// False if it stays on the device: other threads use it, or the host is full.
+bool LargeOps::serve_from_host(Frame& frame, const EntityPtr& entity) {
+  // It is the op's own pins that keep it, one for each time that it is an input.
+  const auto pins = std::count(frame.pinned.begin(), frame.pinned.end(), entity.get());
+  for (auto i = pins; i > 0; --i) {
+    entity->unpin();
+  }
+  const auto deadline = std::chrono::steady_clock::now() + kPatience;
+  bool going = entity->state() == EntityState::kPagedOut || pager_.evict(entity);
+  uint64_t progress = pager_.out_queue().progress();
+  while (going && entity->state() != EntityState::kPagedOut) {
+    progress = pager_.out_queue().wait_for_progress(progress, 1000);
+    pager_.commit_finished();
+    going = entity->state() != EntityState::kResident &&
+        std::chrono::steady_clock::now() < deadline;
+  }
+  for (auto i = pins; i > 0; --i) {
+    entity->pin();
+  }
+  if (!going || !entity->serve()) {
+    return false;
+  }
+  frame.served.push_back(entity.get());
+  pager_.note_served(entity);
+  return true;
+}
+
+void LargeOps::make_fit(const at::RecordFunction& record, Frame& frame, size_t first) {
+  std::vector<EntityPtr> inputs;
+  size_t input_bytes = 0;
+  Device& device = frame.pinned[first]->device();
+  for (size_t i = first; i < frame.pinned.size(); ++i) {
+    EntityPtr entity = entity_of(frame.pinned[i]->shared_from_this());
+    if (&entity->device() == &device &&
+        std::find(inputs.begin(), inputs.end(), entity) == inputs.end()) {
+      input_bytes += entity->nbytes();
+      inputs.push_back(std::move(entity));
+    }
+  }
+  // Twice: many kernels need as much for themselves, which no shape function tells.
+  const size_t made = 2 * made_bytes(record, input_bytes);
+  if (device.capturing() || input_bytes + made <= device.limit_bytes() / 2) {
+    return;
+  }
+  const MemoryReport held = policy_.report(device);
+  const size_t stays = held.fixed_bytes + held.unseen_bytes + held.other_bytes;
+  const size_t left = device.limit_bytes() - std::min(device.limit_bytes(), stays);
+  if (input_bytes + made <= left || !policy_.may_vacate()) {
+    return;
+  }
+  const WithoutGil no_gil;
+  std::sort(inputs.begin(), inputs.end(), [](const EntityPtr& a, const EntityPtr& b) {
+    return a->nbytes() > b->nbytes();
+  });
+  for (const EntityPtr& entity : inputs) {
+    if (input_bytes + made <= left) {
+      break;
+    }
+    if (serve_from_host(frame, entity)) {
+      input_bytes -= entity->nbytes();
+    }
+  }
+}
+
+} // namespace torch_lms
