@@ -491,7 +491,7 @@ void Policy::prefetch_ahead(Device& device, bool backward) {
   }
 }
 
-void Policy::after_op(Device& device, bool on_main_thread) {
+void Policy::after_op(Device* used, bool on_main_thread) {
   if (!enabled()) {
     return;
   }
@@ -504,11 +504,12 @@ void Policy::after_op(Device& device, bool on_main_thread) {
        cycles_.now() - cycle_began_.load(std::memory_order_relaxed) > options_.ops_in_cycle)) {
     end_cycle();
   }
-  if (device.limit_bytes() == 0 || device.capturing() || attention() == Attention::kAsleep) {
+  if (used == nullptr || used->limit_bytes() == 0 || used->capturing() ||
+      attention() == Attention::kAsleep) {
     return;
   }
-  page_out_ahead(device, backward);
-  prefetch_ahead(device, backward);
+  page_out_ahead(*used, backward);
+  prefetch_ahead(*used, backward);
 }
 
 // --- Note [Learn, sleep, arm] ---------------------------------------------------------
