@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch_lms.partition.balanced import create_balanced_partition
-    from torch_lms.swap import SwapEnv, disable, enable, pageout, pin, prefetch, stats, wait
+    from torch_lms.swap import SwapEnv, disable, enable, memory_summary, pageout, pin, prefetch, stats, wait
 
 __all__ = [
     "SwapEnv",
     "create_balanced_partition",
     "disable",
     "enable",
+    "memory_summary",
     "pageout",
     "pin",
     "prefetch",

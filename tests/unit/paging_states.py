@@ -56,6 +56,12 @@ def _prefetched(tensors: Sequence[torch.Tensor]) -> None:
     torch_lms.wait()
 
 
+def _copied(tensors: Sequence[torch.Tensor]) -> None:
+    """They have come in, and the host keeps its copies until they are written: in automatic mode."""
+    torch_lms.enable({str(tensors[0].device) if tensors else "cpu": "1GiB"}, min_bytes=1)
+    _prefetched(tensors)
+
+
 STATES: dict[str, Place] = {
     "plain": _plain,
     "paged_out": _paged_out,
@@ -64,6 +70,7 @@ STATES: dict[str, Place] = {
     "prefetch_enqueued": _prefetch_enqueued,
     "prefetch_held": _prefetch_held,
     "prefetched": _prefetched,
+    "copied": _copied,
 }
 
 

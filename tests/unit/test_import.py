@@ -20,6 +20,7 @@ PUBLIC_NAMES = [
     "create_balanced_partition",
     "disable",
     "enable",
+    "memory_summary",
     "pageout",
     "pin",
     "prefetch",

@@ -291,6 +291,8 @@ def test_tensor_freed_in_any_state_leaves_nothing(state: str, paged: ModuleType,
     assert torch.equal(neighbour, base())
     if not chaos:
         assert paged.stats().paged_out_bytes == 0
+        if state == "copied":
+            paged.disable()  # until then the host gives copies back when it needs their room
         assert paged.stats().host_used_bytes == 0
 
 

@@ -306,10 +306,9 @@ void Observer::end(const at::RecordFunction& record) {
   if (failed != nullptr) {
     std::rethrow_exception(failed); // PyTorch logs it
   }
-  for (Device* device : devices) {
-    if (device != nullptr) {
-      policy_->after_op(*device, is_on_main_thread(frame));
-    }
+  policy_->after_op(devices[0], is_on_main_thread(frame));
+  if (devices[1] != nullptr) {
+    policy_->after_op(devices[1], is_on_main_thread(frame));
   }
   chaos_.after_op();
 }

@@ -6,7 +6,8 @@ namespace torch_lms {
 /// A function of another extension may take a tensor's address and then call PyTorch, which
 /// allocates or runs an op, and then use the address. Nothing tells of a const access, and
 /// before 2.13 nothing tells of any. So while such a function runs, its thread vacates nothing:
-/// no page-out is committed, and where memory is short the limit gives way instead.
+/// no page-out is committed, and where memory is short the limit gives way instead. Nor does it
+/// begin a page-out: the function may write through its address when the copy has been made.
 ///
 /// Such a function is found on the stack. Between the innermost frame of the Python interpreter
 /// (or the thread's beginning: the autograd engine's threads have none) and the outermost op

@@ -108,8 +108,11 @@ void Policy::was_cancelled(const EntityPtr& entity) {
 
 /// Returns the bytes that go, or have gone.
 size_t Policy::page_out(Device& device, const std::vector<EntityPtr>& entities) {
+  if (in_foreign_call()) { // It may be about to write: a copy that is made now would be stale.
+    return 0;
+  }
   size_t nbytes = 0;
-  const bool may_drop = may_vacate();
+  const bool may_drop = !wants_boundary();
   PageoutBatch batch(pager_);
   try {
     for (const EntityPtr& entity : entities) {
@@ -503,7 +506,7 @@ void Policy::prefetch_ahead(Device& device, bool backward) {
   }
 }
 
-void Policy::after_op(Device& device, bool on_main_thread) {
+void Policy::after_op(Device* used, bool on_main_thread) {
   if (!enabled()) {
     return;
   }
@@ -516,11 +519,12 @@ void Policy::after_op(Device& device, bool on_main_thread) {
        cycles_.now() - cycle_began_.load(std::memory_order_relaxed) > options_.ops_in_cycle)) {
     end_cycle();
   }
-  if (device.limit_bytes() == 0 || device.capturing() || attention() == Attention::kAsleep) {
+  if (used == nullptr || used->limit_bytes() == 0 || used->capturing() ||
+      attention() == Attention::kAsleep) {
     return;
   }
-  page_out_ahead(device, backward);
-  prefetch_ahead(device, backward);
+  page_out_ahead(*used, backward);
+  prefetch_ahead(*used, backward);
 }
 
 // --- Note [Learn, sleep, arm] ---------------------------------------------------------

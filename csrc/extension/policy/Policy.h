@@ -125,9 +125,10 @@ class Policy final : public Room, public PagerListener {
   CycleTracker& cycles() noexcept {
     return cycles_;
   }
-  /// An outermost op of the calling thread that used entities of `device` has ended.
+  /// An outermost op of the calling thread has ended that used entities of `used`; null if it used
+  /// none. Also such ops make cycles: a program of small tensors has no others.
   /// `on_main_thread`: see Note [Learn, sleep, arm].
-  void after_op(Device& device, bool on_main_thread);
+  void after_op(Device* used, bool on_main_thread);
   /// The thread that armed the policy is inside no op that began before.
   void note_boundary() noexcept;
   /// Python's main thread is between two instructions, and all storages have been made known.

@@ -82,13 +82,15 @@ KeepAlive TorchStorageBinding::hold() {
 
 KeepAlive TorchStorageBinding::acquire(size_t nbytes, void** device) {
   KeepAlive keep = hold();
-  if (keep == nullptr || !has_bytes(*raw()) || raw()->nbytes() != nbytes) {
+  if (keep == nullptr) {
+    return nullptr;
+  }
+  if (!has_bytes(*raw()) || raw()->nbytes() != nbytes ||
+      (!unwritten() && why_not_movable(*raw(), &device_) != nullptr)) {
+    unwatch(); // What replaces an entity's memory may leave the hook.
     return nullptr;
   }
   const c10::DataPtr& data = raw()->_mutable_data_ptr_no_checks();
-  if (!unwritten() && why_not_movable(*raw(), &device_) != nullptr) {
-    return nullptr;
-  }
   block_ = *device = data.get();
   block_deleter_ = data.get_deleter();
   return keep;
@@ -132,11 +134,13 @@ bool TorchStorageBinding::install_watched(std::unique_ptr<DeviceBlock>& block) {
     compat::watch_block(*raw(), &on_raw_access);
   }
   watching_ = true;
+  watched_block_ = raw()->_mutable_data_ptr_no_checks().get();
   return unwritten();
 }
 
 bool TorchStorageBinding::unwritten() {
-  return watching_ && compat::block_is_watched(*raw());
+  return watching_ && compat::block_is_watched(*raw()) &&
+      raw()->_mutable_data_ptr_no_checks().get() == watched_block_;
 }
 
 void TorchStorageBinding::watch() {
@@ -152,10 +156,11 @@ void TorchStorageBinding::watch() {
 }
 
 void TorchStorageBinding::unwatch() {
-  if (unwritten()) {
+  if (watching_ && compat::block_is_watched(*raw())) {
     compat::unwatch_block(*raw());
   }
   watching_ = false;
+  watched_block_ = nullptr;
 }
 
 void TorchStorageBinding::keep_block_for_copy() {

@@ -42,6 +42,10 @@ class StorageEvents {
 /// copy-on-write block with one owner, which PyTorch makes an ordinary block at the first
 /// mutable access: if it is still one, nobody can have written. Such a block's stream uses are
 /// not recorded by PyTorch's allocator, so all streams that have been noted are when it is freed.
+///
+/// A block that is on its way out is watched, too: who asks for a mutable pointer may write after
+/// the bytes have been copied. From 2.13 on the hook calls the page-out off. Before, the commit
+/// finds another block than the one that has been copied (`install_host`), and drops the copy.
 
 /// Why a storage cannot be paged out; null if it can. Not for paged-out storages.
 const char* why_not_movable(c10::StorageImpl& storage, const Device* device);
@@ -93,6 +97,7 @@ class TorchStorageBinding final : public StorageBinding {
   StorageEvents& events_;
   const int64_t home_stream_;
   bool watching_ = false;
+  const void* watched_block_ = nullptr; // since it came in
   const void* block_ = nullptr;
   c10::DeleterFnPtr block_deleter_ = nullptr;
 };

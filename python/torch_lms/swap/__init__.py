@@ -12,6 +12,7 @@ from torch_lms.swap.environment import SwapEnv
 from torch_lms.swap.limits import parse_bytes
 from torch_lms.swap.manual import is_resident, pageout, pin, prefetch, state, unpin, wait
 from torch_lms.swap.statistics import SwapStats, stats
+from torch_lms.swap.summary import memory_summary
 
 __all__ = [
     "SwapEnv",
@@ -21,6 +22,7 @@ __all__ = [
     "enable",
     "is_enabled",
     "is_resident",
+    "memory_summary",
     "mlms",
     "pageout",
     "parse_bytes",

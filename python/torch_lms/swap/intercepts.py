@@ -8,6 +8,10 @@ Note [Ways around the dispatcher]
     From torch 2.13 on the core notices raw mutable access to paged-out storages by itself; these
     wrappers also cover 2.11 and 2.12, and addresses of resident storages. The fork's runtime notices
     every access, and pages out only what the program names: there, none of this is installed.
+
+Note [Threads that begin]
+    While automatic mode sleeps no op is watched (csrc/extension/policy/Policy.h, Note [Learn, sleep, arm]): that is
+    right for one thread alone. So it is woken before another one of Python's begins.
 """
 
 from __future__ import annotations
@@ -45,6 +49,7 @@ def install() -> None:
         _wrap_slices_of_storages()
         _wrap_to_dlpack()
         _wrap_compiled_graph()
+        _wrap(threading.Thread, "start", _wake)
         _installed = True
 
 
@@ -56,6 +61,12 @@ def _pin(owner: Any) -> None:
 def _use(owner: Any) -> None:
     if _movable(owner):
         core.use([owner])
+
+
+def _wake(_: threading.Thread) -> None:
+    """See Note [Threads that begin]. No effect unless automatic mode sleeps."""
+    if not core.in_forked_child():
+        core.wake()
 
 
 def _movable(owner: Any) -> bool:

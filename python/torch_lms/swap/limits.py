@@ -11,7 +11,7 @@ import torch
 from torch_lms._core import core
 from torch_lms.errors import LimitError
 
-__all__ = ["Limit", "parse_bytes", "parse_limits"]
+__all__ = ["Limit", "device_name", "parse_bytes", "parse_limits"]
 
 Limit = int | str | None
 
@@ -88,12 +88,12 @@ def parse_limits(limit: Limit | Mapping[str | torch.device, int | str]) -> dict[
         raise LimitError("expected at least one device in limit=, found an empty mapping; pass {'cuda:0': '24GiB'}")
     limits: dict[str, int] = {}
     for device, size in limit.items():
-        name = _device_name(device)
+        name = device_name(device)
         limits[name] = parse_bytes(size, total_bytes=core.total_bytes(name))
     return limits
 
 
-def _device_name(device: str | torch.device) -> str:
+def device_name(device: str | torch.device) -> str:
     """A device's full name, ``cuda:0`` for ``cuda``, or an error for what is not there."""
     try:
         parsed = torch.device(device)

@@ -36,14 +36,15 @@ def pageout(*tensors: Pageables) -> int:
 
     A storage's device memory is given back at the first op (or `wait`) after its copy has
     finished. Using the storage before that calls the page-out off. A storage that is paged out
-    already, or has no bytes, is left alone.
+    already, that has no bytes, or that a running op uses is left alone.
 
     Args:
         tensors: tensors or storages on a CPU or CUDA device, or iterables of them. Views page out
             the whole storage that they share.
 
     Returns:
-        How many page-outs were enqueued.
+        How many page-outs were enqueued. What left at once is not counted: bytes of which the host
+        still had a copy (automatic mode).
 
     Raises:
         PageoutError: for a storage that cannot be paged out (meta and sparse tensors, memory that
