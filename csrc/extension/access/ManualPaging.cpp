@@ -1,5 +1,7 @@
 #include <extension/access/ManualPaging.h>
 
+#include <algorithm>
+
 #include <entity/Error.h>
 
 #include <extension/transfer/PageoutBatch.h>
@@ -19,7 +21,7 @@ namespace {
 
 } // namespace
 
-void ManualPaging::add(PageoutBatch& batch, const c10::Storage& storage, bool note_streams) {
+void ManualPaging::add(PageoutBatch& batch, const c10::Storage& storage) {
   c10::StorageImpl& impl = *storage.unsafeGetStorageImpl();
   if (has_bytes(impl) && impl.nbytes() == 0) {
     return;
@@ -27,9 +29,6 @@ void ManualPaging::add(PageoutBatch& batch, const c10::Storage& storage, bool no
   Device* device = pager_.devices().find(impl.device());
   if (device != nullptr && device->capturing()) {
     refuse(storage, "a CUDA graph is being captured, and nothing moves meanwhile");
-  }
-  if (device != nullptr && note_streams) {
-    device->note_busy_streams();
   }
   // The program may have given the storage other memory: then the next entity is the one.
   for (EntityPtr entity; entity == nullptr || entity->replaced();) {
@@ -66,14 +65,29 @@ void ManualPaging::add(
   }
 }
 
+/// Once for each device: that takes tens of microseconds.
+void ManualPaging::note_busy_streams(const std::vector<c10::Storage>& storages) {
+  std::vector<Device*> noted;
+  for (const c10::Storage& storage : storages) {
+    Device* device = pager_.devices().find(storage.device());
+    if (device != nullptr && std::find(noted.begin(), noted.end(), device) == noted.end()) {
+      device->note_busy_streams();
+      noted.push_back(device);
+    }
+  }
+}
+
 int64_t ManualPaging::pageout(const std::vector<c10::Storage>& storages) {
   observer_.take_back();
   pager_.out_queue().start_actions();
   const Observer::Request request(observer_);
+  if (request.first()) {
+    note_busy_streams(storages);
+  }
   PageoutBatch batch(pager_, /*by_hand=*/true);
   try {
     for (const c10::Storage& storage : storages) {
-      add(batch, storage, request.first());
+      add(batch, storage);
     }
   } catch (const PageoutRefused&) {
     batch.submit(); // Those before it go out.

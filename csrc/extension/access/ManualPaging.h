@@ -42,7 +42,8 @@ class ManualPaging {
   void pagein_all();
 
  private:
-  void add(PageoutBatch& batch, const c10::Storage& storage, bool note_streams);
+  void note_busy_streams(const std::vector<c10::Storage>& storages);
+  void add(PageoutBatch& batch, const c10::Storage& storage);
   void add(PageoutBatch& batch, const c10::Storage& storage, const EntityPtr& entity);
 
   Pager& pager_;

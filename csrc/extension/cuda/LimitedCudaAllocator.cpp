@@ -61,7 +61,15 @@ auto LimitedCudaAllocator::again_with_more_room(
     const c10::OutOfMemoryError& error,
     Allocate&& allocate) {
   size_t more = nbytes;
-  for (int i = 0; i < kMostRetries && room.after_out_of_memory(device, more); ++i, more *= 2) {
+  for (int i = 0; i < kMostRetries; ++i, more *= 2) {
+    const Room::Answer answer = room.after_out_of_memory(device, more);
+    if (answer == Room::Answer::kRefuse) {
+      break;
+    }
+    if (answer == Room::Answer::kGiveWay) {
+      const CudaDevice::BeyondLimit beyond(device);
+      return allocate();
+    }
     try {
       return allocate();
     } catch (const c10::OutOfMemoryError&) {
@@ -86,8 +94,14 @@ auto LimitedCudaAllocator::again_with_more_room(
 template <typename Allocate>
 auto LimitedCudaAllocator::with_room(size_t nbytes, Allocate&& allocate) {
   CudaDevice* device = nbytes != 0 ? current_device() : nullptr;
-  if (device == nullptr || device->spend(nbytes)) {
+  if (device == nullptr) {
     return allocate();
+  }
+  if (device->spend(nbytes)) {
+    try {
+      return allocate();
+    } catch (const c10::OutOfMemoryError&) { // fragmentation: the limit leaves room
+    }
   }
   Room& room = *room_.load();
   const Room::Answer answer = room.make_room(*device, nbytes);

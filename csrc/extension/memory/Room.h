@@ -30,8 +30,8 @@ class Room {
   virtual void make_contiguous(Device& device, size_t nbytes) = 0;
 
   /// An allocation of `nbytes` failed though the limit leaves room (fragmentation): pages out at
-  /// least as much more. Returns false if nothing was left to page out.
-  virtual bool after_out_of_memory(Device& device, size_t nbytes) = 0;
+  /// least as much more. Refuses if nothing was left to page out.
+  virtual Answer after_out_of_memory(Device& device, size_t nbytes) = 0;
 
   /// The allocator is about to grow its pool: gives it the blocks whose page-out is over. Waits
   /// for nothing. The allocator's lock is held.

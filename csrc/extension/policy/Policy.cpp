@@ -361,8 +361,7 @@ void Policy::make_contiguous(Device& device, size_t nbytes) {
   }
 }
 
-/// Pages out what gives one free block of `nbytes` at the least cost: the bytes of what
-/// is needed late, twice those of what is needed soon; the very next stay. False if
+/// Pages out what gives one free block of `nbytes` at the least cost; the very next stay. False if
 /// there is no such window.
 bool Policy::free_window(Device& device, size_t nbytes) {
   const auto victims = watch_of(device).resident_by_next_use(cycles_, eligible_from_.load());
@@ -378,7 +377,9 @@ bool Policy::free_window(Device& device, size_t nbytes) {
     std::vector<WindowBlock> segment;
     for (const AllocatorBlock& block : blocks) {
       const auto at = movable.find(block.address);
-      const size_t weight = at != movable.end() && at->second >= victims.size() / 2 ? 2 : 1;
+      // What is needed soon costs twice as much, and so does what must be copied.
+      size_t weight = at != movable.end() && at->second >= victims.size() / 2 ? 2 : 1;
+      weight *= at != movable.end() && victims[at->second].entity->keeps_copy() ? 1 : 2;
       segment.push_back(
           {block.nbytes,
            block.free            ? 0
@@ -399,10 +400,12 @@ bool Policy::free_window(Device& device, size_t nbytes) {
   return page_out(device, chosen) != 0;
 }
 
-bool Policy::after_out_of_memory(Device& device, size_t nbytes) {
-  if (device.limit_bytes() == 0 || this_thread().for_prefetch || device.capturing() ||
-      !may_vacate()) {
-    return false;
+Room::Answer Policy::after_out_of_memory(Device& device, size_t nbytes) {
+  if (device.limit_bytes() == 0 || this_thread().for_prefetch || device.capturing()) {
+    return Answer::kRefuse;
+  }
+  if (!may_vacate()) {
+    return give_way(device);
   }
   const WithoutGil no_gil;
   pager_.stats().allocation_retries.fetch_add(1, std::memory_order_relaxed);
@@ -415,7 +418,7 @@ bool Policy::after_out_of_memory(Device& device, size_t nbytes) {
       request_pageouts(device, nbytes) != 0 || pager_.out_queue().pending_bytes() != 0;
   while (wait_for_pageouts(&progress, deadline) == Progress::kMoved) {
   }
-  return requested;
+  return requested ? Answer::kFits : Answer::kRefuse;
 }
 
 void Policy::vacate_finished(Device& device) {

@@ -114,7 +114,7 @@ class Policy final : public Room, public PagerListener {
   // --- Room ---
   Answer make_room(Device& device, size_t nbytes) override;
   void make_contiguous(Device& device, size_t nbytes) override;
-  bool after_out_of_memory(Device& device, size_t nbytes) override;
+  Answer after_out_of_memory(Device& device, size_t nbytes) override;
   void vacate_finished(Device& device) override;
   void before_capture() override;
   std::string explain(Device& device, size_t nbytes) override;
