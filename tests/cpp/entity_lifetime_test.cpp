@@ -147,7 +147,7 @@ TEST(a_storage_that_dies_before_its_arrival_keeps_the_block_for_the_copy) {
   CHECK(rig.entity->commit_pagein(rig.in));
   rig.in = nullptr;
   rig.storage = nullptr;
-  CHECK_EQ(rig.device->kept_for_copies.load(), 1);
+  CHECK_EQ(rig.device->kept_for_arrivals.load(), 1);
 }
 
 TEST(a_prefetch_for_a_storage_that_has_died_keeps_the_block_for_the_copy) {
