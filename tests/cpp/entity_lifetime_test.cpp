@@ -115,10 +115,10 @@ TEST(a_device_in_error_leaks_a_host_copy_and_goes_on) {
 
 TEST(a_request_under_way_keeps_others_out) {
   EntityRig rig(Copies::kOnCaller);
-  rig.device->interruptions.at(
-      DeviceStep::kAcquire, [&] { CHECK(!rig.entity->pageout_internal_sync()); });
-  rig.backend->interruptions.at(
-      BackendStep::kSubmittedWork, [&] { CHECK(!rig.entity->request_pageout()); });
+  rig.backend->interruptions.at(BackendStep::kSubmittedWork, [&] {
+    CHECK(!rig.entity->request_pageout());
+    CHECK(!rig.entity->pageout_internal_sync());
+  });
   CHECK(rig.entity->request_pageout());
   CHECK_EQ(rig.entity->state(), OQ);
   CHECK(!rig.entity->gone());

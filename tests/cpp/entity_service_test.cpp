@@ -334,7 +334,7 @@ TEST(what_is_pinned_arriving_or_asked_for_is_not_dropped) {
   rig.in->fence->wait();
   CHECK(rig.drop());
   rig.check_intact();
-  rig.device->interruptions.at(DeviceStep::kAcquire, [&] { CHECK(!rig.drop()); });
+  rig.backend->interruptions.at(BackendStep::kSubmittedWork, [&] { CHECK(!rig.drop()); });
   CHECK(rig.entity->request_pageout());
   CHECK(!rig.drop());
 }
