@@ -388,7 +388,9 @@ void EntityStorageImpl::stop_watching() {
     if (state() != EntityState::kResident) {
       return;
     }
-    binding_->unwatch();
+    if (!replaced()) { // else the storage is another entity's by now
+      binding_->unwatch();
+    }
   }
   release_copy();
 }
