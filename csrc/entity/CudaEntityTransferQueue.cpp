@@ -122,8 +122,8 @@ void CudaEntityTransferQueue::start_actions() {
   std::lock_guard<std::mutex> lock(mutex_);
   locked_ = false;
   if (!running_) {
+    worker_ = std::thread([this] { work(); }); // may throw
     running_ = true;
-    worker_ = std::thread([this] { work(); });
     busy_ = true; // until it has begun: what its start throws is for who waits
   }
 }
@@ -219,10 +219,14 @@ std::vector<FinishedTransfer> CudaEntityTransferQueue::take_finished() {
 
 void CudaEntityTransferQueue::return_finished(std::vector<FinishedTransfer> transfers) {
   std::lock_guard<std::mutex> lock(mutex_);
-  finished_.insert(
-      finished_.begin(),
-      std::make_move_iterator(transfers.begin()),
-      std::make_move_iterator(transfers.end()));
+  if (finished_.empty()) {
+    finished_.swap(transfers); // takes no memory
+  } else {
+    finished_.insert(
+        finished_.begin(),
+        std::make_move_iterator(transfers.begin()),
+        std::make_move_iterator(transfers.end()));
+  }
   finished_count_.store(finished_.size(), std::memory_order_release);
 }
 

@@ -72,6 +72,7 @@ bool EntityStorageImpl::request_pageout(uint64_t known_since) {
 std::shared_ptr<PageoutTransfer> EntityStorageImpl::begin_request() {
   release_copy(); // The caller has found it stale, or there is none.
   auto transfer = std::make_shared<PageoutTransfer>();
+  const KeepAlive alive = binding_->hold(); // so that `acquire` never lets go of the last
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (state() != EntityState::kResident || requesting_ || calling_off_ || pinned() || gone()) {
@@ -81,20 +82,15 @@ std::shared_ptr<PageoutTransfer> EntityStorageImpl::begin_request() {
     transfer->accesses = accesses_;
     transfer->pins = pins_ever();
     order_after_arrival_locked(); // a prefetch that nobody has used yet
-    requesting_ = true;
-  }
-  void* device = nullptr;
-  try {
+    void* device = nullptr;
+    // Under the lock: another thread may be in `stop_watching`.
     transfer->keep = binding_->acquire(nbytes_, &device);
-  } catch (...) {
-    abandon_request();
-    throw;
-  }
-  transfer->device = device;
-  if (transfer->keep == nullptr) { // The storage no longer holds the entity's memory.
-    abandon_request();
-    gone_.store(true, std::memory_order_release);
-    return nullptr;
+    transfer->device = device;
+    if (transfer->keep == nullptr) { // The storage no longer holds the entity's memory.
+      gone_.store(true, std::memory_order_release);
+      return nullptr;
+    }
+    requesting_ = true;
   }
   return transfer;
 }
@@ -392,7 +388,9 @@ void EntityStorageImpl::stop_watching() {
     if (state() != EntityState::kResident) {
       return;
     }
-    binding_->unwatch();
+    if (!replaced()) { // else the storage is another entity's by now
+      binding_->unwatch();
+    }
   }
   release_copy();
 }
@@ -473,6 +471,7 @@ void EntityStorageImpl::end_service() noexcept {
 // --- bytes that the host still has ---------------------------------------------
 
 bool EntityStorageImpl::drop_unwritten(std::unique_ptr<DeviceBlock>* garbage) {
+  const KeepAlive alive = binding_->hold(); // so that `acquire` never lets go of the last
   KeepAlive keep; // dropped after unlocking
   void* device = nullptr;
   std::lock_guard<std::mutex> lock(mutex_);

@@ -1,6 +1,5 @@
 #include <entity/OpClock.h>
 
-#include <list>
 #include <mutex>
 
 namespace torch_lms {
@@ -9,11 +8,13 @@ namespace {
 struct Slot {
   std::atomic<uint64_t> running_since{0};
   OpClock::Thread thread = 0;
+  Slot* next = nullptr;
 };
 
+/// Linked through the slots themselves: a thread's first op must not fail for want of memory.
 struct SlotList {
   std::mutex mutex;
-  std::list<Slot*> slots;
+  Slot* first = nullptr;
   OpClock::Thread last_thread = 0;
 };
 
@@ -30,12 +31,17 @@ struct ThreadSlot {
   ThreadSlot() {
     std::lock_guard<std::mutex> lock(slot_list().mutex);
     slot.thread = ++slot_list().last_thread;
-    slot_list().slots.push_back(&slot);
+    slot.next = slot_list().first;
+    slot_list().first = &slot;
     own_slot = &slot;
   }
   ~ThreadSlot() {
     std::lock_guard<std::mutex> lock(slot_list().mutex);
-    slot_list().slots.remove(&slot);
+    Slot** at = &slot_list().first;
+    while (*at != &slot) {
+      at = &(*at)->next;
+    }
+    *at = slot.next;
     own_slot = nullptr;
   }
   Slot slot;
@@ -77,7 +83,7 @@ OpClock::Thread OpClock::this_thread() noexcept {
 
 bool OpClock::running_since(uint64_t tick, Thread except) noexcept {
   std::lock_guard<std::mutex> lock(slot_list().mutex);
-  for (const Slot* slot : slot_list().slots) {
+  for (const Slot* slot = slot_list().first; slot != nullptr; slot = slot->next) {
     const uint64_t since = slot->running_since.load(std::memory_order_seq_cst);
     if (slot->thread != except && since != 0 && since <= tick) {
       return true;

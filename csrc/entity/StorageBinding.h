@@ -35,7 +35,8 @@ class StorageBinding {
   virtual KeepAlive hold() = 0;
 
   /// As `hold`, and remembers the storage's device block for `install_host`.
-  /// Null if the storage does not hold a movable block of `nbytes` any more.
+  /// Null if the storage does not hold a movable block of `nbytes` any more. Called under the
+  /// entity's lock, where the caller holds the storage, if it is still there.
   virtual KeepAlive acquire(size_t nbytes, void** device) = 0;
 
   /// Whether the storage is gone for good. Called with or without a lock.

@@ -33,6 +33,7 @@ void Runtime::disable() {
   chaos.end();
   policy.disable();
   attempt([this] { pager.pagein_all(); });
+  policy.track_none(); // not before: ops of other threads have to find what is still out
   observer.stop_if_idle();
   if (failed != nullptr) {
     std::rethrow_exception(failed);

@@ -1,4 +1,4 @@
-#include <entity/CpuBlocks.h>
+#include <extension/memory/CpuBlocks.h>
 
 #include <sys/mman.h>
 

@@ -1,4 +1,4 @@
-#include <entity/CycleTracker.h>
+#include <extension/trace/CycleTracker.h>
 
 #include <algorithm>
 #include <atomic>
@@ -12,15 +12,15 @@ namespace {
 
 void use(CycleTracker& tracker, int times) {
   for (int i = 0; i < times; ++i) {
-    tracker.next_use();
+    tracker.next_op();
   }
 }
 
 TEST(uses_are_counted_from_one) {
   CycleTracker tracker;
   CHECK_EQ(tracker.now(), 0);
-  CHECK_EQ(tracker.next_use(), 1);
-  CHECK_EQ(tracker.next_use(), 2);
+  CHECK_EQ(tracker.next_op(), 1);
+  CHECK_EQ(tracker.next_op(), 2);
   CHECK_EQ(tracker.now(), 2);
 }
 
@@ -71,7 +71,7 @@ TEST(uses_of_several_threads_are_all_different) {
   for (auto& own : uses) {
     threads.emplace_back([&tracker, &own] {
       for (int i = 0; i < 2000; ++i) {
-        own.push_back(tracker.next_use());
+        own.push_back(tracker.next_op());
       }
     });
   }
@@ -97,7 +97,7 @@ TEST(a_phase_that_several_threads_note_ends_one_cycle) {
       std::vector<std::thread> threads;
       for (int t = 0; t < kThreads; ++t) {
         threads.emplace_back([&] {
-          tracker.next_use();
+          tracker.next_op();
           ended += tracker.note_phase(backward) ? 1 : 0;
         });
       }
@@ -110,6 +110,51 @@ TEST(a_phase_that_several_threads_note_ends_one_cycle) {
     CHECK(tracker.shape().forward <= tracker.shape().length);
     CHECK(tracker.shape().began <= tracker.now());
   }
+}
+
+TEST(a_forgotten_cycle_is_measured_from_then_on) {
+  CycleTracker tracker;
+  use(tracker, 10);
+  tracker.note_phase(true);
+  use(tracker, 20);
+  REQUIRE(tracker.note_phase(false));
+  use(tracker, 5);
+  tracker.note_phase(true);
+  tracker.forget(); // also that a backward was running
+  CycleShape shape = tracker.shape();
+  CHECK_EQ(shape.length, 0);
+  CHECK_EQ(shape.forward, 0);
+  CHECK_EQ(shape.began, 35);
+  CHECK_EQ(shape.number, 2); // what was used in cycle 1 does not recur
+  CHECK(!tracker.note_phase(false));
+  use(tracker, 4);
+  tracker.note_phase(true);
+  use(tracker, 6);
+  CHECK(tracker.note_phase(false));
+  shape = tracker.shape();
+  CHECK_EQ(shape.forward, 4);
+  CHECK_EQ(shape.length, 10);
+  CHECK_EQ(tracker.now(), 45); // time goes on
+}
+
+TEST(a_shape_that_is_read_while_cycles_end_is_one_cycles) {
+  CycleTracker tracker;
+  std::atomic<bool> over{false};
+  std::thread reader([&] {
+    while (!over) {
+      const CycleShape shape = tracker.shape();
+      CHECK_EQ(shape.length, shape.number == 0 ? 0 : 3 * shape.forward);
+      CHECK_EQ(shape.forward, shape.number);
+    }
+  });
+  for (int i = 1; i <= 300; ++i) {
+    use(tracker, i);
+    tracker.note_phase(true);
+    use(tracker, 2 * i);
+    tracker.note_phase(false);
+  }
+  over = true;
+  reader.join();
 }
 
 } // namespace

@@ -115,10 +115,10 @@ TEST(a_device_in_error_leaks_a_host_copy_and_goes_on) {
 
 TEST(a_request_under_way_keeps_others_out) {
   EntityRig rig(Copies::kOnCaller);
-  rig.device->interruptions.at(
-      DeviceStep::kAcquire, [&] { CHECK(!rig.entity->pageout_internal_sync()); });
-  rig.backend->interruptions.at(
-      BackendStep::kSubmittedWork, [&] { CHECK(!rig.entity->request_pageout()); });
+  rig.backend->interruptions.at(BackendStep::kSubmittedWork, [&] {
+    CHECK(!rig.entity->request_pageout());
+    CHECK(!rig.entity->pageout_internal_sync());
+  });
   CHECK(rig.entity->request_pageout());
   CHECK_EQ(rig.entity->state(), OQ);
   CHECK(!rig.entity->gone());
@@ -147,7 +147,7 @@ TEST(a_storage_that_dies_before_its_arrival_keeps_the_block_for_the_copy) {
   CHECK(rig.entity->commit_pagein(rig.in));
   rig.in = nullptr;
   rig.storage = nullptr;
-  CHECK_EQ(rig.device->kept_for_copies.load(), 1);
+  CHECK_EQ(rig.device->kept_for_arrivals.load(), 1);
 }
 
 TEST(a_prefetch_for_a_storage_that_has_died_keeps_the_block_for_the_copy) {

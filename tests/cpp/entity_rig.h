@@ -43,12 +43,7 @@ class EntityRig {
       : backend(std::make_shared<FakeBackend>(copies)),
         device(std::make_shared<FakeDevice>()),
         storage(std::make_shared<FakeStorage>(device, nbytes, seed)),
-        entity(
-            std::make_shared<torch_lms::EntityStorageImpl>(
-                std::make_unique<FakeBinding>(storage),
-                backend,
-                nbytes,
-                first_seen)) {}
+        entity(make_entity(storage, backend, first_seen)) {}
   ~EntityRig() {
     drop_transfers();
     if (storage != nullptr) {

@@ -36,12 +36,7 @@ struct Tensor {
       uint64_t contents)
       : seed(contents),
         storage(std::make_shared<FakeStorage>(device, kNbytes, contents)),
-        entity(
-            std::make_shared<EntityStorageImpl>(
-                std::make_unique<FakeBinding>(storage),
-                backend,
-                kNbytes,
-                0)) {}
+        entity(make_entity(storage, backend, 0)) {}
 
   std::mutex mutex; ///< Guards the contents: the program's own order of its ops.
   uint64_t seed;

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <mutex>
 #include <utility>
 #include <vector>
 
@@ -17,7 +18,7 @@
 #include "interruptions.h"
 
 /// Where a `FakeDevice` can be interrupted.
-enum class DeviceStep { kAcquire, kAllocate, kInstallHost, kFree };
+enum class DeviceStep { kAcquire, kAllocate, kInstallHost, kFree, kKeepBlock };
 
 /// The memory of a device: plain memory, in blocks that are overwritten when they go.
 class FakeDevice : public std::enable_shared_from_this<FakeDevice> {
@@ -26,6 +27,8 @@ class FakeDevice : public std::enable_shared_from_this<FakeDevice> {
   std::atomic<size_t> blocks{0};
   std::atomic<size_t> most_blocks{SIZE_MAX};
   std::atomic<size_t> kept_for_copies{0};
+  std::atomic<size_t> kept_for_arrivals{0};
+  std::atomic<bool> keeps_copies{false}; ///< Tells whether blocks that come in are written.
 
   std::shared_ptr<char> allocate(size_t nbytes) {
     interruptions.reached(DeviceStep::kAllocate);
@@ -66,6 +69,7 @@ class FakeStorage {
   FakeStorage& operator=(const FakeStorage&) = delete;
 
   void write(uint64_t seed) {
+    written = true;
     for (size_t i = 0; i < nbytes_; ++i) {
       data[i] = byte_of(seed, i);
     }
@@ -100,7 +104,10 @@ class FakeStorage {
   char* data = nullptr;
   std::shared_ptr<char> block; ///< Null while paged out.
   std::shared_ptr<torch_lms::EntityStorageImpl> mark; ///< Set while paged out.
+  std::weak_ptr<torch_lms::EntityStorageImpl> entity;
   std::atomic<bool> watched{false};
+  std::atomic<bool> block_watched{false}; ///< Whether `written` tells of every write.
+  std::atomic<bool> written{false};
 
  private:
   void let_go_of_host() {
@@ -180,10 +187,27 @@ class FakeBinding final : public torch_lms::StorageBinding {
   }
   void unwatch() override {
     storage().watched = false;
+    storage().block_watched = false;
+  }
+  bool install_watched(std::unique_ptr<DeviceBlock>& block) override {
+    if (!device_->keeps_copies) {
+      return StorageBinding::install_watched(block);
+    }
+    install_device(block);
+    storage().written = false;
+    storage().block_watched = true;
+    return true;
+  }
+  bool unwritten() override {
+    return storage().block_watched && !storage().written;
   }
   void keep_block_for_copy() override {
+    keep_block();
     device_->kept_for_copies.fetch_add(1);
-    kept_.push_back(storage().block);
+  }
+  void keep_block_for_arrival() override {
+    keep_block();
+    device_->kept_for_arrivals.fetch_add(1);
   }
 
  private:
@@ -193,6 +217,17 @@ class FakeBinding final : public torch_lms::StorageBinding {
     }
     std::shared_ptr<char> data_;
   };
+
+  /// A device's allocator has a lock of its own, under which it may call the entity.
+  void keep_block() {
+    if (const auto entity = storage().entity.lock()) {
+      CHECK(entity->pinned()); // or the block may go meanwhile
+      entity->host_data(); // never returns if the caller holds the entity's lock
+    }
+    device_->interruptions.reached(DeviceStep::kKeepBlock);
+    std::lock_guard<std::mutex> lock(kept_mutex_);
+    kept_.push_back(storage().block);
+  }
 
   /// Somebody holds it, or the caller must not have called.
   FakeStorage& storage() {
@@ -204,5 +239,16 @@ class FakeBinding final : public torch_lms::StorageBinding {
   FakeStorage* const raw_;
   const std::shared_ptr<FakeDevice> device_;
   const void* block_ = nullptr;
+  std::mutex kept_mutex_;
   std::vector<std::shared_ptr<char>> kept_;
 };
+
+inline std::shared_ptr<torch_lms::EntityStorageImpl> make_entity(
+    const std::shared_ptr<FakeStorage>& storage,
+    const std::shared_ptr<torch_lms::TransferBackend>& backend,
+    uint64_t first_seen) {
+  auto entity = std::make_shared<torch_lms::EntityStorageImpl>(
+      std::make_unique<FakeBinding>(storage), backend, storage->nbytes(), first_seen);
+  storage->entity = entity;
+  return entity;
+}

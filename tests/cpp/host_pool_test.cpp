@@ -1,6 +1,7 @@
 #include <entity/HostPool.h>
 
 #include <cstdint>
+#include <mutex>
 #include <string>
 #include <thread>
 #include <vector>
@@ -103,6 +104,104 @@ TEST(freeing_null_is_nothing) {
   Fixture fixture;
   fixture.pool.free(nullptr);
   CHECK_EQ(fixture.pool.stats().used_bytes, 0);
+}
+
+// --- blocks that others can do without -------------------------------------------------
+
+/// Holds blocks, and gives them back when it is asked.
+struct Holder {
+  explicit Holder(HostPool& from) : pool(from) {
+    pool.set_reclaim([this](HostPool::Urgency urgency) { return give_back(urgency); });
+  }
+  bool give_back(HostPool::Urgency urgency) {
+    asked.push_back(urgency);
+    pool.stats(); // takes the pool's lock
+    auto& from = urgency == HostPool::Urgency::kSpare ? spare : needed;
+    if (from.empty()) {
+      return false;
+    }
+    pool.free(from.back());
+    from.pop_back();
+    return true;
+  }
+  HostPool& pool;
+  std::vector<void*> spare;
+  std::vector<void*> needed;
+  std::vector<HostPool::Urgency> asked;
+};
+
+TEST(spare_blocks_are_asked_for_before_the_pool_grows) {
+  Fixture fixture;
+  Holder holder(fixture.pool);
+  char* first = fixture.take(kSlab); // the holder has none
+  CHECK_EQ(holder.asked.size(), 1);
+  holder.spare = {first};
+  CHECK_EQ(fixture.take(kSlab), first);
+  CHECK_EQ(fixture.record.acquired, 1);
+  CHECK_EQ(fixture.take(2 * kSlab) != nullptr, true);
+  CHECK_EQ(fixture.record.acquired, 2);
+  for (const auto urgency : holder.asked) {
+    CHECK(urgency == HostPool::Urgency::kSpare);
+  }
+}
+
+TEST(a_block_that_fits_asks_nobody) {
+  Fixture fixture;
+  fixture.pool.free(fixture.take(kSlab));
+  Holder holder(fixture.pool);
+  fixture.take(kPage);
+  CHECK(holder.asked.empty());
+}
+
+TEST(needed_blocks_are_asked_for_before_an_allocation_fails) {
+  Fixture fixture(kSlab);
+  Holder holder(fixture.pool);
+  char* first = fixture.take(kSlab / 2);
+  char* second = fixture.take(kSlab / 2);
+  holder.needed = {second, first};
+  char* all = fixture.take(kSlab); // as many as it takes
+  CHECK_EQ(all, first);
+  CHECK(holder.needed.empty());
+  CHECK_THROWS(fixture.take(kSlab), HostPoolFull, "limit");
+  CHECK(holder.asked.back() == HostPool::Urgency::kNeeded);
+  fixture.pool.free(all);
+  fixture.pool.set_reclaim(nullptr);
+  holder.asked.clear();
+  CHECK_THROWS(fixture.take(2 * kSlab), HostPoolFull, "limit");
+  CHECK(holder.asked.empty());
+}
+
+TEST(many_threads_allocate_what_others_can_do_without) {
+  Fixture fixture(2 * kMiB, 2 * kMiB);
+  std::mutex mutex;
+  std::vector<void*> held;
+  fixture.pool.set_reclaim([&](HostPool::Urgency urgency) {
+    std::lock_guard<std::mutex> lock(mutex);
+    if (held.empty() || urgency == HostPool::Urgency::kSpare) {
+      return false;
+    }
+    fixture.pool.free(held.back());
+    held.pop_back();
+    return true;
+  });
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 4; ++t) {
+    threads.emplace_back([&] {
+      for (int i = 0; i < 500; ++i) {
+        try {
+          void* data = fixture.pool.allocate(kMiB / 4);
+          std::lock_guard<std::mutex> lock(mutex);
+          held.push_back(data);
+        } catch (const HostPoolFull&) { // another thread was faster
+        }
+      }
+    });
+  }
+  for (std::thread& thread : threads) {
+    thread.join();
+  }
+  CHECK_EQ(fixture.pool.stats().used_bytes, held.size() * kMiB / 4);
+  CHECK_EQ(held.size(), 8);
 }
 
 // --- slabs ------------------------------------------------------------------------

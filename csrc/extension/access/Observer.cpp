@@ -425,7 +425,12 @@ Observer::Request::Request(Observer& observer) : observer_(observer) {
   std::lock_guard<std::mutex> lock(observer_.mutex_);
   first_ = !observer_.observing();
   if (first_) {
-    observer_.install(/*outputs=*/false);
+    try {
+      observer_.install(/*outputs=*/false);
+    } catch (...) {
+      observer_.requests_.fetch_sub(1);
+      throw;
+    }
   }
 }
 

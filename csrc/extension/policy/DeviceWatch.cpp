@@ -6,10 +6,7 @@
 namespace torch_lms {
 
 void DeviceWatch::begin(Device& device, const PolicyOptions& options) {
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    options_ = options;
-  }
+  options_.store(&options, std::memory_order_release); // the policy's, which stays
   device_.store(&device, std::memory_order_release);
 }
 
@@ -24,7 +21,7 @@ void DeviceWatch::end() {
 }
 
 size_t DeviceWatch::margin_bytes() const noexcept {
-  return std::min(limit_bytes() / options_.margin_share, options_.max_margin_bytes);
+  return std::min(limit_bytes() / options().margin_share, options().max_margin_bytes);
 }
 
 void DeviceWatch::note_allocation(size_t nbytes, size_t used_bytes) {
@@ -32,7 +29,7 @@ void DeviceWatch::note_allocation(size_t nbytes, size_t used_bytes) {
   size_t peak = peak_bytes_.load(std::memory_order_relaxed);
   while (now > peak && !peak_bytes_.compare_exchange_weak(peak, now, std::memory_order_relaxed)) {
   }
-  if (nbytes >= options_.large_bytes) {
+  if (nbytes >= options().large_bytes) {
     std::lock_guard<std::mutex> lock(mutex_);
     recent_bytes_[recent_at_++ % recent_bytes_.size()] = nbytes;
   }
@@ -154,7 +151,7 @@ void DeviceWatch::end_cycle() {
 
 size_t DeviceWatch::planned_now_bytes() {
   std::lock_guard<std::mutex> lock(mutex_);
-  const size_t seldom = std::max(options_.calls_between_plans, resident_.size() / 64);
+  const size_t seldom = std::max(options().calls_between_plans, resident_.size() / 64);
   const size_t missing = plan_.missing_bytes();
   if (missing == 0 || ++calls_since_plan_ < seldom) {
     return 0;

@@ -29,6 +29,7 @@ struct Victim {
 /// block on a mutex under which nothing is waited for.
 class DeviceWatch {
  public:
+  /// `options` outlive it.
   void begin(Device& device, const PolicyOptions& options);
   void end();
 
@@ -78,8 +79,12 @@ class DeviceWatch {
   size_t planned_now_bytes();
 
  private:
+  const PolicyOptions& options() const noexcept {
+    return *options_.load(std::memory_order_acquire);
+  }
+
   mutable std::mutex mutex_;
-  PolicyOptions options_;
+  std::atomic<const PolicyOptions*> options_{nullptr}; // read without the mutex
   std::atomic<Device*> device_{nullptr};
   std::atomic<int64_t> seen_budget_bytes_{0};
   std::atomic<size_t> peak_bytes_{0};

@@ -48,6 +48,9 @@ void Policy::enable(Device& device, size_t limit_bytes, size_t min_bytes) {
   watch_of(device).begin(device, options_);
   pager_.out_queue().start_actions();
   pager_.in_queue().start_actions();
+  if (min_bytes > tracked_from_bytes_.load(std::memory_order_relaxed)) {
+    pager_.look_for_all(); // smaller ones may be out
+  }
   tracked_from_bytes_.store(min_bytes, std::memory_order_relaxed);
   attention_.store(Attention::kLearning);
   pager_.keep_copies(true);
@@ -73,9 +76,15 @@ void Policy::disable() {
   for (DeviceWatch& watch : watches_) {
     watch.end();
   }
-  tracked_from_bytes_.store(SIZE_MAX, std::memory_order_relaxed);
   pager_.keep_copies(false);
   feed_->stop();
+}
+
+void Policy::track_none() {
+  if (pager_.active()) {
+    pager_.look_for_all(); // what has found no room
+  }
+  tracked_from_bytes_.store(SIZE_MAX, std::memory_order_relaxed);
 }
 
 void Policy::track_all(size_t min_bytes) {
@@ -306,7 +315,9 @@ Room::Answer Policy::wait_for_room(Device& device, size_t nbytes) {
     if (wanted <= limit) {
       return Answer::kFits;
     }
-    const size_t outgoing = pager_.out_queue().pending_bytes();
+    // What was asked for by hand may be waiting for the very op that waits here.
+    CudaEntityTransferQueue& queue = pager_.out_queue();
+    const size_t outgoing = queue.waits_for_ops() ? 0 : queue.pending_bytes();
     size_t requested = 0;
     if (outgoing < wanted - limit) {
       if (pager_.cancel_last_prefetch()) {

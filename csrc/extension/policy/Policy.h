@@ -94,8 +94,10 @@ class Policy final : public Room, public PagerListener {
   /// Begins to keep `device` within `limit_bytes`, or changes the limit. Storages of at least
   /// `min_bytes` move.
   void enable(Device& device, size_t limit_bytes, size_t min_bytes);
-  /// Ends it for all devices.
+  /// Ends it for all devices. What is out comes in with the ops that use it, until `track_none`.
   void disable();
+  /// Storages do not become entities any more, and none is out that ops would have to look for.
+  void track_none();
 
   /// For chaos mode: every storage from `min_bytes` on is an entity, without a limit.
   void track_all(size_t min_bytes);

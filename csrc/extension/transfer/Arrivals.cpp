@@ -44,7 +44,7 @@ std::deque<std::pair<EntityPtr, std::shared_ptr<PageinTransfer>>> Arrivals::take
 }
 
 void Arrivals::settle() noexcept {
-  std::deque<Arrival> over; // destroyed after unlocking
+  std::list<Arrival> over; // destroyed after unlocking
   const std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
   if (!lock.owns_lock()) {
     return;
@@ -53,8 +53,7 @@ void Arrivals::settle() noexcept {
   while (!arrivals_.empty() && arrivals_.front().over() &&
          (arrivals_.front().in == nullptr ||
           arrivals_.front().entity->state() != EntityState::kPagingIn)) {
-    over.push_back(std::move(arrivals_.front()));
-    arrivals_.pop_front();
+    over.splice(over.end(), arrivals_, arrivals_.begin());
   }
   count_.store(arrivals_.size(), std::memory_order_release);
 }

@@ -3,6 +3,7 @@
 #include <atomic>
 #include <cstddef>
 #include <deque>
+#include <list>
 #include <mutex>
 
 #include <extension/transfer/Entity.h>
@@ -51,7 +52,7 @@ class Arrivals {
   };
 
   std::mutex mutex_;
-  std::deque<Arrival> arrivals_;
+  std::list<Arrival> arrivals_; // `settle` takes no memory
   std::atomic<size_t> count_{0};
 };
 

@@ -30,6 +30,7 @@ void PageoutBatch::abandon() noexcept {
 
 bool PageoutBatch::add(const EntityPtr& entity) {
   entity->device().note_current_stream();
+  requests_.reserve(requests_.empty() ? 8 : kMostRequests); // a begun request must not be lost
   auto transfer = entity->begin_request();
   if (transfer == nullptr) {
     return false;
@@ -69,17 +70,19 @@ void PageoutBatch::submit() {
   take_fences();
   std::vector<std::shared_ptr<EntityStorageImpl>> going;
   size_t nbytes = 0;
+  size_t count = 0;
   going.reserve(requests_.size());
-  for (const Request& request : requests_) {
-    RECORD_USER_SCOPE("torch_lms::pageout");
-    if (request.entity->finish_request(request.transfer)) {
-      going.push_back(request.entity);
-      nbytes += request.entity->nbytes();
-    }
-  }
-  const std::vector<Request> finished = std::exchange(requests_, {}); // frees on this thread
-  const size_t count = going.size();
+  std::vector<Request> finished; // frees on this thread
   try {
+    for (const Request& request : requests_) {
+      RECORD_USER_SCOPE("torch_lms::pageout");
+      if (request.entity->finish_request(request.transfer)) {
+        going.push_back(request.entity);
+        nbytes += request.entity->nbytes();
+      }
+    }
+    finished.swap(requests_);
+    count = going.size();
     pager_.out_queue().enqueue_all(going);
   } catch (...) { // Somebody is waiting for the queue, say.
     for (const auto& entity : going) {

@@ -223,11 +223,19 @@ void Pager::count(const EntityPtr& entity, AccessResult result) {
   stats_.pagein_bytes.fetch_add(static_cast<int64_t>(entity->nbytes()), std::memory_order_relaxed);
   left_host(*entity);
   if (FencePtr copy = entity->arrival()) {
-    arrivals_.add(entity, nullptr, std::move(copy)); // other streams have to wait for it
+    try {
+      arrivals_.add(entity, nullptr, copy); // other streams have to wait for it
+    } catch (const std::bad_alloc&) {
+      copy->wait();
+    }
   }
   if (entity->keeps_copy()) {
-    std::lock_guard<std::mutex> lock(kept_mutex_);
-    kept_.push_back(entity);
+    try {
+      std::lock_guard<std::mutex> lock(kept_mutex_);
+      kept_.push_back(entity);
+    } catch (const std::bad_alloc&) {
+      entity->release_copy();
+    }
   }
   listener_->became_resident(entity);
 }
@@ -361,8 +369,16 @@ CommitResult Pager::commit_pageout(FinishedTransfer& finished) {
 }
 
 void Pager::commit_pageouts(std::vector<KeepAlive>& dropped, const Device* allocating) {
+  std::vector<FinishedTransfer> taken = out_.take_finished();
   std::vector<FinishedTransfer> later; // in use, or another device's
-  for (FinishedTransfer& finished : out_.take_finished()) {
+  try {
+    later.reserve(taken.size());
+    dropped.reserve(dropped.size() + taken.size());
+  } catch (const std::bad_alloc&) { // for a few bytes: all of them later, then
+    out_.return_finished(std::move(taken));
+    return;
+  }
+  for (FinishedTransfer& finished : taken) {
     const bool others = allocating != nullptr && &entity_of(finished.entity)->device() != allocating;
     if (others || commit_pageout(finished) == CommitResult::kInUse) {
       later.push_back(std::move(finished));
@@ -380,8 +396,11 @@ void Pager::commit_pageouts(std::vector<KeepAlive>& dropped, const Device* alloc
 
 void Pager::commit_pageins() {
   for (FinishedTransfer& finished : in_.take_finished()) {
-    if (finished.in != nullptr && finished.entity->commit_pagein(finished.in)) {
-      count(entity_of(finished.entity), AccessResult::kPrefetched);
+    try {
+      if (finished.in != nullptr && finished.entity->commit_pagein(finished.in)) {
+        count(entity_of(finished.entity), AccessResult::kPrefetched);
+      }
+    } catch (const std::bad_alloc&) { // for a few bytes: the next use commits it
     }
     in_.retire(finished.entity->nbytes());
   }

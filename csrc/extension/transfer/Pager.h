@@ -76,6 +76,11 @@ class Pager final : public StorageEvents {
     return tracks_by_hand_.load(std::memory_order_acquire);
   }
 
+  /// Ops look for entities of every size from now on.
+  void look_for_all() noexcept {
+    tracks_by_hand_.store(true, std::memory_order_release);
+  }
+
   /// Whether the host keeps copies of what comes in; those that there are go with `false`.
   void keep_copies(bool keep);
   bool keeps_copies() const noexcept override {

@@ -1,0 +1,339 @@
+// Every allocation that the extension makes fails once, wherever it is: what was asked for may
+// fail, the bytes are right, nothing stays pinned, and the next move works.
+
+#include <c10/util/Exception.h>
+#include <entity/Error.h>
+#include <extension/base/Compat.h>
+
+#include "failing_new.h"
+#include "rig.h"
+
+namespace torch_lms {
+namespace {
+
+constexpr long kMost = 2000;
+
+/// `call` with each of its allocations failing in turn, until none does. Before each, `prepare`;
+/// after each, `check`, when nothing fails any more.
+void fail_each(
+    const std::function<void()>& prepare,
+    const std::function<void()>& call,
+    const std::function<void()>& check) {
+  long nth = 0;
+  const int before = harness::failures();
+  for (bool failed = true; failed && nth < kMost; ++nth) {
+    prepare();
+    {
+      FailingNew failing(nth);
+      try {
+        call();
+      } catch (const std::bad_alloc&) {
+      } catch (const c10::Error&) { // as PyTorch passes it on
+      }
+      failed = failing.failed();
+    }
+    check();
+    check_nothing_is_pinned();
+    if (harness::failures() != before) {
+      std::fprintf(stderr, "  at allocation %ld\n", nth);
+      return;
+    }
+  }
+  CHECK(nth > 1); // or nothing has been tested
+  CHECK(nth < kMost);
+}
+
+/// A tensor that is made anew for each failure, and after it goes out and comes back.
+struct OneTensor {
+  at::Tensor tensor;
+  int64_t value = 3;
+
+  void renew() {
+    value = 3;
+    tensor = tensor_of(value);
+  }
+  void check() {
+    CHECK(holds(tensor, value));
+    CHECK(go_out(tensor));
+    CHECK(holds(tensor, value));
+  }
+};
+
+TEST(a_request_by_hand) {
+  const Settled settled;
+  OneTensor one;
+  fail_each([&] { one.renew(); }, [&] { page_out({one.tensor}); }, [&] { one.check(); });
+}
+
+TEST(requests_of_many_by_hand) {
+  const Settled settled;
+  std::vector<at::Tensor> tensors;
+  fail_each(
+      [&] {
+        tensors.clear();
+        for (int i = 0; i < 5; ++i) {
+          tensors.push_back(tensor_of(i));
+        }
+      },
+      [&] { page_out(tensors); },
+      [&] {
+        lms().manual.wait_pageouts();
+        for (int i = 0; i < 5; ++i) {
+          CHECK(holds(tensors[static_cast<size_t>(i)], i));
+          CHECK(go_out(tensors[static_cast<size_t>(i)]));
+        }
+      });
+}
+
+TEST(a_wait_that_commits) {
+  const Settled settled;
+  OneTensor one;
+  fail_each(
+      [&] {
+        one.renew();
+        page_out({one.tensor});
+      },
+      [&] { lms().manual.wait_pageouts(); },
+      [&] { one.check(); });
+}
+
+TEST(an_op_on_what_is_out) {
+  const Settled settled;
+  OneTensor one;
+  fail_each(
+      [&] {
+        one.renew();
+        REQUIRE(go_out(one.tensor));
+      },
+      [&] { one.tensor.add_(1); },
+      [&] {
+        one.value = one.tensor[0].item<int64_t>(); // whole, if at all
+        CHECK(one.value == 3 || one.value == 4);
+        one.check();
+      });
+}
+
+TEST(an_op_on_what_is_on_its_way) {
+  const Settled settled;
+  OneTensor one;
+  fail_each(
+      [&] {
+        one.renew();
+        page_out({one.tensor});
+      },
+      [&] { CHECK(holds(one.tensor, 3)); },
+      [&] {
+        lms().manual.wait_pageouts();
+        one.check();
+      });
+}
+
+TEST(a_thread_whose_first_op_finds_no_memory) {
+  const Settled settled;
+  OneTensor one;
+  long nth = 0;
+  for (bool failed = true; failed && nth < kMost; ++nth) {
+    one.renew();
+    REQUIRE(go_out(one.tensor));
+    std::thread([&] {
+      FailingNew failing(nth);
+      CHECK(holds(one.tensor, 3));
+      failed = failing.failed();
+    }).join();
+    one.check();
+    check_nothing_is_pinned();
+  }
+  CHECK(nth > 3);
+}
+
+TEST(a_prefetch_and_its_wait) {
+  const Settled settled;
+  OneTensor one;
+  fail_each(
+      [&] {
+        one.renew();
+        REQUIRE(go_out(one.tensor));
+      },
+      [&] {
+        prefetch(one.tensor);
+        lms().manual.wait_pageins();
+      },
+      [&] {
+        lms().manual.wait_pageins();
+        one.check();
+      });
+}
+
+TEST(a_prefetch_ahead) {
+  if (Program::get().async == nullptr) {
+    SKIP("it is enqueued, which takes no memory");
+  }
+  const Settled settled;
+  OneTensor one;
+  fail_each(
+      [&] {
+        one.renew();
+        REQUIRE(go_out(one.tensor));
+      },
+      [&] {
+        lms().pager.prefetch_ahead(
+            lms().pager.find(*one.tensor.storage().unsafeGetStorageImpl()), 0);
+      },
+      [&] {
+        lms().manual.wait_pageins();
+        one.check();
+      });
+}
+
+TEST(a_raw_access) {
+  if (!compat::kHasMaterializer) {
+    SKIP("this PyTorch does not tell of it");
+  }
+  const Settled settled;
+  OneTensor one;
+  fail_each(
+      [&] {
+        one.renew();
+        REQUIRE(go_out(one.tensor));
+      },
+      [&] { lms().observer.give_out(*one.tensor.storage().unsafeGetStorageImpl()); },
+      [&] {
+        lms().observer.take_back();
+        one.check();
+      });
+}
+
+TEST(storages_that_are_held) {
+  const Settled settled;
+  OneTensor one;
+  Frame held;
+  fail_each(
+      [&] {
+        one.renew();
+        REQUIRE(go_out(one.tensor));
+      },
+      [&] {
+        lms().observer.hold({one.tensor.storage()}, held);
+        lms().observer.release(held);
+      },
+      [&] {
+        lms().observer.release(held);
+        one.check();
+      });
+}
+
+TEST(a_pin_by_the_program) {
+  const Settled settled;
+  OneTensor one;
+  bool pinned = false;
+  fail_each(
+      [&] {
+        one.renew();
+        REQUIRE(go_out(one.tensor));
+        pinned = false;
+      },
+      [&] {
+        lms().manual.pin(one.tensor.storage());
+        pinned = true;
+      },
+      [&] {
+        const EntityPtr entity = lms().pager.find(*one.tensor.storage().unsafeGetStorageImpl());
+        if (entity->fixed()) {
+          entity->unfix();
+        }
+        one.check();
+      });
+}
+
+TEST(the_end_of_all) {
+  const Settled settled;
+  OneTensor one;
+  fail_each(
+      [&] {
+        one.renew();
+        REQUIRE(go_out(one.tensor));
+      },
+      [&] { lms().disable(); },
+      [&] { one.check(); });
+}
+
+TEST(a_storage_that_dies_on_the_host) {
+  const Settled settled;
+  OneTensor one;
+  fail_each(
+      [&] {
+        one.renew();
+        page_out({tensor_of(9)}); // so that there is something to fail
+        lms().manual.wait_pageouts();
+        REQUIRE(go_out(one.tensor));
+      },
+      [&] {
+        one.tensor = at::Tensor();
+        one.tensor = tensor_of(3);
+        page_out({one.tensor});
+      },
+      [&] {
+        lms().manual.wait_pageouts();
+        one.check();
+      });
+}
+
+TEST(a_kept_copy_that_is_dropped) {
+  const Settled settled;
+  OneTensor one;
+  lms().pager.keep_copies(true);
+  fail_each(
+      [&] {
+        one.renew();
+        REQUIRE(go_out(one.tensor));
+        CHECK(holds(one.tensor, 3));
+      },
+      [&] { page_out({one.tensor}); },
+      [&] {
+        lms().manual.wait_pageouts();
+        one.check();
+      });
+  lms().pager.keep_copies(false);
+}
+
+TEST(ops_under_a_limit) {
+  const Settled settled;
+  std::vector<at::Tensor> tensors;
+  long step = 0;
+  Device& device = Program::get().device();
+  lms().policy.enable(device, device.use().allocated_bytes + (1 << 20), 4096);
+  fail_each(
+      [&] {
+        if (tensors.empty()) {
+          for (int i = 0; i < 24; ++i) {
+            tensors.push_back(tensor_of(i));
+          }
+        }
+        ++step;
+      },
+      [&] { CHECK(holds(tensors[static_cast<size_t>(step) % tensors.size()], step % 24)); },
+      [&] {
+        for (int i = 0; i < 24; ++i) {
+          CHECK(holds(tensors[static_cast<size_t>(i)], i));
+        }
+      });
+  CHECK(lms().pager.stats().pageouts > 0);
+  tensors.clear();
+}
+
+TEST(a_limit_that_is_set) {
+  const Settled settled;
+  OneTensor one;
+  Device& device = Program::get().device();
+  fail_each(
+      [&] {
+        lms().disable();
+        one.renew();
+        REQUIRE(go_out(one.tensor));
+      },
+      [&] { lms().policy.enable(device, device.use().allocated_bytes + (1 << 20), 4096); },
+      [&] { one.check(); });
+}
+
+} // namespace
+} // namespace torch_lms

@@ -1,0 +1,579 @@
+// Paging by hand: storages that several threads share, die or change on the way, are written
+// through raw addresses, forked, or are inputs of records whose callbacks fail.
+
+#include <c10/core/SymNodeImpl.h>
+#include <entity/Error.h>
+#include <extension/base/Compat.h>
+
+#include <new>
+#include <random>
+
+#include "../interruptions.h"
+#include "rig.h"
+
+namespace torch_lms {
+namespace {
+
+TEST(bytes_go_out_and_come_back_with_the_next_op) {
+  const Settled settled;
+  const at::Tensor tensor = tensor_of(3);
+  CHECK_EQ(state(tensor), "resident");
+  CHECK(go_out(tensor));
+  CHECK(lms().observer.observing());
+  CHECK_EQ(lms().pager.paged_out_storages(), 1);
+  CHECK(holds(tensor, 3));
+  CHECK_EQ(state(tensor), "resident");
+  CHECK(go_out(tensor));
+  CHECK_EQ(prefetch(tensor), 1);
+  lms().manual.wait_pageins();
+  CHECK_EQ(state(tensor), "resident");
+  CHECK(!lms().observer.observing());
+  CHECK(holds(tensor, 3));
+}
+
+TEST(what_ops_write_stays) {
+  const Settled settled;
+  at::Tensor tensor = tensor_of(0);
+  for (int i = 1; i <= 50; ++i) {
+    page_out({tensor});
+    if (i % 3 != 0) {
+      lms().manual.wait_pageouts();
+    }
+    tensor.add_(1);
+    REQUIRE(holds(tensor, i));
+  }
+}
+
+TEST(an_op_on_a_view_finds_what_is_out) {
+  const Settled settled;
+  at::Tensor tensor = tensor_of(5);
+  REQUIRE(go_out(tensor));
+  at::Tensor view = tensor.view({64, 128}).select(0, 3); // made while it is out
+  view.add_(1);
+  CHECK_EQ(state(tensor), "resident");
+  CHECK(holds(view, 6));
+  CHECK(holds(tensor.slice(0, 0, 3 * 128), 5));
+}
+
+TEST(two_ops_at_once_find_a_shared_storage_out) {
+  const Settled settled;
+  at::Tensor tensor = tensor_of(7);
+  constexpr int kThreads = 3;
+  std::atomic<int> turn{0};
+  std::atomic<int> done{0};
+  std::atomic<int> wrong{0};
+  std::atomic<bool> over{false};
+  std::vector<std::thread> threads;
+  for (int t = 0; t < kThreads; ++t) {
+    threads.emplace_back([&] {
+      for (int seen = 0; !over;) {
+        if (turn.load() == seen) {
+          std::this_thread::yield();
+          continue;
+        }
+        ++seen;
+        at::Tensor own = tensor.view({-1}); // found by its storage alone
+        wrong += holds(own, 7) ? 0 : 1;
+        ++done;
+      }
+    });
+  }
+  int out = 0;
+  for (int i = 0; i < 200; ++i) {
+    page_out({tensor});
+    for (int k = 0; k < 20 && state(tensor) != "paged_out"; ++k) {
+      lms().pager.commit_finished();
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
+    }
+    out += state(tensor) == "paged_out" ? 1 : 0;
+    ++turn;
+    while (done.load() < kThreads * turn.load()) {
+      std::this_thread::yield();
+    }
+  }
+  over = true;
+  for (std::thread& thread : threads) {
+    thread.join();
+  }
+  CHECK_EQ(wrong.load(), 0);
+  CHECK(out > 10); // or nothing has been tested
+}
+
+TEST(storages_die_in_every_state) {
+  const Settled settled;
+  for (int i = 0; i < 40; ++i) {
+    at::Tensor tensor = tensor_of(i);
+    page_out({tensor});
+    if (i % 4 >= 1) {
+      lms().manual.wait_pageouts();
+    }
+    if (i % 4 >= 2) {
+      prefetch(tensor);
+    }
+    if (i % 4 >= 3) {
+      lms().manual.wait_pageins();
+    }
+    tensor = at::Tensor();
+  }
+  lms().manual.wait_pageouts();
+  lms().manual.wait_pageins();
+}
+
+TEST(storages_are_resized_in_every_state) {
+  const Settled settled;
+  for (int i = 0; i < 40; ++i) {
+    at::Tensor tensor = tensor_of(i);
+    page_out({tensor});
+    if (i % 4 >= 1) {
+      lms().manual.wait_pageouts();
+    }
+    if (i % 4 >= 2) {
+      prefetch(tensor);
+    }
+    if (i % 4 >= 3) {
+      lms().manual.wait_pageins();
+    }
+    tensor.resize_({20000});
+    CHECK(holds(tensor.slice(0, 0, 8192), i));
+    tensor.fill_(i + 1);
+    CHECK(go_out(tensor)); // as another entity
+    CHECK(holds(tensor, i + 1));
+  }
+}
+
+TEST(a_storage_that_is_pinned_by_the_program_stays) {
+  const Settled settled;
+  const at::Tensor tensor = tensor_of(3);
+  lms().manual.pin(tensor.storage());
+  CHECK_THROWS(page_out({tensor}), PageoutRefused, "pinned");
+  lms().manual.unpin(tensor.storage());
+  CHECK_THROWS(lms().manual.unpin(tensor.storage()), Error, "pin");
+  CHECK(go_out(tensor));
+  lms().manual.pin(tensor.storage());
+  CHECK_EQ(state(tensor), "resident");
+  lms().manual.unpin(tensor.storage());
+}
+
+// --- raw addresses -----------------------------------------------------------------------
+
+TEST(raw_mutable_access_brings_the_bytes_in_and_keeps_them_until_the_next_op) {
+  if (!compat::kHasMaterializer) {
+    SKIP("this PyTorch does not tell of it");
+  }
+  const Settled settled;
+  at::Tensor tensor = tensor_of(3);
+  for (bool wait : {true, false}) {
+    page_out({tensor});
+    if (wait) {
+      lms().manual.wait_pageouts();
+    }
+    auto* data = tensor.mutable_data_ptr<int64_t>();
+    CHECK_EQ(state(tensor), "resident");
+    std::thread other([&] { CHECK_EQ(page_out({tensor}), 0); }); // it is in use
+    other.join();
+    for (int64_t i = 0; i < tensor.numel(); ++i) {
+      data[i] = 4;
+    }
+    CHECK(holds(tensor, 4)); // ends it
+    CHECK(go_out(tensor));
+    CHECK(holds(tensor, 4));
+    tensor.fill_(3);
+  }
+}
+
+TEST(a_const_address_of_what_is_out_reads_the_bytes) {
+  const Settled settled;
+  const at::Tensor tensor = tensor_of(9);
+  REQUIRE(go_out(tensor));
+  const auto* data = tensor.const_data_ptr<int64_t>();
+  CHECK_EQ(data[0], 9);
+  CHECK_EQ(data[8191], 9);
+  CHECK_EQ(state(tensor), "paged_out");
+}
+
+TEST(storages_that_are_held_stay_and_come_in) {
+  const Settled settled;
+  const at::Tensor tensor = tensor_of(9);
+  REQUIRE(go_out(tensor));
+  Frame held;
+  lms().observer.hold({tensor.storage()}, held);
+  CHECK_EQ(state(tensor), "resident");
+  CHECK_EQ(page_out({tensor}), 0);
+  lms().observer.release(held);
+  CHECK(go_out(tensor));
+}
+
+// --- records -------------------------------------------------------------------------------
+
+class SymbolicSize final : public c10::SymNodeImpl {
+ public:
+  bool is_int() override {
+    return true;
+  }
+};
+
+at::Tensor with_symbolic_size() {
+  const c10::SymInt nbytes(c10::SymNode(c10::make_intrusive<SymbolicSize>()));
+  auto storage = c10::make_intrusive<c10::StorageImpl>(
+      c10::StorageImpl::use_byte_size_t(),
+      nbytes,
+      c10::DataPtr(nullptr, c10::Device(c10::kCPU)),
+      nullptr,
+      /*resizable=*/false);
+  return at::detail::make_tensor<c10::TensorImpl>(
+      c10::Storage(std::move(storage)),
+      c10::DispatchKeySet(c10::DispatchKey::CPU),
+      caffe2::TypeMeta::Make<float>());
+}
+
+TEST(a_storage_without_a_size_is_no_entity) {
+  const Settled settled;
+  const at::Tensor symbolic = with_symbolic_size();
+  CHECK_THROWS(page_out({symbolic}), PageoutRefused, "symbolic");
+  at::Tensor tensor = tensor_of(4);
+  REQUIRE(go_out(tensor));
+  {
+    RecordedOp op("some::op", {tensor, symbolic, c10::List<at::Tensor>({symbolic, tensor})});
+    CHECK_EQ(state(tensor), "resident");
+    CHECK_EQ(page_out({tensor}), 0);
+  }
+  CHECK_EQ(lms().manual.state(symbolic.storage()), "resident");
+  check_nothing_is_pinned();
+  CHECK(go_out(tensor));
+}
+
+/// Fails when an op has memory brought in for it, as often as it says.
+class NoMemory {
+ public:
+  explicit NoMemory(size_t free_bytes) {
+    Device& device = Program::get().device();
+    device.limit(device.use().allocated_bytes + free_bytes, room_);
+  }
+  ~NoMemory() {
+    Program::get().device().unlimit();
+    if (Program::get().async == nullptr) {
+      static_cast<CpuDevice&>(Program::get().device()).count();
+    }
+  }
+
+ private:
+  struct NoRoomAtAll final : Room {
+    Answer make_room(Device& device, size_t nbytes) override {
+      return device.use().allocated_bytes + nbytes > device.limit_bytes() ? Answer::kRefuse
+                                                                          : Answer::kFits;
+    }
+    void make_contiguous(Device&, size_t) override {}
+    bool after_out_of_memory(Device&, size_t) override {
+      return false;
+    }
+    void vacate_finished(Device&) override {}
+    void before_capture() override {}
+    std::string explain(Device&, size_t) override {
+      return "no room in a test";
+    }
+  };
+  NoRoomAtAll room_;
+};
+
+TEST(an_op_without_room_works_in_place_and_nothing_comes_in_beside_it) {
+  const Settled settled;
+  const at::Tensor tensor = tensor_of(1, 65536);
+  REQUIRE(go_out(tensor));
+  {
+    const NoMemory none(4096);
+    RecordedOp op("some::op", {tensor});
+    CHECK_EQ(state(tensor), "paged_out");
+    CHECK(lms().pager.stats().host_served.load() > 0);
+    in_threads(2, [&](int) {
+      CHECK_EQ(prefetch(tensor), 0);
+      RecordedOp other("some::op", {tensor});
+      CHECK_EQ(state(tensor), "paged_out");
+    });
+  }
+  check_nothing_is_pinned();
+  CHECK(holds(tensor, 1));
+  CHECK_EQ(state(tensor), "resident");
+}
+
+TEST(threads_without_room_add_up_in_one_copy) {
+  const Settled settled;
+  at::Tensor tensor = tensor_of(0, 65536);
+  std::mutex adding;
+  int64_t added = 0;
+  std::atomic<bool> over{false};
+  std::thread pager([&] {
+    while (!over) {
+      page_out({tensor});
+      for (int i = 0; i < 5; ++i) {
+        lms().pager.commit_finished();
+        std::this_thread::sleep_for(std::chrono::microseconds(100));
+      }
+    }
+  });
+  while (state(tensor) != "paged_out") {
+    go_out(tensor);
+  }
+  {
+    const NoMemory little(4096);
+    in_threads(3, [&](int t) {
+      for (int i = 0; i < 100000 && lms().pager.stats().host_served < 50; ++i) {
+        std::this_thread::yield();
+        RecordedOp op("some::op", {tensor}); // pins it and brings it, or not
+        std::lock_guard<std::mutex> lock(adding);
+        // Raw, as a kernel: the address is the op's until it ends.
+        auto* data = static_cast<int64_t*>(const_cast<void*>(tensor.const_data_ptr()));
+        data[(i * 3 + t) % tensor.numel()] += 1;
+        ++added;
+      }
+    });
+  }
+  over = true;
+  pager.join();
+  lms().manual.wait_pageouts();
+  CHECK_EQ(tensor.sum().item<int64_t>(), added);
+  CHECK(lms().pager.stats().host_served.load() > 0); // or nothing has been tested
+  CHECK(lms().pager.stats().pageouts.load() > 0);
+}
+
+TEST(observers_come_and_go_while_ops_run) {
+  const Settled settled;
+  std::atomic<bool> over{false};
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 2; ++t) {
+    threads.emplace_back([&, t] {
+      at::Tensor own = tensor_of(t);
+      for (int64_t i = 0; !over; ++i) {
+        own.add_(1);
+        if (!holds(own, t + i + 1)) {
+          CHECK(false);
+          return;
+        }
+      }
+    });
+  }
+  const at::Tensor tensor = tensor_of(3);
+  for (int i = 0; i < 150; ++i) {
+    page_out({tensor});
+    lms().manual.wait_pageouts();
+    CHECK(holds(tensor, 3));
+    lms().observer.stop_if_idle();
+  }
+  over = true;
+  for (std::thread& thread : threads) {
+    thread.join();
+  }
+}
+
+TEST(other_observers_of_the_program_see_their_pairs) {
+  const Settled settled;
+  static std::atomic<int> depth{0};
+  static thread_local int own_depth = 0;
+  const auto handle = at::addGlobalCallback(
+      at::RecordFunctionCallback(
+          [](const at::RecordFunction&) -> std::unique_ptr<at::ObserverContext> {
+            ++own_depth;
+            ++depth;
+            return nullptr;
+          },
+          [](const at::RecordFunction&, at::ObserverContext*) {
+            --own_depth;
+            --depth;
+          }));
+  in_threads(2, [&](int t) {
+    at::Tensor tensor = tensor_of(t);
+    for (int i = 0; i < 50; ++i) {
+      CHECK(go_out(tensor) || true);
+      CHECK(holds(tensor, t));
+    }
+    CHECK_EQ(own_depth, 0);
+  });
+  at::removeCallback(handle);
+  CHECK_EQ(depth.load(), 0);
+}
+
+// --- copies that the host keeps ---------------------------------------------------------------
+
+/// Comes in with a copy that is kept.
+at::Tensor kept_tensor(int64_t value) {
+  const at::Tensor tensor = tensor_of(value);
+  REQUIRE(go_out(tensor));
+  CHECK(holds(tensor, value));
+  const EntityPtr entity = lms().pager.find(*tensor.storage().unsafeGetStorageImpl());
+  REQUIRE(entity != nullptr && entity->keeps_copy());
+  return tensor;
+}
+
+struct KeepsCopies {
+  KeepsCopies() {
+    Program::get();
+    lms().pager.keep_copies(true);
+  }
+  ~KeepsCopies() {
+    lms().pager.keep_copies(false);
+  }
+};
+
+bool drops(const at::Tensor& tensor) {
+  const int64_t before = lms().pager.stats().dropped_bytes.load();
+  const int64_t copied = lms().pager.stats().pageouts.load();
+  CHECK(go_out(tensor));
+  const bool dropped = lms().pager.stats().dropped_bytes.load() != before;
+  CHECK_EQ(lms().pager.stats().pageouts.load() - copied, dropped ? 0 : 1);
+  return dropped;
+}
+
+TEST(what_nobody_has_written_is_dropped) {
+  const Settled settled;
+  const KeepsCopies keeps;
+  const at::Tensor tensor = kept_tensor(3);
+  for (int i = 0; i < 5; ++i) {
+    CHECK(drops(tensor));
+    CHECK_EQ(*tensor.const_data_ptr<int64_t>(), 3);
+    CHECK(holds(tensor, 3));
+  }
+}
+
+TEST(what_an_op_has_written_is_copied) {
+  const Settled settled;
+  const KeepsCopies keeps;
+  at::Tensor tensor = kept_tensor(3);
+  tensor.add_(1);
+  CHECK(!drops(tensor));
+  CHECK(holds(tensor, 4));
+  CHECK(drops(tensor)); // as it has come in since
+  tensor.view({64, 128}).select(0, 63).fill_(5); // out, and then by way of a view
+  CHECK(!drops(tensor));
+  CHECK(holds(tensor.slice(0, 63 * 128), 5));
+  CHECK(holds(tensor.slice(0, 0, 63 * 128), 4));
+}
+
+TEST(what_was_written_through_an_address_is_copied) {
+  if (!compat::kHasMaterializer) {
+    SKIP("this PyTorch does not tell of it");
+  }
+  const Settled settled;
+  const KeepsCopies keeps;
+  at::Tensor tensor = kept_tensor(3);
+  auto* data = tensor.mutable_data_ptr<int64_t>();
+  data[8191] = 8;
+  lms().observer.take_back();
+  CHECK(!drops(tensor));
+  CHECK_EQ(tensor[8191].item<int64_t>(), 8);
+  CHECK_EQ(tensor[0].item<int64_t>(), 3);
+}
+
+TEST(what_was_written_in_place_on_the_host_comes_in) {
+  const Settled settled;
+  const KeepsCopies keeps;
+  at::Tensor tensor = kept_tensor(3);
+  REQUIRE(drops(tensor));
+  static_cast<int64_t*>(const_cast<void*>(tensor.const_data_ptr()))[17] = 8; // nothing tells of it
+  CHECK_EQ(tensor[17].item<int64_t>(), 8);
+  CHECK(drops(tensor));
+  CHECK_EQ(tensor[17].item<int64_t>(), 8);
+}
+
+TEST(kept_copies_go_when_the_mode_ends) {
+  const Settled settled;
+  at::Tensor tensor;
+  {
+    const KeepsCopies keeps;
+    tensor = kept_tensor(3);
+  }
+  const EntityPtr entity = lms().pager.find(*tensor.storage().unsafeGetStorageImpl());
+  CHECK(!entity->keeps_copy());
+  CHECK(!compat::block_is_watched(*tensor.storage().unsafeGetStorageImpl()));
+  CHECK(!drops(tensor));
+}
+
+// --- forks -----------------------------------------------------------------------------------
+
+/// What was out before the fork, or on its way, reads right in the child and in the parent.
+void check_fork(std::vector<at::Tensor> tensors) {
+  const bool passed = harness::passes_in_child([&] {
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      CHECK_EQ(tensors[i].const_data_ptr<int64_t>()[100], static_cast<int64_t>(i));
+      CHECK(holds(tensors[i], static_cast<int64_t>(i)));
+      tensors[i].add_(100); // the child's own
+      CHECK(holds(tensors[i], static_cast<int64_t>(i) + 100));
+    }
+    tensors.clear();
+  });
+  CHECK(passed);
+}
+
+TEST(a_child_has_the_bytes_whatever_was_under_way) {
+  const Settled settled;
+  std::vector<at::Tensor> tensors;
+  for (int i = 0; i < 6; ++i) {
+    tensors.push_back(tensor_of(i));
+  }
+  REQUIRE(go_out(tensors[1]));
+  REQUIRE(go_out(tensors[2]));
+  REQUIRE(go_out(tensors[3]));
+  REQUIRE(go_out(tensors[4]));
+  lms().pager.in_queue().start_actions();
+  lms().pager.in_queue().wait_and_stop_actions(); // no worker, so that one stays queued
+  lms().pager.in_queue().open();
+  lms().manual.prefetch({tensors[2].storage()}, false);
+  CHECK_EQ(state(tensors[2]), "in_queued");
+  {
+    const HeldCopies held;
+    page_out({tensors[0], tensors[5]});
+    check_fork(tensors);
+    lms().pager.in_queue().start_actions();
+    lms().manual.prefetch({tensors[3].storage()}, true);
+    for (int i = 0; i < 100 && state(tensors[3]) == "in_queued"; ++i) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    check_fork(tensors);
+  }
+  lms().manual.wait_pageouts();
+  lms().manual.wait_pageins();
+  check_fork(tensors);
+  for (int i = 0; i < 6; ++i) {
+    CHECK(holds(tensors[static_cast<size_t>(i)], i));
+  }
+}
+
+TEST(a_child_of_a_busy_program_has_its_bytes) {
+  if (Program::get().async != nullptr) {
+    SKIP("a child cannot wait for a copy to the fake device");
+  }
+  const Settled settled;
+  std::vector<at::Tensor> tensors;
+  for (int i = 0; i < 4; ++i) {
+    tensors.push_back(tensor_of(i));
+  }
+  std::atomic<bool> over{false};
+  std::thread busy([&] {
+    std::mt19937 random(1);
+    while (!over) {
+      const at::Tensor& tensor = tensors[random() % tensors.size()];
+      if (random() % 2 == 0) {
+        page_out({tensor});
+        lms().pager.commit_finished();
+      } else {
+        prefetch(tensor);
+        lms().pager.commit_finished();
+      }
+    }
+  });
+  for (int i = 0; i < 10; ++i) {
+    // Not `check_fork`: PyTorch's own locks may be held by the other thread in the child.
+    CHECK(harness::passes_in_child([&] {
+      for (size_t k = 0; k < tensors.size(); ++k) {
+        const auto* data = tensors[k].const_data_ptr<int64_t>();
+        CHECK_EQ(data[0], static_cast<int64_t>(k));
+        CHECK_EQ(data[8191], static_cast<int64_t>(k));
+      }
+    }));
+  }
+  over = true;
+  busy.join();
+  lms().manual.wait_pageouts();
+  lms().manual.wait_pageins();
+}
+
+} // namespace
+} // namespace torch_lms

@@ -1,0 +1,384 @@
+// Automatic mode: limits are kept and results are right, whoever runs ops; it learns, sleeps and
+// is armed; and it gives way inside of other extensions' functions.
+
+#include <dlfcn.h>
+
+#include <ATen/ops/mm.h>
+#include <ATen/ops/rand.h>
+#include <libgen.h>
+#include <unistd.h>
+
+#include <random>
+
+#include <extension/base/ForeignCall.h>
+
+#include "foreign.h"
+#include "rig.h"
+
+namespace torch_lms {
+namespace {
+
+using Attention = Policy::Attention;
+
+constexpr size_t kMiB = size_t{1} << 20;
+constexpr int64_t kElements = 32768; // of a tensor of 256 KiB
+constexpr size_t kNbytes = kElements * 8;
+
+size_t allocated() {
+  return Program::get().device().use().allocated_bytes;
+}
+
+/// Automatic mode with so much beyond what is in use already.
+struct Limited : Settled {
+  explicit Limited(size_t bytes) : limit_bytes(allocated() + bytes) {
+    Program::get().device().reset_peak();
+    lms().policy.enable(Program::get().device(), limit_bytes, 4096);
+  }
+  bool kept() const {
+    return Program::get().device().use().peak_allocated_bytes <= limit_bytes;
+  }
+  const size_t limit_bytes;
+};
+
+int64_t pageouts() {
+  return lms().pager.stats().pageouts.load() +
+         lms().pager.stats().dropped_bytes.load() / static_cast<int64_t>(kNbytes);
+}
+
+TEST(more_than_fits_is_right_within_the_limit) {
+  const Limited limited(4 * kMiB);
+  std::vector<at::Tensor> tensors;
+  for (int i = 0; i < 60; ++i) {
+    tensors.push_back(tensor_of(i, kElements));
+  }
+  for (int round = 0; round < 3; ++round) {
+    for (int i = 0; i < 60; ++i) {
+      REQUIRE(holds(tensors[static_cast<size_t>(i)], i + round));
+      tensors[static_cast<size_t>(i)].add_(1);
+    }
+  }
+  CHECK(limited.kept());
+  CHECK(pageouts() > 40);
+  CHECK_EQ(lms().pager.stats().limit_exceeded.load(), 0);
+  tensors.clear();
+}
+
+TEST(what_cannot_fit_says_so_and_what_fits_goes_on) {
+  const Limited limited(4 * kMiB);
+  const at::Tensor kept = tensor_of(3, kElements);
+  CHECK_THROWS(tensor_of(0, 1 << 20), c10::OutOfMemoryError, "limit");
+  CHECK(holds(kept, 3));
+  CHECK(holds(tensor_of(5, kElements), 5));
+  CHECK(limited.kept());
+}
+
+TEST(servers_share_weights_under_a_limit) {
+  const Limited limited(5 * kMiB);
+  std::vector<at::Tensor> weights;
+  for (int i = 0; i < 16; ++i) {
+    weights.push_back(tensor_of(i, kElements));
+  }
+  std::atomic<int> wrong{0};
+  std::atomic<int> refused{0};
+  in_threads(4, [&](int t) {
+    std::mt19937 random(static_cast<unsigned>(t));
+    for (int request = 0; request < 15; ++request) {
+      try {
+        at::Tensor value = tensor_of(request, kElements);
+        int64_t expected = request;
+        for (int layer = 0; layer < 16; ++layer) {
+          const size_t chosen = random() % weights.size();
+          value = value.add(weights[chosen]);
+          expected += static_cast<int64_t>(chosen);
+        }
+        wrong += holds(value, expected) ? 0 : 1;
+      } catch (const c10::OutOfMemoryError&) {
+        ++refused;
+      }
+    }
+  });
+  CHECK_EQ(wrong.load(), 0);
+  CHECK(refused.load() < 6);
+  CHECK(limited.kept());
+  CHECK(pageouts() > 10);
+  for (int i = 0; i < 16; ++i) {
+    CHECK(holds(weights[static_cast<size_t>(i)], i));
+  }
+  weights.clear();
+}
+
+TEST(an_op_that_waits_for_room_does_not_wait_for_what_waits_for_it) {
+  const Limited limited(4 * kMiB);
+  std::vector<at::Tensor> tensors;
+  for (int i = 0; i < 14; ++i) {
+    tensors.push_back(tensor_of(i, kElements));
+  }
+  const auto start = std::chrono::steady_clock::now();
+  {
+    RecordedOp op("some::op", {tensors[0]});
+    std::thread other([&] { // by hand: the op may use them unseen
+      page_out({tensors[1], tensors[2], tensors[3], tensors[4], tensors[5], tensors[6]});
+    });
+    other.join();
+    tensors.push_back(tensor_of(14, 6 * kElements));
+  }
+  CHECK(std::chrono::steady_clock::now() - start < std::chrono::seconds(20));
+  CHECK(limited.kept());
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    CHECK(holds(tensors[i], static_cast<int64_t>(i)));
+  }
+  tensors.clear();
+}
+
+/// A forward and a backward of layers; returns the sum of the gradients.
+double train(std::vector<at::Tensor>& weights, const at::Tensor& input) {
+  at::Tensor value = input;
+  for (const at::Tensor& weight : weights) {
+    value = at::mm(value, weight).sin();
+  }
+  value.sum().backward();
+  double sum = 0;
+  for (at::Tensor& weight : weights) {
+    sum += weight.grad().abs().sum().item<double>();
+    weight.mutable_grad() = at::Tensor();
+  }
+  return sum;
+}
+
+TEST(training_has_the_gradients_that_it_has_without_a_limit) {
+  Program::get();
+  std::vector<at::Tensor> weights;
+  for (int i = 0; i < 24; ++i) {
+    weights.push_back(at::rand({128, 128}, at::kDouble).requires_grad_());
+  }
+  const at::Tensor input = at::rand({256, 128}, at::kDouble);
+  const double expected = train(weights, input);
+  {
+    const Limited limited(5 * kMiB); // all: 24 * (256 KiB * 2 + 128 KiB)
+    for (int step = 0; step < 4; ++step) {
+      CHECK_EQ(train(weights, input), expected);
+    }
+    CHECK(limited.kept());
+    CHECK(pageouts() > 10);
+    CHECK(lms().policy.cycles().shape().length > 0);
+    CHECK(lms().policy.attention() == Attention::kArmed);
+  }
+}
+
+// --- learn, sleep, arm ------------------------------------------------------------------------
+
+bool falls_asleep(const at::Tensor& tensor) {
+  for (int i = 0; i < 30000 && lms().policy.attention() != Attention::kAsleep; ++i) {
+    tensor.eq(1);
+  }
+  return lms().policy.attention() == Attention::kAsleep;
+}
+
+TEST(a_program_that_fits_is_not_watched_until_it_grows) {
+  const Limited limited(16 * kMiB);
+  CHECK(lms().policy.attention() == Attention::kLearning);
+  CHECK(lms().observer.observing());
+  std::vector<at::Tensor> tensors;
+  for (int i = 0; i < 4; ++i) {
+    tensors.push_back(tensor_of(i, kElements));
+  }
+  REQUIRE(falls_asleep(tensor_of(0, 1024)));
+  CHECK(!lms().observer.observing());
+
+  while (lms().policy.attention() == Attention::kAsleep && tensors.size() < 100) {
+    tensors.push_back(tensor_of(static_cast<int64_t>(tensors.size()), kElements));
+  }
+  CHECK(lms().policy.attention() == Attention::kArmed); // by the watermark
+  CHECK(allocated() <= limited.limit_bytes);
+  CHECK(lms().observer.observing());
+  CHECK(lms().policy.wants_boundary());
+
+  // Nothing goes out before the boundary: the thread may be inside of something that uses anything.
+  {
+    std::vector<at::Tensor> temporary;
+    while (allocated() < limited.limit_bytes + 2 * kMiB) {
+      temporary.push_back(tensor_of(1, kElements));
+    }
+    CHECK_EQ(pageouts(), 0);
+    CHECK_EQ(lms().pager.paged_out_storages(), 0);
+    CHECK(lms().pager.stats().limit_exceeded.load() > 0);
+  }
+
+  // From then on what has been used since goes out.
+  lms().policy.note_boundary();
+  CHECK(!lms().policy.wants_boundary());
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    REQUIRE(holds(tensors[i], static_cast<int64_t>(i)));
+  }
+  for (int i = 0; i < 30; ++i) {
+    tensors.push_back(tensor_of(static_cast<int64_t>(tensors.size()), kElements));
+  }
+  CHECK(pageouts() > 0);
+  CHECK(allocated() <= limited.limit_bytes);
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    REQUIRE(holds(tensors[i], static_cast<int64_t>(i)));
+  }
+  tensors.clear();
+}
+
+TEST(a_new_thread_wakes_it) {
+  const Limited limited(16 * kMiB);
+  REQUIRE(falls_asleep(tensor_of(0, 1024)));
+  lms().policy.wake();
+  CHECK(lms().policy.attention() == Attention::kArmed);
+  CHECK(!lms().policy.wants_boundary());
+  CHECK(lms().observer.observing());
+}
+
+TEST(many_threads_cross_the_watermark_at_once) {
+  for (int round = 0; round < 5; ++round) {
+    const Limited limited(16 * kMiB);
+    REQUIRE(falls_asleep(tensor_of(0, 1024)));
+    std::vector<std::vector<at::Tensor>> own(4);
+    in_threads(4, [&](int t) {
+      for (int i = 0; i < 13; ++i) {
+        own[static_cast<size_t>(t)].push_back(tensor_of(100 * t + i, kElements));
+      }
+    });
+    CHECK(lms().policy.attention() == Attention::kArmed);
+    lms().policy.note_boundary();
+    for (int t = 0; t < 4; ++t) {
+      for (int i = 0; i < 13; ++i) {
+        CHECK(holds(own[static_cast<size_t>(t)][static_cast<size_t>(i)], 100 * t + i));
+      }
+    }
+  }
+}
+
+TEST(the_limit_may_change_and_end_while_ops_run) {
+  const Settled settled;
+  std::atomic<bool> over{false};
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 2; ++t) {
+    threads.emplace_back([&, t] {
+      std::vector<at::Tensor> own;
+      for (int i = 0; i < 8; ++i) {
+        own.push_back(tensor_of(8 * t + i, kElements));
+      }
+      for (int i = 0; !over; ++i) {
+        try {
+          if (!holds(own[static_cast<size_t>(i % 8)], 8 * t + i % 8)) {
+            CHECK(false);
+            return;
+          }
+        } catch (const c10::OutOfMemoryError&) { // nothing more can go out for a moment
+        }
+      }
+    });
+  }
+  for (int i = 0; i < 12; ++i) {
+    lms().policy.enable(Program::get().device(), (3 + static_cast<size_t>(i) % 4) * kMiB, 4096);
+    std::this_thread::sleep_for(std::chrono::milliseconds(15));
+    if (i % 3 == 2) {
+      lms().disable();
+    }
+  }
+  over = true;
+  for (std::thread& thread : threads) {
+    thread.join();
+  }
+}
+
+// --- other extensions ----------------------------------------------------------------------------
+
+/// foreign.so, which lies beside the program.
+struct Foreign {
+  Foreign() {
+    char path[4096] = {};
+    REQUIRE(readlink("/proc/self/exe", path, sizeof(path) - 1) > 0);
+    void* library = dlopen((std::string(dirname(path)) + "/foreign.so").c_str(), RTLD_NOW);
+    REQUIRE(library != nullptr);
+    sum = reinterpret_cast<decltype(&sum_while_allocating)>(dlsym(library, "sum_while_allocating"));
+    call = reinterpret_cast<decltype(&call_back)>(dlsym(library, "call_back"));
+    REQUIRE(sum != nullptr && call != nullptr);
+  }
+  decltype(&sum_while_allocating) sum;
+  decltype(&call_back) call;
+};
+
+TEST(a_foreign_call_is_known_by_its_frames) {
+  Program::get();
+  const Foreign foreign;
+  CHECK(!in_foreign_call());
+  bool inside = false;
+  foreign.call([](void* result) { *static_cast<bool*>(result) = in_foreign_call(); }, &inside);
+  CHECK(!inside); // the program, as the interpreter, has been called in between
+}
+
+TEST(what_a_foreign_call_has_the_address_of_stays_until_it_returns) {
+  const Foreign foreign;
+  const Limited limited(4 * kMiB);
+  std::vector<at::Tensor> tensors;
+  for (int i = 0; i < 24; ++i) {
+    tensors.push_back(tensor_of(i, kElements));
+  }
+  for (int i = 0; i < 24; ++i) {
+    const at::Tensor& tensor = tensors[static_cast<size_t>(i)];
+    REQUIRE(holds(tensor, i)); // it is resident
+    CHECK_EQ(foreign.sum(tensor, kElements, 20), i * kElements);
+  }
+  CHECK(pageouts() > 10);
+  for (int i = 0; i < 24; ++i) {
+    CHECK(holds(tensors[static_cast<size_t>(i)], i));
+  }
+  CHECK(allocated() <= limited.limit_bytes);
+  tensors.clear();
+}
+
+TEST(the_limit_gives_way_in_a_foreign_call) {
+  const Foreign foreign;
+  const Limited limited(4 * kMiB);
+  std::vector<at::Tensor> tensors;
+  for (int i = 0; i < 14; ++i) { // all but full
+    tensors.push_back(tensor_of(i, kElements));
+  }
+  const at::Tensor& tensor = tensors[13];
+  REQUIRE(holds(tensor, 13));
+  const int64_t before = pageouts();
+  CHECK_EQ(foreign.sum(tensor, 8 * kElements, 3), 13 * kElements);
+  CHECK(lms().pager.stats().limit_exceeded.load() > 0);
+  CHECK_EQ(pageouts(), before); // nothing was vacated inside of it
+  lms().pager.commit_finished();
+  CHECK(holds(tensor, 13));
+  tensors.clear();
+}
+
+// --- chaos -------------------------------------------------------------------------------------
+
+TEST(results_are_right_whatever_moves_between_ops) {
+  const Settled settled;
+  lms().pager.out_queue().start_actions();
+  lms().pager.in_queue().start_actions();
+  lms().chaos.begin(7, 2);
+  lms().policy.track_all(1);
+  in_threads(3, [](int t) {
+    std::mt19937 random(static_cast<unsigned>(t));
+    std::vector<at::Tensor> own;
+    std::vector<int64_t> values;
+    for (int i = 0; i < 5; ++i) {
+      own.push_back(tensor_of(i));
+      values.push_back(i);
+    }
+    for (int i = 0; i < 300; ++i) {
+      const size_t a = random() % own.size();
+      const size_t b = random() % own.size();
+      if (random() % 2 == 0) {
+        own[a] = own[a].add(own[b]);
+        values[a] = (values[a] + values[b]);
+      } else {
+        own[a].fill_(i);
+        values[a] = i;
+      }
+      CHECK(holds(own[b], values[b]));
+    }
+  });
+  CHECK(lms().pager.stats().pageouts.load() > 10);
+}
+
+} // namespace
+} // namespace torch_lms

@@ -1,0 +1,183 @@
+#pragma once
+
+#include <cstdlib>
+#include <cstring>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <extension/Runtime.h>
+#include <extension/memory/CpuDevice.h>
+
+#include "fake_device.h"
+#include "torch_harness.h"
+
+// The extension as a program has it, but for the device: LMS_TEST_DEVICE=cpu takes the real one.
+
+/// What `Runtime` needs before it is used, and at the end.
+class Program {
+ public:
+  static Program& get() {
+    static Program program;
+    return program;
+  }
+
+  torch_lms::Runtime& runtime;
+  AsyncDevice* const async; ///< Null if the device is the real CPU.
+
+  torch_lms::Device& device() {
+    return *runtime.devices.find(c10::Device(c10::kCPU));
+  }
+
+ private:
+  Program() : runtime(torch_lms::Runtime::get()), async(make_device()) {
+    at::set_num_threads(1);
+    if (async != nullptr) {
+      runtime.devices.put(std::unique_ptr<torch_lms::Device>(async));
+    } else {
+      static_cast<torch_lms::CpuDevice&>(device()).count();
+    }
+  }
+  ~Program() { // as the module's `shutdown`
+    for (auto* queue : {&runtime.pager.out_queue(), &runtime.pager.in_queue()}) {
+      queue->start_actions();
+      try {
+        queue->wait_and_stop_actions();
+      } catch (const std::exception&) {
+      }
+    }
+  }
+  static AsyncDevice* make_device() {
+    const char* kind = std::getenv("LMS_TEST_DEVICE");
+    return kind != nullptr && std::strcmp(kind, "cpu") == 0 ? nullptr : new AsyncDevice();
+  }
+};
+
+inline torch_lms::Runtime& lms() {
+  return Program::get().runtime;
+}
+
+/// Copies to and from the host wait while one of these lives, where the device can.
+class HeldCopies {
+ public:
+  HeldCopies() {
+    set(true);
+  }
+  ~HeldCopies() {
+    set(false);
+  }
+  HeldCopies(const HeldCopies&) = delete;
+  HeldCopies& operator=(const HeldCopies&) = delete;
+
+ private:
+  static void set(bool held) {
+    if (AsyncDevice* device = Program::get().async) {
+      device->async->out.set_held(held);
+      device->async->in.set_held(held);
+    }
+  }
+};
+
+inline at::Tensor tensor_of(int64_t value, int64_t elements = 8192) {
+  Program::get();
+  return at::full({elements}, value, at::kLong);
+}
+
+/// Ops read the bytes.
+inline bool holds(const at::Tensor& tensor, int64_t value) {
+  return tensor.eq(value).all().item<bool>();
+}
+
+inline std::string state(const at::Tensor& tensor) {
+  return lms().manual.state(tensor.storage());
+}
+
+inline int64_t page_out(const std::vector<at::Tensor>& tensors) {
+  std::vector<c10::Storage> storages;
+  for (const at::Tensor& tensor : tensors) {
+    storages.push_back(tensor.storage());
+  }
+  return lms().manual.pageout(storages);
+}
+
+/// And it is out when this returns.
+inline bool go_out(const at::Tensor& tensor) {
+  page_out({tensor});
+  lms().manual.wait_pageouts();
+  return state(tensor) == "paged_out";
+}
+
+inline int64_t prefetch(const at::Tensor& tensor) {
+  return lms().manual.prefetch({tensor.storage()}, true);
+}
+
+inline void check_nothing_is_pinned() {
+  lms().observer.take_back();
+  lms().pager.table().for_each(
+      [](const torch_lms::EntityPtr& entity) { CHECK(entity->gone() || !entity->pinned()); });
+}
+
+/// At the end of a test nothing is out, pinned, or watched.
+inline void settle() {
+  lms().observer.take_back();
+  lms().disable();
+  check_nothing_is_pinned();
+  CHECK_EQ(lms().pager.paged_out_storages(), 0);
+  CHECK_EQ(lms().pager.paged_out_bytes(), 0);
+  CHECK_EQ(lms().pager.out_queue().pending_bytes(), 0);
+  CHECK_EQ(lms().pager.in_queue().pending_bytes(), 0);
+  if (!CHECK(!lms().observer.observing())) {
+    std::fprintf(
+        stderr, "  %s\n", lms().pager.arrivals().any() ? "there are arrivals" : "nothing arrives");
+  }
+  if (AsyncDevice* device = Program::get().async) {
+    device->async->collect();
+  }
+  CHECK_EQ(Program::get().device().pool()->stats().used_bytes, 0);
+  lms().pager.stats().reset();
+}
+
+/// `settle` when the test ends.
+struct Settled {
+  Settled() {
+    Program::get();
+  }
+  ~Settled() {
+    settle();
+  }
+};
+
+/// A record of an op that PyTorch does not know.
+class RecordedOp {
+ public:
+  RecordedOp(const char* name, std::vector<c10::IValue> inputs)
+      : inputs_(std::move(inputs)), record_(at::RecordScope::FUNCTION) {
+    if (record_.isActive()) {
+      record_.before(name, c10::ArrayRef<const c10::IValue>(inputs_.data(), inputs_.size()), -1);
+    }
+  }
+
+ private:
+  std::vector<c10::IValue> inputs_;
+  at::RecordFunction record_;
+};
+
+inline void in_threads(int count, const std::function<void(int)>& body) {
+  std::vector<std::thread> threads;
+  for (int t = 0; t < count; ++t) {
+    threads.emplace_back([&body, t] {
+      try {
+        body(t);
+      } catch (const std::exception& error) {
+        harness::report(false, "in a thread", t, error.what());
+      }
+    });
+  }
+  for (std::thread& thread : threads) {
+    thread.join();
+  }
+}
