@@ -110,9 +110,10 @@ class EntityStorageImpl : public std::enable_shared_from_this<EntityStorageImpl>
 
   /// RESIDENT -> OUT_QUEUED. Returns false in every other state, for a pinned
   /// entity, and while another thread requests the same. The caller enqueues the
-  /// entity. A copy that the host has kept is given back: try `drop_unwritten` first. `known_since`: ops that began at or before this tick may use the bytes
-  /// without having pinned them, since nothing was on its way out then; 0 where every
-  /// op pins its inputs. See Note [Who may still use a storage].
+  /// entity. A copy that the host has kept is given back: try `drop_unwritten` first.
+  /// `known_since`: ops that began at or before this tick may use the bytes without having pinned
+  /// them, since nothing was on its way out then; 0 where every op pins its inputs. See Note [Who
+  /// may still use a storage].
   bool request_pageout(uint64_t known_since = 0);
 
   /// The same in two halves, so that several requests can share one fence.

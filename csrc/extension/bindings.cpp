@@ -258,9 +258,7 @@ void lend_interpreter() {
   python.release_lock = [] {
     return PyGILState_Check() != 0 ? static_cast<void*>(PyEval_SaveThread()) : nullptr;
   };
-  python.take_lock = [](void* state) {
-    PyEval_RestoreThread(static_cast<PyThreadState*>(state));
-  };
+  python.take_lock = [](void* state) { PyEval_RestoreThread(static_cast<PyThreadState*>(state)); };
   static std::atomic<unsigned long> main_thread{
       py::module_::import("threading").attr("main_thread")().attr("ident").cast<unsigned long>()};
   pthread_atfork(nullptr, nullptr, [] { main_thread.store(PyThread_get_thread_ident()); });
@@ -299,9 +297,8 @@ void bind_requests(py::module_& module) {
   module.def("use", &give_out);
   py::class_<HeldStorages>(module, "HeldStorages");
   module.def("hold", &hold);
-  module.def("state", [](const py::handle& object) {
-    return runtime().manual.state(storage_of(object));
-  });
+  module.def(
+      "state", [](const py::handle& object) { return runtime().manual.state(storage_of(object)); });
   module.def("pin", [](const py::handle& object) {
     check_not_forked();
     const c10::Storage storage = storage_of(object);

@@ -1,4 +1,5 @@
-// Functions as other extensions have them, which take a tensor's address in one of the ways that there are.
+// Functions as other extensions have them, which take a tensor's address in one of the ways that
+// there are.
 
 #include <vector>
 
@@ -99,8 +100,8 @@ void write_through(const std::string& way, const at::Tensor& tensor, float value
   std::fill(data, data + tensor.numel(), value);
 }
 
-/// Writes, runs an op on the same tensor, and goes on through the same address. Returns what the op has read, and
-/// what is read through the address after an op that writes.
+/// Writes, runs an op on the same tensor, and goes on through the same address. Returns what the op
+/// has read, and what is read through the address after an op that writes.
 std::pair<double, double> write_beside_ops(const at::Tensor& tensor, int64_t blocks) {
   float* data = tensor.mutable_data_ptr<float>();
   std::fill(data, data + tensor.numel(), 1.0F);

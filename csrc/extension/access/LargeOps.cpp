@@ -22,8 +22,7 @@ constexpr auto kPatience = std::chrono::seconds(30);
 c10::IValue without_bytes(const c10::IValue& value) {
   if (value.isTensor() && value.toTensor().defined()) {
     const at::Tensor& tensor = value.toTensor();
-    return at::empty_strided(
-        tensor.sizes(), tensor.strides(), tensor.options().device(c10::kMeta));
+    return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(c10::kMeta));
   }
   if (value.isTensorList()) {
     c10::List<at::Tensor> tensors;
@@ -112,8 +111,8 @@ bool LargeOps::serve_from_host(Frame& frame, const EntityPtr& entity) {
   while (going && entity->state() != EntityState::kPagedOut) {
     progress = pager_.out_queue().wait_for_progress(progress, 1000);
     pager_.commit_finished();
-    going = entity->state() != EntityState::kResident &&
-        std::chrono::steady_clock::now() < deadline;
+    going =
+        entity->state() != EntityState::kResident && std::chrono::steady_clock::now() < deadline;
   }
   for (auto i = pins; i > 0; --i) {
     entity->pin();

@@ -11,8 +11,8 @@ namespace {
 
 [[noreturn]] void refuse(const c10::Storage& storage, const std::string& why) {
   const std::string size = has_bytes(*storage.unsafeGetStorageImpl())
-      ? std::to_string(storage.nbytes()) + " bytes"
-      : "a symbolic size";
+                               ? std::to_string(storage.nbytes()) + " bytes"
+                               : "a symbolic size";
   throw PageoutRefused(
       "expected a storage that can be paged out, found one of " + size + " on " +
       storage.device().str() + ": " + why +
@@ -41,10 +41,7 @@ void ManualPaging::add(PageoutBatch& batch, const c10::Storage& storage) {
   }
 }
 
-void ManualPaging::add(
-    PageoutBatch& batch,
-    const c10::Storage& storage,
-    const EntityPtr& entity) {
+void ManualPaging::add(PageoutBatch& batch, const c10::Storage& storage, const EntityPtr& entity) {
   if (entity->cancel_pagein()) {
     pager_.in_queue().erase(entity.get());
   }
@@ -123,8 +120,7 @@ void ManualPaging::pin(const c10::Storage& storage) {
 void ManualPaging::unpin(const c10::Storage& storage) {
   c10::StorageImpl& impl = *storage.unsafeGetStorageImpl();
   const EntityPtr entity = pager_.find(impl);
-  if (entity == nullptr &&
-      why_not_movable(impl, pager_.devices().find(impl.device())) != nullptr) {
+  if (entity == nullptr && why_not_movable(impl, pager_.devices().find(impl.device())) != nullptr) {
     return; // It never moves anyway, and `pin` counted nothing.
   }
   if (entity == nullptr || !entity->fixed()) {

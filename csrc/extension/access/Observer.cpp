@@ -194,7 +194,7 @@ bool Observer::pin_inputs(const at::RecordFunction& record, Frame& frame, const 
                 }
                 entity->uses.record(frame.now, cycle);
               }) &&
-        all;
+          all;
   }
   if (input_bytes != 0 && all &&
       LargeOps::worth_looking(frame.pinned[first]->device(), input_bytes)) {
@@ -372,10 +372,11 @@ void Observer::release(Frame& held) {
 /// Under the mutex. The new callback is there before the old one goes: no op gets by between.
 void Observer::install(bool outputs) {
   const at::CallbackHandle before = handle_;
-  handle_ = at::addGlobalCallback(at::RecordFunctionCallback(&on_begin, &on_end)
-                                      .needsInputs(true)
-                                      .needsOutputs(outputs)
-                                      .scopes({at::RecordScope::FUNCTION}));
+  handle_ = at::addGlobalCallback(
+      at::RecordFunctionCallback(&on_begin, &on_end)
+          .needsInputs(true)
+          .needsOutputs(outputs)
+          .scopes({at::RecordScope::FUNCTION}));
   outputs_ = outputs;
   installed_.store(true, std::memory_order_release);
   if (before != at::INVALID_CALLBACK_HANDLE) {

@@ -64,8 +64,8 @@ class Observer final : public OpFeed {
   /// What has been given out to the calling thread may go again.
   void take_back();
 
-  /// Makes storages known that automatic mode tracks, and that nobody may be using: see Note [Learn,
-  /// sleep, arm].
+  /// Makes storages known that automatic mode tracks, and that nobody may be using: see Note
+  /// [Learn, sleep, arm].
   void discover(const std::vector<c10::Storage>& storages);
 
   /// Pins storages' entities (those that automatic mode tracks become ones) and brings them in:

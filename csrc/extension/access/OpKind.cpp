@@ -17,8 +17,8 @@ constexpr uint64_t kAll = ~uint64_t{0};
 /// Whether an op has no kernel for the devices that are paged, but is written in terms of others.
 bool is_composite(const c10::OperatorHandle& op) {
   return op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) &&
-      !op.hasKernelForDispatchKey(c10::DispatchKey::CPU) &&
-      !op.hasKernelForDispatchKey(c10::DispatchKey::CUDA);
+         !op.hasKernelForDispatchKey(c10::DispatchKey::CPU) &&
+         !op.hasKernelForDispatchKey(c10::DispatchKey::CUDA);
 }
 
 /// What the schema says; but those that update running statistics say nothing.
@@ -46,8 +46,7 @@ OpTraits traits_of_pytorchs(const char* name, const char* overload) {
   if (!op.has_value()) {
     return {OpKind::kSealed, kAll};
   }
-  return {
-      is_composite(*op) ? OpKind::kComposite : OpKind::kSealed, written_arguments(name, *op)};
+  return {is_composite(*op) ? OpKind::kComposite : OpKind::kSealed, written_arguments(name, *op)};
 }
 
 OpTraits find_traits(const char* name, const char* overload) {

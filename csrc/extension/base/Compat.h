@@ -49,7 +49,7 @@ inline void watch_block(c10::StorageImpl& storage, Materializer materializer) {
 inline bool block_is_watched(c10::StorageImpl& storage) {
   // A copy-on-write storage has a hook, too, but no block of its own.
   return storage.has_materializer() &&
-      storage._mutable_data_ptr_no_checks().get_deleter() != &c10::impl::cow::cow_deleter;
+         storage._mutable_data_ptr_no_checks().get_deleter() != &c10::impl::cow::cow_deleter;
 }
 inline void unwatch_block(c10::StorageImpl& storage) {
   storage.clear_materializer();
@@ -81,8 +81,7 @@ inline void watch_block(c10::StorageImpl& storage, Materializer) {
   auto* context = new c10::impl::cow::COWDeleterContext(
       std::unique_ptr<void, c10::DeleterFnPtr>(block, data.get_deleter()));
   data.release_context();
-  storage.set_data_ptr_noswap(
-      c10::DataPtr(block, context, &c10::impl::cow::cow_deleter, device));
+  storage.set_data_ptr_noswap(c10::DataPtr(block, context, &c10::impl::cow::cow_deleter, device));
 }
 inline bool block_is_watched(c10::StorageImpl& storage) {
   return storage._mutable_data_ptr_no_checks().get_deleter() == &c10::impl::cow::cow_deleter;

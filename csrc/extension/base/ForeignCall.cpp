@@ -55,7 +55,7 @@ class Libraries {
     const std::string folder = folder_of(file);
     const std::string name = file.substr(folder.size());
     const bool torchs = folder == torch_lib_ || (folder == torch_ && name.rfind("_C.", 0) == 0) ||
-        file.find("/functorch/_C.") != std::string::npos;
+                        file.find("/functorch/_C.") != std::string::npos;
     return torchs || file == own_ || is_runtime(name) ? Owner::kKnown : Owner::kForeign;
   }
 
@@ -91,7 +91,7 @@ int add_library(dl_phdr_info* info, size_t, void* context) {
   auto& map = *static_cast<CodeMap*>(context);
   const Owner owner = libraries->owner_of(info->dlpi_name != nullptr ? info->dlpi_name : "");
   for (int i = 0; i < info->dlpi_phnum; ++i) {
-    const ElfW(Phdr)& header = info->dlpi_phdr[i];
+    const ElfW(Phdr) & header = info->dlpi_phdr[i];
     if (header.p_type == PT_LOAD && (header.p_flags & PF_X) != 0) {
       const uintptr_t begin = info->dlpi_addr + header.p_vaddr;
       map.push_back(CodeRange{begin, begin + header.p_memsz, owner});

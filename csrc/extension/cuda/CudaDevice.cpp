@@ -45,7 +45,7 @@ CudaDevice::CudaDevice(c10::DeviceIndex index, std::shared_ptr<HostPool> pool)
 
 bool CudaDevice::owns(const c10::DataPtr& data) const {
   return data.get() != nullptr && data.get() == data.get_context() &&
-      data.get_deleter() == allocator::get()->raw_deleter();
+         data.get_deleter() == allocator::get()->raw_deleter();
 }
 
 int64_t CudaDevice::current_stream() const {

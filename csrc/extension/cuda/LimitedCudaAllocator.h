@@ -20,8 +20,8 @@ namespace cuda_allocator = c10::cuda::CUDACachingAllocator;
 ///
 /// Blocks are PyTorch's own, deleter included, so they outlive `uninstall`.
 ///
-/// PyTorch has one allocator for all devices, and the callback of `FinishedPageouts` has no context:
-/// so this is one object of the process, never destroyed.
+/// PyTorch has one allocator for all devices, and the callback of `FinishedPageouts` has no
+/// context: so this is one object of the process, never destroyed.
 ///
 /// Thread-safe: every method may be called from any thread, with and without the GIL. Allocations
 /// wait as `Room` does; all others do what PyTorch's do.

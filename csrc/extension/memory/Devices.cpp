@@ -24,9 +24,9 @@ constexpr size_t kPinnedSlabBytes = size_t{1} << 30;
 
 std::string spill_dir_of(const HostOptions& options) {
   const char* directory = std::getenv("TMPDIR");
-  return !options.spill_dir.empty()                       ? options.spill_dir
-      : directory != nullptr && *directory != '\0' ? directory
-                                                          : "/tmp";
+  return !options.spill_dir.empty()                   ? options.spill_dir
+         : directory != nullptr && *directory != '\0' ? directory
+                                                      : "/tmp";
 }
 
 /// Files take disk, not memory: by default all of it but a tenth.

@@ -145,7 +145,8 @@ size_t Policy::request_pageouts(Device& device, size_t nbytes) {
   std::vector<Victim> victims =
       watch_of(device).resident_by_next_use(cycles_, eligible_from_.load());
   // What leaves without a copy costs half as much: it goes first, unless it is needed soon.
-  const auto soon = victims.begin() + static_cast<std::ptrdiff_t>(victims.size() - victims.size() / 4);
+  const auto soon =
+      victims.begin() + static_cast<std::ptrdiff_t>(victims.size() - victims.size() / 4);
   std::stable_partition(
       victims.begin(), soon, [](const Victim& victim) { return victim.entity->keeps_copy(); });
   size_t wanted = 0;
@@ -300,9 +301,9 @@ Room::Answer Policy::wait_for_room(Device& device, size_t nbytes) {
   const size_t limit = device.limit_bytes();
   const auto deadline = Clock::now() + options_.patience_in_all;
   // See Note [Room in batches]. Backward frees more than it allocates: it needs no margin.
-  const size_t margin = in_backward()
-      ? 0
-      : std::min(watch_of(device).margin_bytes(), limit - std::min(limit, nbytes));
+  const size_t margin =
+      in_backward() ? 0
+                    : std::min(watch_of(device).margin_bytes(), limit - std::min(limit, nbytes));
   forget_error();
   keep_error(); // of what was requested ahead of need
   pager_.cancel_prefetches();
@@ -499,7 +500,7 @@ void Policy::prefetch_ahead(Device& device, bool backward) {
       watch.margin_bytes() / 2;
   // No more than half of the limit, so that small limits prefetch at all.
   size_t occupied = std::min(reserve, limit / 2) + device.use().allocated_bytes +
-      pager_.in_queue().pending_bytes();
+                    pager_.in_queue().pending_bytes();
   // See Note [Room in batches].
   if (backward && occupied + std::min(limit / 16, options_.max_prefetch_batch_bytes) > limit) {
     return;
@@ -655,11 +656,11 @@ MemoryReport Policy::report(Device& device) {
       return;
     }
     known += entity->nbytes();
-    (entity->fixed()                                ? report.fixed_bytes
-     : state != EntityState::kResident              ? report.leaving_bytes
-     : entity->pinned()                             ? report.in_use_bytes
+    (entity->fixed()                                    ? report.fixed_bytes
+     : state != EntityState::kResident                  ? report.leaving_bytes
+     : entity->pinned()                                 ? report.in_use_bytes
      : enabled() && entity->uses.last() < eligible_from ? report.unseen_bytes
-                                                    : report.movable_bytes) += entity->nbytes();
+                                                        : report.movable_bytes) += entity->nbytes();
   });
   report.other_bytes = use.allocated_bytes - std::min(use.allocated_bytes, known);
   return report;
@@ -677,7 +678,8 @@ std::string Policy::explain(Device& device, size_t nbytes) {
        << held.allocated_bytes << " bytes in use of which nothing more can be paged out (inputs of "
        << "running ops: " << held.in_use_bytes << ", pinned by the program, a captured graph or a "
        << "collective: " << held.fixed_bytes << ", on their way: " << held.leaving_bytes
-       << ", not seen in any op: " << held.unseen_bytes << ", small, in private pools, or inside of "
+       << ", not seen in any op: " << held.unseen_bytes
+       << ", small, in private pools, or inside of "
        << "compiled code: " << held.other_bytes << "). Raise the limit, lower min_bytes, or use "
        << "smaller batches; a limit of " << stays + nbytes << " bytes would do here. "
        << last_error();

@@ -36,7 +36,8 @@ struct MemoryReport {
   size_t in_use_bytes = 0; ///< Of running ops, and what they were given.
   size_t fixed_bytes = 0; ///< Pinned by the program, a captured graph or a collective.
   size_t leaving_bytes = 0; ///< On their way out.
-  size_t unseen_bytes = 0; ///< Of storages that no op has been seen to use: see Note [Learn, sleep, arm].
+  size_t unseen_bytes =
+      0; ///< Of storages that no op has been seen to use: see Note [Learn, sleep, arm].
   size_t other_bytes = 0; ///< Small storages, private pools, what compiled code allocates inside.
 };
 
@@ -63,10 +64,11 @@ struct MemoryReport {
 
 /// Note [Learn, sleep, arm]
 /// An op that is watched takes longer than one that is not, so ops are watched while that may
-/// be of use. From `enable` on the policy *learns*: it sees one cycle of the program. If the memory then stayed below three quarters of the limit, nothing is out and
-/// one thread has run all ops (with the autograd engine's, which run while it waits), the policy
-/// *sleeps*: no op tells anything, and allocations spend a budget (Note [The budget of
-/// allocations]). When the watermark is crossed it is *armed*.
+/// be of use. From `enable` on the policy *learns*: it sees one cycle of the program. If the memory
+/// then stayed below three quarters of the limit, nothing is out and one thread has run all ops
+/// (with the autograd engine's, which run while it waits), the policy *sleeps*: no op tells
+/// anything, and allocations spend a budget (Note [The budget of allocations]). When the watermark
+/// is crossed it is *armed*.
 ///
 /// Ops that are running when it is armed have not told what they use. So nothing goes out until
 /// the thread that armed it has come back from whatever it was calling (`note_boundary`), and

@@ -89,8 +89,7 @@ bool Pager::drop_unwritten(const EntityPtr& entity) {
     return false;
   }
   entity->device().keep_block_for_streams(garbage->data());
-  stats_.dropped_bytes.fetch_add(
-      static_cast<int64_t>(entity->nbytes()), std::memory_order_relaxed);
+  stats_.dropped_bytes.fetch_add(static_cast<int64_t>(entity->nbytes()), std::memory_order_relaxed);
   left_device(entity);
   return true;
 }
@@ -379,7 +378,8 @@ void Pager::commit_pageouts(std::vector<KeepAlive>& dropped, const Device* alloc
     return;
   }
   for (FinishedTransfer& finished : taken) {
-    const bool others = allocating != nullptr && &entity_of(finished.entity)->device() != allocating;
+    const bool others =
+        allocating != nullptr && &entity_of(finished.entity)->device() != allocating;
     if (others || commit_pageout(finished) == CommitResult::kInUse) {
       later.push_back(std::move(finished));
       continue;

@@ -158,7 +158,7 @@ class Pager final : public StorageEvents {
   /// Whether anything is paged out or on its way: ops have to be observed.
   bool active() const noexcept {
     return paged_out_storages() != 0 || out_.pending_bytes() != 0 || in_.pending_bytes() != 0 ||
-        arrivals_.any();
+           arrivals_.any();
   }
   CudaEntityTransferQueue& out_queue() {
     return out_;

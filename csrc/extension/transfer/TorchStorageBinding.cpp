@@ -140,7 +140,7 @@ bool TorchStorageBinding::install_watched(std::unique_ptr<DeviceBlock>& block) {
 
 bool TorchStorageBinding::unwritten() {
   return watching_ && compat::block_is_watched(*raw()) &&
-      raw()->_mutable_data_ptr_no_checks().get() == watched_block_;
+         raw()->_mutable_data_ptr_no_checks().get() == watched_block_;
 }
 
 void TorchStorageBinding::watch() {
