@@ -89,6 +89,10 @@ std::vector<Victim> DeviceWatch::resident_by_next_use(
   std::sort(victims.begin(), victims.end(), [](const Victim& a, const Victim& b) {
     return a.next_use > b.next_use;
   });
+  // What leaves without a copy costs half as much: it goes first, unless it is needed soon.
+  const auto soon = victims.end() - static_cast<std::ptrdiff_t>(victims.size() / 4);
+  std::stable_partition(
+      victims.begin(), soon, [](const Victim& victim) { return victim.entity->keeps_copy(); });
   return victims;
 }
 

@@ -59,7 +59,8 @@ class DeviceWatch {
   void note_resident(const EntityPtr& entity);
   void note_paged_out(const EntityPtr& entity, uint64_t next_use);
 
-  /// What may go out of what has been used since `eligible_from`, that which is needed last first.
+  /// What may go out of what has been used since `eligible_from`: what leaves without a copy first,
+  /// unless it is needed soon, and of the rest that which is needed last.
   std::vector<Victim> resident_by_next_use(const CycleTracker& cycles, uint64_t eligible_from);
 
   /// The entity that should come back first, of those that are expected before `horizon`;

@@ -142,16 +142,9 @@ size_t Policy::page_out(Device& device, const std::vector<EntityPtr>& entities) 
 }
 
 size_t Policy::request_pageouts(Device& device, size_t nbytes) {
-  std::vector<Victim> victims =
-      watch_of(device).resident_by_next_use(cycles_, eligible_from_.load());
-  // What leaves without a copy costs half as much: it goes first, unless it is needed soon.
-  const auto soon =
-      victims.begin() + static_cast<std::ptrdiff_t>(victims.size() - victims.size() / 4);
-  std::stable_partition(
-      victims.begin(), soon, [](const Victim& victim) { return victim.entity->keeps_copy(); });
   size_t wanted = 0;
   std::vector<EntityPtr> chosen;
-  for (Victim& victim : victims) {
+  for (Victim& victim : watch_of(device).resident_by_next_use(cycles_, eligible_from_.load())) {
     if (wanted >= nbytes) {
       break;
     }
@@ -477,8 +470,11 @@ void Policy::page_out_cooled(Device& device, size_t missing_bytes) {
   const uint64_t now = cycles_.now();
   std::vector<EntityPtr> chosen;
   for (Victim& victim : watch_of(device).resident_by_next_use(cycles_, eligible_from_.load())) {
-    if (missing_bytes == 0 || victim.next_use < shape.began + shape.forward) {
-      break; // needed in this forward
+    if (missing_bytes == 0) {
+      break;
+    }
+    if (victim.next_use < shape.began + shape.forward) {
+      continue; // needed in this forward
     }
     if (now - victim.entity->uses.last() >= options_.ops_to_cool) {
       missing_bytes -= std::min(missing_bytes, victim.entity->nbytes());
