@@ -198,7 +198,10 @@ class EntityStorageImpl : public std::enable_shared_from_this<EntityStorageImpl>
     pins_.fetch_sub(1, std::memory_order_release);
   }
   bool pinned() const noexcept {
-    return pins_now() != 0;
+    return pins() != 0;
+  }
+  uint64_t pins() const noexcept {
+    return pins_.load(std::memory_order_seq_cst) & UINT32_MAX;
   }
 
   /// `pin`, and whether that was all there is to an access. It is if the bytes lie on the
@@ -301,9 +304,6 @@ class EntityStorageImpl : public std::enable_shared_from_this<EntityStorageImpl>
   // `settled_`, the op looks at `settled_` after it has pinned, and all four are sequentially
   // consistent: at least one of the two sees the other.
   static constexpr uint64_t kOnePin = (uint64_t{1} << 32) + 1;
-  uint64_t pins_now() const noexcept {
-    return pins_.load(std::memory_order_seq_cst) & UINT32_MAX;
-  }
   uint64_t pins_ever() const noexcept {
     return pins_.load(std::memory_order_seq_cst) >> 32;
   }

@@ -49,6 +49,11 @@ class Entity final : public EntityStorageImpl {
     return fixed_.load(std::memory_order_acquire) > 0;
   }
 
+  /// Whether ops hold plain pointers to it. Thread-safe.
+  bool used_by_ops() const noexcept {
+    return static_cast<int64_t>(pins()) > fixed_.load(std::memory_order_acquire);
+  }
+
   Uses uses;
 
  private:

@@ -3,6 +3,11 @@
 #include <algorithm>
 
 namespace torch_lms {
+namespace {
+
+constexpr size_t kSweepEvery = 64; // entities that are added to a shard
+
+} // namespace
 
 EntityPtr EntityTable::find(const c10::StorageImpl* storage) {
   Shard& shard = shard_of(storage);
@@ -34,11 +39,12 @@ size_t EntityTable::size() {
 }
 
 void EntityTable::sweep(Shard& shard, std::vector<EntityPtr>& dead) {
-  if (shard.entities.size() + shard.retired.size() < shard.sweep_at) {
+  if (++shard.added < kSweepEvery) {
     return;
   }
+  shard.added = 0;
   for (auto at = shard.entities.begin(); at != shard.entities.end();) {
-    if (at->second->gone() && !at->second->pinned()) {
+    if (at->second->gone() && !at->second->used_by_ops()) {
       dead.push_back(std::move(at->second));
       at = shard.entities.erase(at);
     } else {
@@ -47,11 +53,10 @@ void EntityTable::sweep(Shard& shard, std::vector<EntityPtr>& dead) {
   }
   const auto idle =
       std::partition(shard.retired.begin(), shard.retired.end(), [](const EntityPtr& entity) {
-        return entity->pinned();
+        return entity->used_by_ops();
       });
   std::move(idle, shard.retired.end(), std::back_inserter(dead));
   shard.retired.erase(idle, shard.retired.end());
-  shard.sweep_at = std::max<size_t>(64, 2 * shard.entities.size());
 }
 
 } // namespace torch_lms

@@ -22,7 +22,7 @@ namespace torch_lms {
 /// table is never another storage's.
 
 /// The entities of all storages that have one. Entries of storages that have died are swept out
-/// as the table grows, but not while they are pinned: an op holds plain pointers to what it has
+/// as the table grows, but not while ops use them: these hold plain pointers to what they have
 /// pinned.
 ///
 /// Thread-safe: every method may be called from any thread, with and without the GIL. They
@@ -73,7 +73,7 @@ class EntityTable {
     std::mutex mutex;
     ska::flat_hash_map<const c10::StorageImpl*, EntityPtr> entities;
     std::vector<EntityPtr> retired; // replaced, and perhaps pinned
-    size_t sweep_at = 64;
+    size_t added = 0; // since the last sweep
   };
 
   Shard& shard_of(const c10::StorageImpl* storage) {

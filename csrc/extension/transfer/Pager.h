@@ -217,6 +217,7 @@ class Pager final : public StorageEvents {
 
   std::mutex kept_mutex_;
   std::deque<std::weak_ptr<Entity>> kept_; // whose copies the host keeps, the oldest first
+  size_t sweep_kept_at_ = 256;
   std::vector<const HostPool*> pools_; // that ask for them
 };
 

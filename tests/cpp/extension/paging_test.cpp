@@ -263,8 +263,8 @@ class NoMemory {
                                                                           : Answer::kFits;
     }
     void make_contiguous(Device&, size_t) override {}
-    bool after_out_of_memory(Device&, size_t) override {
-      return false;
+    Answer after_out_of_memory(Device&, size_t) override {
+      return Answer::kRefuse;
     }
     void vacate_finished(Device&) override {}
     void before_capture() override {}
