@@ -52,7 +52,7 @@ run_program() {
   [[ -z $device ]] ||
     options+=:ignore_noninstrumented_modules=1:suppressions=$PWD/tests/cpp/tsan_suppressions.txt
   LMS_TEST_DEVICE=$device TSAN_OPTIONS=${TSAN_OPTIONS:-$options} \
-    timeout --signal=ABRT --kill-after=10 600 "${runner[@]}" "$build/$mode/$name" ${FILTER:+"$FILTER"} 2>&1 | sed -u "s/^/$label: /" ||
+    timeout --signal=ABRT --kill-after=10 600 "${runner[@]}" "$build/$mode/$name" ${FILTER:+"$FILTER"} 2>&1 | sed -u "s|^|$label: |" ||
     status=${PIPESTATUS[0]}
   case $status in
     0) ran=$((ran + 1)) ;;
