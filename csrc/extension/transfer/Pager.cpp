@@ -232,18 +232,18 @@ void Pager::count(const EntityPtr& entity, AccessResult result) {
     try {
       std::lock_guard<std::mutex> lock(kept_mutex_);
       kept_.push_back(entity);
-    if (kept_.size() >= sweep_kept_at_) {
-      kept_.erase(
-          std::remove_if(
-              kept_.begin(),
-              kept_.end(),
-              [](const std::weak_ptr<Entity>& weak) {
-                const EntityPtr known = weak.lock();
-                return known == nullptr || !known->keeps_copy();
-              }),
-          kept_.end());
-      sweep_kept_at_ = std::max<size_t>(256, 2 * kept_.size());
-    }
+      if (kept_.size() >= sweep_kept_at_) {
+        kept_.erase(
+            std::remove_if(
+                kept_.begin(),
+                kept_.end(),
+                [](const std::weak_ptr<Entity>& weak) {
+                  const EntityPtr known = weak.lock();
+                  return known == nullptr || !known->keeps_copy();
+                }),
+            kept_.end());
+        sweep_kept_at_ = std::max<size_t>(256, 2 * kept_.size());
+      }
     } catch (const std::bad_alloc&) {
       entity->release_copy();
     }
