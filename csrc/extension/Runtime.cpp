@@ -2,6 +2,8 @@
 
 #include <functional>
 
+#include <entity/Error.h>
+
 #include <extension/base/Fork.h>
 
 namespace torch_lms {
@@ -28,7 +30,10 @@ void Runtime::disable() {
       failed = std::current_exception();
     }
   };
-  attempt([this] { pager.wait_pageouts(); });
+  try {
+    pager.wait_pageouts();
+  } catch (const Error&) { // What did not go out is where it is to be.
+  }
   attempt([this] { pager.wait_pageins(); });
   chaos.end();
   policy.disable();
