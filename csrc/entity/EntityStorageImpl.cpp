@@ -395,6 +395,21 @@ void EntityStorageImpl::stop_watching() {
   release_copy();
 }
 
+bool EntityStorageImpl::retire() {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (state() != EntityState::kResident || requesting_ || calling_off_) {
+      return false;
+    }
+    if (!replaced()) {
+      binding_->unwatch();
+    }
+    gone_.store(true, std::memory_order_release);
+  }
+  release_copy();
+  return true;
+}
+
 // --- access -----------------------------------------------------------------
 
 /// Null once it is over.

@@ -251,6 +251,11 @@ class EntityStorageImpl : public std::enable_shared_from_this<EntityStorageImpl>
     return gone_.load(std::memory_order_acquire);
   }
 
+  /// The storage holds other memory now: the entity lets go of it, and is `gone`. Returns false,
+  /// and changes nothing, while a move is being requested or called off, and unless resident. The
+  /// caller holds the storage.
+  bool retire();
+
   const TransferBackend* backend() const noexcept {
     return backend_.get();
   }

@@ -5,6 +5,12 @@
 
 // Replaces the program's `new`, so that a chosen allocation fails. For one file.
 
+/// Which allocations may fail, by where they are made; null for all.
+inline bool (*&may_fail())(const void* caller) {
+  static bool (*decide)(const void* caller) = nullptr;
+  return decide;
+}
+
 /// Allocations of this thread until one fails; negative for none that fails.
 inline long& allocations_until_failure() {
   static thread_local long left = -1;
@@ -28,16 +34,23 @@ class FailingNew {
   }
 };
 
-[[gnu::noinline]] void* operator new(std::size_t nbytes) {
+/// Null if it is to fail.
+inline void* allocate_or_fail(std::size_t nbytes, const void* caller) {
   long& left = allocations_until_failure();
-  if (left >= 0 && left-- == 0) {
-    throw std::bad_alloc();
-  }
-  void* data = std::malloc(nbytes);
+  const bool counts = left >= 0 && (may_fail() == nullptr || may_fail()(caller));
+  return counts && left-- == 0 ? nullptr : std::malloc(nbytes);
+}
+
+[[gnu::noinline]] void* operator new(std::size_t nbytes) {
+  void* data = allocate_or_fail(nbytes, __builtin_return_address(0));
   if (data == nullptr) {
     throw std::bad_alloc();
   }
   return data;
+}
+
+[[gnu::noinline]] void* operator new(std::size_t nbytes, const std::nothrow_t&) noexcept {
+  return allocate_or_fail(nbytes, __builtin_return_address(0));
 }
 
 [[gnu::noinline]] void operator delete(void* data) noexcept {
@@ -45,5 +58,9 @@ class FailingNew {
 }
 
 [[gnu::noinline]] void operator delete(void* data, std::size_t) noexcept {
+  std::free(data);
+}
+
+[[gnu::noinline]] void operator delete(void* data, const std::nothrow_t&) noexcept {
   std::free(data);
 }

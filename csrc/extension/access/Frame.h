@@ -20,7 +20,7 @@ class RecentEntities {
   template <typename Find>
   Entity* get(c10::StorageImpl& storage, Find&& find) {
     EntityPtr& known = slots_[(reinterpret_cast<uintptr_t>(&storage) >> 5) % slots_.size()];
-    if (known != nullptr && known->binds(storage) && !known->replaced()) {
+    if (known != nullptr && known->stands_for(storage)) {
       return known.get();
     }
     EntityPtr found = find();

@@ -31,7 +31,7 @@ void ManualPaging::add(PageoutBatch& batch, const c10::Storage& storage) {
     refuse(storage, "a CUDA graph is being captured, and nothing moves meanwhile");
   }
   // The program may have given the storage other memory: then the next entity is the one.
-  for (EntityPtr entity; entity == nullptr || entity->replaced();) {
+  for (EntityPtr entity; entity == nullptr || (entity->replaced() && !entity->used_by_ops());) {
     entity = pager_.find_or_track(impl, /*by_hand=*/true);
     if (entity == nullptr) {
       const char* why = why_not_movable(impl, device);
@@ -106,11 +106,10 @@ int64_t ManualPaging::prefetch(const std::vector<c10::Storage>& storages, bool s
 }
 
 void ManualPaging::pin(const c10::Storage& storage) {
-  const EntityPtr entity = pager_.find_or_track(*storage.unsafeGetStorageImpl(), /*by_hand=*/true);
+  const EntityPtr entity = pager_.fix(*storage.unsafeGetStorageImpl());
   if (entity == nullptr) {
     return; // Not PyTorch's own memory: it never moves anyway.
   }
-  entity->fix();
   if (pager_.use(entity) == Place::kHost) {
     entity->end_service(); // It comes in when there is room, and stays then.
   }
@@ -119,16 +118,14 @@ void ManualPaging::pin(const c10::Storage& storage) {
 
 void ManualPaging::unpin(const c10::Storage& storage) {
   c10::StorageImpl& impl = *storage.unsafeGetStorageImpl();
-  const EntityPtr entity = pager_.find(impl);
-  if (entity == nullptr && why_not_movable(impl, pager_.devices().find(impl.device())) != nullptr) {
-    return; // It never moves anyway, and `pin` counted nothing.
+  if (pager_.unfix(impl) ||
+      (pager_.find(impl) == nullptr &&
+       why_not_movable(impl, pager_.devices().find(impl.device())) != nullptr)) {
+    return; // Or it never moves anyway, and `pin` counted nothing.
   }
-  if (entity == nullptr || !entity->fixed()) {
-    throw Error(
-        "expected a storage that has been pinned with torch_lms.pin, found one that has not; call "
-        "pin first, and unpin once for each pin");
-  }
-  entity->unfix();
+  throw Error(
+      "expected a storage that has been pinned with torch_lms.pin, found one that has not; call "
+      "pin first, and unpin once for each pin");
 }
 
 std::string ManualPaging::state(const c10::Storage& storage) {

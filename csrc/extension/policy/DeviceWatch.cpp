@@ -11,7 +11,6 @@ void DeviceWatch::begin(Device& device, const PolicyOptions& options) {
 }
 
 void DeviceWatch::end() {
-  device_.store(nullptr);
   std::lock_guard<std::mutex> lock(mutex_);
   resident_.clear();
   paged_out_.clear();

@@ -33,12 +33,12 @@ class DeviceWatch {
   void begin(Device& device, const PolicyOptions& options);
   void end();
 
-  /// 0 without a limit.
+  /// 0 without a limit, before `begin` and when the limit has ended.
   size_t limit_bytes() const noexcept {
     Device* device = device_.load(std::memory_order_acquire);
     return device != nullptr ? device->limit_bytes() : 0;
   }
-  /// Only between `begin` and `end`.
+  /// Once it has begun, also for who is still at it when it has ended.
   Device& device() const noexcept {
     return *device_.load(std::memory_order_relaxed);
   }

@@ -9,11 +9,22 @@ constexpr size_t kSweepEvery = 64; // entities that are added to a shard
 
 } // namespace
 
-EntityPtr EntityTable::find(const c10::StorageImpl* storage) {
+EntityPtr EntityTable::find(const c10::StorageImpl& storage) {
   Shard& shard = shard_of(storage);
   std::lock_guard<std::mutex> lock(shard.mutex);
-  const auto at = shard.entities.find(storage);
-  return at == shard.entities.end() || at->second->gone() ? nullptr : at->second;
+  const auto at = shard.entities.find(&storage);
+  return at != shard.entities.end() && at->second->stands_for(storage) ? at->second : nullptr;
+}
+
+bool EntityTable::unfix(const c10::StorageImpl& storage) {
+  Shard& shard = shard_of(storage);
+  std::lock_guard<std::mutex> lock(shard.mutex);
+  const auto at = shard.entities.find(&storage);
+  if (at == shard.entities.end() || !at->second->fixed()) {
+    return false;
+  }
+  at->second->unfix();
+  return true;
 }
 
 void EntityTable::for_each(const std::function<void(const EntityPtr&)>& visit) {

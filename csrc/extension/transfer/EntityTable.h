@@ -1,7 +1,6 @@
 #pragma once
 
 #include <array>
-#include <atomic>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -21,47 +20,40 @@ namespace torch_lms {
 /// the entity has been pinned. An entity holds its storage weakly, so that an address in the
 /// table is never another storage's.
 
+/// Note [Storages that change their memory]
+/// An entity stands for a storage's memory of one size. A storage that is resized gets another
+/// entity, which takes over what the program has pinned; but not while an op uses the first one:
+/// the op may have resized its output itself, and write to it still, and another entity would
+/// not be pinned.
+
 /// The entities of all storages that have one. Entries of storages that have died are swept out
 /// as the table grows, but not while ops use them: these hold plain pointers to what they have
 /// pinned.
 ///
-/// Thread-safe: every method may be called from any thread, with and without the GIL. They
-/// block on a shard's mutex, which is held for a lookup, and no longer.
+/// Thread-safe: every method may be called from any thread that holds the storage, with and
+/// without the GIL. They block on a shard's mutex, which is held for a lookup, and no longer.
 class EntityTable {
  public:
   /// Null if the storage has no entity.
-  EntityPtr find(const c10::StorageImpl* storage);
+  EntityPtr find(const c10::StorageImpl& storage);
 
   /// The storage's entity, made by `make` (which may decline) if there is none or the one there
   /// is belongs to memory that the storage no longer holds. `make` runs under the shard's
   /// mutex: nobody moves the bytes of a storage that has no entity.
   template <typename Make>
-  EntityPtr find_or_make(const c10::StorageImpl* storage, Make&& make) {
-    Shard& shard = shard_of(storage);
-    std::vector<EntityPtr> dead; // destroyed after unlocking
-    std::lock_guard<std::mutex> lock(shard.mutex);
-    const auto at = shard.entities.find(storage);
-    if (at != shard.entities.end() && !at->second->gone()) {
-      return at->second;
-    }
-    EntityPtr made = make();
-    if (made == nullptr) {
-      return nullptr;
-    }
-    if (at != shard.entities.end()) {
-      shard.retired.push_back(std::exchange(at->second, made));
-    } else {
-      shard.entities.emplace(storage, made);
-    }
-    version_.fetch_add(1, std::memory_order_release);
-    sweep(shard, dead);
-    return made;
+  EntityPtr find_or_make(const c10::StorageImpl& storage, Make&& make) {
+    return visit_or_make(storage, std::forward<Make>(make), [](Entity&) {});
   }
 
-  /// Changes when entities have been added or swept out. Cheap.
-  uint64_t version() const noexcept {
-    return version_.load(std::memory_order_acquire);
+  /// The same, and it is fixed.
+  template <typename Make>
+  EntityPtr fix(const c10::StorageImpl& storage, Make&& make) {
+    return visit_or_make(
+        storage, std::forward<Make>(make), [](Entity& entity) { entity.fix(); });
   }
+
+  /// Takes one `fix` back. Returns false if there is none.
+  bool unfix(const c10::StorageImpl& storage);
 
   void for_each(const std::function<void(const EntityPtr&)>& visit);
 
@@ -76,13 +68,43 @@ class EntityTable {
     size_t added = 0; // since the last sweep
   };
 
-  Shard& shard_of(const c10::StorageImpl* storage) {
-    return shards_[(reinterpret_cast<uintptr_t>(storage) >> 6) % shards_.size()];
+  /// `visit` runs under the mutex as well, so that no other entity takes the place of this one.
+  template <typename Make, typename Visit>
+  EntityPtr visit_or_make(const c10::StorageImpl& storage, Make&& make, Visit&& visit) {
+    Shard& shard = shard_of(storage);
+    std::vector<EntityPtr> dead; // destroyed after unlocking
+    std::lock_guard<std::mutex> lock(shard.mutex);
+    const auto at = shard.entities.find(&storage);
+    EntityPtr entity = at != shard.entities.end() ? at->second : nullptr;
+    const bool stays = entity != nullptr &&
+                       (entity->stands_for(storage) || entity->used_by_ops() || !entity->retire());
+    if (!stays) {
+      EntityPtr made = make();
+      if (made == nullptr) {
+        return nullptr;
+      }
+      if (entity != nullptr) {
+        shard.retired.push_back(entity);
+        at->second = made;
+        for (; entity->fixed(); entity->unfix()) {
+          made->fix();
+        }
+      } else {
+        shard.entities.emplace(&storage, made);
+      }
+      entity = std::move(made);
+      sweep(shard, dead);
+    }
+    visit(*entity);
+    return entity;
+  }
+
+  Shard& shard_of(const c10::StorageImpl& storage) {
+    return shards_[(reinterpret_cast<uintptr_t>(&storage) >> 6) % shards_.size()];
   }
   static void sweep(Shard& shard, std::vector<EntityPtr>& dead);
 
   std::array<Shard, 64> shards_;
-  std::atomic<uint64_t> version_{1};
 };
 
 } // namespace torch_lms

@@ -64,21 +64,35 @@ EntityPtr Pager::make_entity(c10::StorageImpl& storage, bool by_hand) {
 }
 
 EntityPtr Pager::find_or_track(c10::StorageImpl& storage, bool by_hand) {
-  EntityPtr entity = table_.find(&storage);
-  if (entity == nullptr) {
-    if (by_hand) {
-      tracks_by_hand_.store(true, std::memory_order_release); // before anybody can miss it
-    }
-    entity = table_.find_or_make(&storage, [&] { return make_entity(storage, by_hand); });
-    if (entity == nullptr) {
-      return nullptr;
-    }
+  if (EntityPtr entity = table_.find(storage)) {
+    return entity;
+  }
+  if (by_hand) {
+    look_for_all(); // before anybody can miss it
+  }
+  EntityPtr made;
+  EntityPtr entity =
+      table_.find_or_make(storage, [&] { return made = make_entity(storage, by_hand); });
+  note_made(made);
+  return entity;
+}
+
+EntityPtr Pager::fix(c10::StorageImpl& storage) {
+  look_for_all();
+  EntityPtr made;
+  EntityPtr entity =
+      table_.fix(storage, [&] { return made = make_entity(storage, /*by_hand=*/true); });
+  note_made(made);
+  return entity;
+}
+
+void Pager::note_made(const EntityPtr& entity) {
+  if (entity != nullptr) {
     if (entity->device().capturing()) {
       entity->fix(); // Its address is part of the graph: it never moves.
     }
     listener_->became_resident(entity);
   }
-  return entity;
 }
 
 // --- requests -----------------------------------------------------------------

@@ -61,11 +61,17 @@ class Pager final : public StorageEvents {
 
   /// The entity of a storage, null if it has none.
   EntityPtr find(const c10::StorageImpl& storage) {
-    return table_.find(&storage);
+    return table_.find(storage);
   }
   /// The same, or a new one; null if the storage cannot move. `by_hand`: smaller storages than
   /// automatic mode looks for may be entities from now on.
   EntityPtr find_or_track(c10::StorageImpl& storage, bool by_hand);
+  /// The same by hand, and it is pinned until `unfix`.
+  EntityPtr fix(c10::StorageImpl& storage);
+  /// Returns false if it has not been.
+  bool unfix(const c10::StorageImpl& storage) {
+    return table_.unfix(storage);
+  }
   /// All ops that begin from now on pin what they use of the storages that automatic mode tracks:
   /// only those that run now may use them unseen. See Note [Who may still use a storage].
   void note_all_ops_observed() noexcept {
@@ -187,6 +193,7 @@ class Pager final : public StorageEvents {
 
  private:
   EntityPtr make_entity(c10::StorageImpl& storage, bool by_hand);
+  void note_made(const EntityPtr& entity);
   bool enqueue_prefetch(const EntityPtr& entity);
   void commit_pageouts(std::vector<KeepAlive>& dropped, const Device* allocating);
   CommitResult commit_pageout(FinishedTransfer& finished);

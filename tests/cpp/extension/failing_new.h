@@ -3,12 +3,12 @@
 #include <link.h>
 
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
-#include <new>
 
-// Replaces the program's `new`, so that a chosen allocation of the extension's fails: one that its
-// own code makes. (What PyTorch allocates on its behalf is PyTorch's.) For one file.
+#include "../failing_new.h"
+
+// As the core's, but what fails is an allocation that the extension's own code makes. (What PyTorch
+// allocates on its behalf is PyTorch's.) For one file.
 
 struct ExtensionCode {
   uintptr_t begin = 0;
@@ -35,43 +35,13 @@ struct ExtensionCode {
   }
 };
 
-/// Allocations of this thread until one fails; negative for none that fails.
-inline thread_local long allocations_until_failure = -1;
-inline ExtensionCode extension_code;
-
-/// While it lives, one allocation of the calling thread fails: the `nth` from now.
-class FailingNew {
- public:
-  explicit FailingNew(long nth) {
-    allocations_until_failure = nth;
-  }
-  ~FailingNew() {
-    allocations_until_failure = -1;
-  }
-  FailingNew(const FailingNew&) = delete;
-  FailingNew& operator=(const FailingNew&) = delete;
-
-  bool failed() const {
-    return allocations_until_failure < 0;
-  }
-};
-
-[[gnu::noinline]] void* operator new(std::size_t nbytes) {
-  if (allocations_until_failure >= 0 && extension_code.contains(__builtin_return_address(0)) &&
-      allocations_until_failure-- == 0) {
-    throw std::bad_alloc();
-  }
-  void* data = std::malloc(nbytes);
-  if (data == nullptr) {
-    throw std::bad_alloc();
-  }
-  return data;
+inline bool is_of_the_extension(const void* caller) {
+  static const ExtensionCode code;
+  return code.contains(caller);
 }
 
-[[gnu::noinline]] void operator delete(void* data) noexcept {
-  std::free(data);
-}
-
-[[gnu::noinline]] void operator delete(void* data, std::size_t) noexcept {
-  std::free(data);
-}
+inline const bool only_the_extensions = [] {
+  is_of_the_extension(nullptr); // the code is found before anything may fail
+  may_fail() = &is_of_the_extension;
+  return true;
+}();

@@ -129,6 +129,10 @@ class CopyEngine {
     std::unique_lock<std::mutex> lock(mutex_);
     changed_.wait(lock, [&] { return !uses_locked(block); });
   }
+  void wait_until_idle() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    changed_.wait(lock, [&] { return copies_.empty(); });
+  }
 
  private:
   bool uses_locked(const void* block) {
@@ -261,7 +265,7 @@ class FakeAllocator final : public c10::Allocator {
     }
     auto* header = static_cast<Header*>(aligned_alloc(64, (kHeaderBytes + nbytes + 63) / 64 * 64));
     TORCH_CHECK(header != nullptr);
-    header->nbytes = nbytes;
+    header->nbytes.store(nbytes, std::memory_order_release);
     char* data = reinterpret_cast<char*>(header) + kHeaderBytes;
     std::memset(data, 0xCD, nbytes);
     return {data, data, &free_block, cpu};
@@ -291,7 +295,7 @@ class FakeAllocator final : public c10::Allocator {
  private:
   static constexpr size_t kHeaderBytes = 64;
   struct Header {
-    size_t nbytes;
+    std::atomic<size_t> nbytes; // what orders the thread that frees it is in PyTorch, and not seen
   };
 
   static FakeAllocator*& instance() {
@@ -307,7 +311,7 @@ class FakeAllocator final : public c10::Allocator {
 
   void free(void* data) {
     auto* header = reinterpret_cast<Header*>(static_cast<char*>(data) - kHeaderBytes);
-    const size_t nbytes = header->nbytes;
+    const size_t nbytes = header->nbytes.load(std::memory_order_acquire);
     if (!torch_lms::in_forked_child()) { // whose locks may be held by nobody
       bool kept = false;
       {

@@ -156,6 +156,43 @@ TEST(a_storage_that_is_pinned_by_the_program_stays) {
 
 // --- raw addresses -----------------------------------------------------------------------
 
+TEST(a_storage_that_has_been_resized_is_pinned_as_it_is_now) {
+  const Settled settled;
+  const at::Tensor tensor = tensor_of(1);
+  REQUIRE(go_out(tensor));
+  CHECK(holds(tensor, 1));
+  tensor.resize_({20000}).fill_(2);
+  lms().manual.pin(tensor.storage());
+  CHECK_THROWS(page_out({tensor}), PageoutRefused, "pinned");
+  CHECK_EQ(state(tensor), "resident");
+  tensor.resize_({40000}).fill_(3);
+  CHECK_THROWS(page_out({tensor}), PageoutRefused, "pinned");
+  lms().manual.unpin(tensor.storage());
+  CHECK_THROWS(lms().manual.unpin(tensor.storage()), Error, "pin");
+  CHECK(go_out(tensor));
+  CHECK(holds(tensor, 3));
+}
+
+TEST(what_an_op_has_resized_stays_until_the_op_ends) {
+  const Settled settled;
+  const at::Tensor tensor = tensor_of(1);
+  const at::Tensor other = tensor_of(5);
+  REQUIRE(go_out(tensor));
+  CHECK(holds(tensor, 1));
+  REQUIRE(go_out(other)); // so that ops are observed
+  {
+    const RecordedOp op("aten::add", {tensor});
+    tensor.resize_({20000});
+    int64_t requested = -1;
+    in_threads(1, [&](int) { requested = page_out({tensor}); });
+    CHECK_EQ(requested, 0);
+    tensor.fill_(2);
+  }
+  CHECK(go_out(tensor));
+  CHECK(holds(tensor, 2));
+  CHECK(holds(other, 5));
+}
+
 TEST(raw_mutable_access_brings_the_bytes_in_and_keeps_them_until_the_next_op) {
   if (!compat::kHasMaterializer) {
     SKIP("this PyTorch does not tell of it");

@@ -135,6 +135,8 @@ inline void settle() {
         stderr, "  %s\n", lms().pager.arrivals().any() ? "there are arrivals" : "nothing arrives");
   }
   if (AsyncDevice* device = Program::get().async) {
+    device->async->out.wait_until_idle(); // copies that have been called off
+    device->async->in.wait_until_idle();
     device->async->collect();
   }
   CHECK_EQ(Program::get().device().pool()->stats().used_bytes, 0);

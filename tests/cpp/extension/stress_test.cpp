@@ -129,7 +129,12 @@ class Stress {
         std::lock_guard<std::mutex> lock(slot.mutex);
         const int64_t before = slot.tensor.numel();
         const int64_t wanted = 1024 << (random() % 6);
-        slot.tensor.resize_({wanted});
+        try {
+          slot.tensor.resize_({wanted});
+        } catch (const c10::OutOfMemoryError&) { // PyTorch has set the sizes by then
+          slot.tensor.unsafeGetTensorImpl()->set_sizes_contiguous({before});
+          throw;
+        }
         if (wanted > before) {
           slot.tensor.slice(0, before).fill_(slot.value);
         }
