@@ -20,6 +20,8 @@ const char* to_string(EntityState state) noexcept {
       return "in_queued";
     case EntityState::kPagingIn:
       return "paging_in";
+    case EntityState::kDropped:
+      return "dropped";
   }
   return "unknown";
 }
@@ -265,23 +267,28 @@ std::shared_ptr<PageinTransfer> EntityStorageImpl::begin_pagein() {
 std::shared_ptr<PageinTransfer> EntityStorageImpl::submit_pagein_locked(Lock& lock) {
   auto transfer = std::make_shared<PageinTransfer>();
   const void* host = host_;
+  const std::shared_ptr<Recipe> recipe = recipe_;
   in_ = transfer;
   set_state(EntityState::kPagingIn);
   lock.unlock();
   try {
-    auto block = binding_->allocate(nbytes_);
-    // Behind all submitted work: what used the block before, and kernels that
-    // still use the host copy in place.
-    transfer->fence =
-        backend_->copy_to_device(block->data(), host, nbytes_, backend_->submitted_work());
-    transfer->block = std::move(block);
+    if (recipe != nullptr) {
+      transfer->block = recipe->make(&transfer->fence);
+    } else {
+      auto block = binding_->allocate(nbytes_);
+      // Behind all submitted work: what used the block before, and kernels that
+      // still use the host copy in place.
+      transfer->fence =
+          backend_->copy_to_device(block->data(), host, nbytes_, backend_->submitted_work());
+      transfer->block = std::move(block);
+    }
   } catch (...) {
     lock.lock();
     transfer->submitted = true;
     transfer->failed = true;
     if (in_ == transfer) {
       in_ = nullptr;
-      set_state(EntityState::kPagedOut);
+      set_state(recipe != nullptr ? EntityState::kDropped : EntityState::kPagedOut);
     }
     submitted_.notify_all();
     throw;
@@ -294,11 +301,11 @@ std::shared_ptr<PageinTransfer> EntityStorageImpl::submit_pagein_locked(Lock& lo
 
 bool EntityStorageImpl::commit_pagein(const std::shared_ptr<PageinTransfer>& transfer) {
   const KeepAlive keep = binding_->hold();
+  Afterwards afterwards; // No stream of the program waits for the copy yet.
   Lock lock(mutex_);
   if (keep == nullptr || !commit_pagein_locked(transfer)) {
     return false;
   }
-  Afterwards afterwards; // No stream of the program waits for the copy yet.
   afterwards.copy_writes_block = arrival_locked() != nullptr;
   tell_allocator(lock, afterwards);
   return true;
@@ -356,11 +363,20 @@ bool EntityStorageImpl::commit_pagein_locked(const std::shared_ptr<PageinTransfe
       gone_.load(std::memory_order_acquire)) {
     return false;
   }
-  const bool keeps = binding_->install_watched(transfer->block);
+  transfer->recipe = std::move(recipe_);
+  recipe_ = nullptr;
+  const bool keeps = transfer->recipe == nullptr && binding_->install_watched(transfer->block);
+  if (transfer->recipe != nullptr) {
+    binding_->unwatch();
+    binding_->install_device(transfer->block);
+  }
   in_ = nullptr;
   void* host = std::exchange(host_, nullptr);
   arrival_ = transfer->fence;
   set_state(EntityState::kResident);
+  if (host == nullptr) {
+    return true;
+  }
   if (keeps) {
     kept_.store(host, std::memory_order_release);
   } else {
@@ -378,6 +394,7 @@ AccessResult EntityStorageImpl::finish_pagein_locked(Lock& lock, Afterwards& aft
   if (!commit_pagein_locked(transfer)) {
     return access_locked(lock, afterwards); // it failed, or another thread was faster
   }
+  afterwards.recipe = std::move(transfer->recipe);
   order_after_arrival_locked();
   return AccessResult::kPrefetched;
 }
@@ -444,8 +461,10 @@ AccessResult EntityStorageImpl::access_locked(Lock& lock, Afterwards& afterwards
       return finish_pagein_locked(lock, afterwards);
     case EntityState::kPagedOut:
     case EntityState::kInQueued:
+    case EntityState::kDropped:
       break;
   }
+  const bool dropped = state() == EntityState::kDropped;
   if (served_ != 0) {
     ++served_;
     return AccessResult::kServed;
@@ -454,13 +473,14 @@ AccessResult EntityStorageImpl::access_locked(Lock& lock, Afterwards& afterwards
   if (!commit_pagein_locked(transfer)) {
     return access_locked(lock, afterwards); // another thread was faster
   }
+  afterwards.recipe = std::move(transfer->recipe);
   order_after_arrival_locked();
-  return AccessResult::kPagedIn;
+  return dropped ? AccessResult::kRemade : AccessResult::kPagedIn;
 }
 
 AccessResult EntityStorageImpl::access() {
+  Afterwards afterwards; // destroyed after unlocking
   Lock lock(mutex_);
-  Afterwards afterwards;
   const AccessResult result = access_locked(lock, afterwards);
   tell_allocator(lock, afterwards);
   return result;
@@ -485,20 +505,16 @@ void EntityStorageImpl::end_service() noexcept {
 
 // --- bytes that the host still has ---------------------------------------------
 
-bool EntityStorageImpl::drop_unwritten(std::unique_ptr<DeviceBlock>* garbage) {
-  const KeepAlive alive = binding_->hold(); // so that `acquire` never lets go of the last
-  KeepAlive keep; // dropped after unlocking
-  void* device = nullptr;
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (!keeps_copy() || state() != EntityState::kResident || requesting_ || calling_off_ ||
-      arrival_locked() != nullptr || (keep = binding_->acquire(nbytes_, &device)) == nullptr ||
-      !binding_->unwritten()) {
-    return false;
-  }
-  set_state(EntityState::kPagedOut);
-  if (!pinned()) { // see Note [Pins and requests]
+/// Gives the storage `address` for its block, if no op pins the entity: see Note [Pins and requests].
+/// Returns false where nothing has changed.
+bool EntityStorageImpl::leave_locked(
+    EntityState to,
+    void* address,
+    std::unique_ptr<DeviceBlock>* garbage) {
+  set_state(to);
+  if (!pinned()) {
     try {
-      *garbage = binding_->install_host(kept_.load(std::memory_order_relaxed), shared_from_this());
+      *garbage = binding_->install_host(address, shared_from_this());
     } catch (const std::bad_alloc&) { // for a few bytes: it stays, then
     }
   }
@@ -507,8 +523,55 @@ bool EntityStorageImpl::drop_unwritten(std::unique_ptr<DeviceBlock>* garbage) {
     return false;
   }
   binding_->watch();
+  return true;
+}
+
+bool EntityStorageImpl::may_leave_locked(KeepAlive* keep) {
+  void* device = nullptr;
+  return state() == EntityState::kResident && !requesting_ && !calling_off_ && !gone() &&
+         arrival_locked() == nullptr && (*keep = binding_->acquire(nbytes_, &device)) != nullptr;
+}
+
+bool EntityStorageImpl::drop_unwritten(std::unique_ptr<DeviceBlock>* garbage) {
+  const KeepAlive alive = binding_->hold(); // so that `acquire` never lets go of the last
+  KeepAlive keep; // dropped after unlocking
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!keeps_copy() || !may_leave_locked(&keep) || !binding_->unwritten() ||
+      !leave_locked(EntityState::kPagedOut, kept_.load(std::memory_order_relaxed), garbage)) {
+    return false;
+  }
   host_ = kept_.exchange(nullptr, std::memory_order_acq_rel);
   return true;
+}
+
+bool EntityStorageImpl::drop(
+    const std::shared_ptr<Recipe>& recipe,
+    void* unreadable,
+    std::unique_ptr<DeviceBlock>* garbage) {
+  const KeepAlive alive = binding_->hold(); // so that `acquire` never lets go of the last
+  KeepAlive keep; // dropped after unlocking
+  release_copy();
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!may_leave_locked(&keep) || !binding_->referenced() ||
+      !leave_locked(EntityState::kDropped, unreadable, garbage)) {
+    return false;
+  }
+  recipe_ = recipe;
+  return true;
+}
+
+void EntityStorageImpl::refuse(const std::string& why) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (state() == EntityState::kDropped && !replaced()) {
+    binding_->refuse(why);
+  }
+}
+
+void EntityStorageImpl::watch_writes() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (state() == EntityState::kResident && !replaced()) {
+    binding_->watch();
+  }
 }
 
 bool EntityStorageImpl::release_copy() noexcept {
@@ -526,12 +589,13 @@ bool EntityStorageImpl::release_copy() noexcept {
 }
 
 bool EntityStorageImpl::touch(AccessResult* result) {
+  Afterwards afterwards; // destroyed after unlocking
   Lock lock(mutex_);
   const EntityState now = state();
-  if (now == EntityState::kPagedOut || now == EntityState::kInQueued) {
+  if (now == EntityState::kPagedOut || now == EntityState::kInQueued ||
+      now == EntityState::kDropped) {
     return false;
   }
-  Afterwards afterwards;
   *result = access_locked(lock, afterwards);
   if (*result == AccessResult::kServed) { // a page-in failed while another access is served
     --served_;
@@ -552,6 +616,7 @@ bool EntityStorageImpl::settled() {
 }
 
 void EntityStorageImpl::host_copy_released() noexcept {
+  std::shared_ptr<Recipe> recipe; // destroyed after unlocking
   std::shared_ptr<PageinTransfer> transfer;
   void* host = nullptr;
   {
@@ -562,6 +627,7 @@ void EntityStorageImpl::host_copy_released() noexcept {
       submitted_.wait(lock, [&] { return transfer->submitted; });
     }
     in_ = nullptr;
+    recipe.swap(recipe_);
     std::swap(host, host_);
     set_state(EntityState::kResident);
     submitted_.notify_all();

@@ -6,8 +6,10 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <string>
 
 #include <entity/OpClock.h>
+#include <entity/Recipe.h>
 #include <entity/StorageBinding.h>
 #include <entity/TransferBackend.h>
 
@@ -20,6 +22,7 @@ enum class EntityState : uint8_t {
   kPagedOut,
   kInQueued,
   kPagingIn,
+  kDropped,
 };
 
 const char* to_string(EntityState state) noexcept;
@@ -30,6 +33,7 @@ enum class AccessResult : uint8_t {
   kCancelledPageout, ///< A page-out was under way and has been called off.
   kPrefetched, ///< A prefetch had brought (or was bringing) the bytes.
   kPagedIn, ///< The calling thread paged the bytes in.
+  kRemade, ///< The calling thread made the bytes again.
   kServed, ///< Ops use the host copy in place, and so must this one: see `serve`.
 };
 
@@ -57,7 +61,8 @@ struct PageoutTransfer {
   bool copying = false; // guarded by the entity's mutex: copy is being submitted
 };
 
-/// One copy to the device. Waits for the copy if its block has not been installed.
+/// One copy to the device, or one making of what was dropped. Waits for the copy if its block has
+/// not been installed.
 struct PageinTransfer {
   PageinTransfer() = default;
   ~PageinTransfer();
@@ -66,6 +71,7 @@ struct PageinTransfer {
 
   std::unique_ptr<DeviceBlock> block;
   FencePtr fence;
+  std::shared_ptr<Recipe> recipe; // instead of a host copy
   bool submitted = false; // guarded by the entity's mutex
   bool failed = false; // guarded by the entity's mutex
 };
@@ -76,6 +82,8 @@ struct PageinTransfer {
 ///        ^  ^________|_____________|             |  ^
 ///        |   access cancels                      v  |  no room: back
 ///        |___________ PAGING_IN <------------ IN_QUEUED
+///        |                ^
+///        |___ drop _> DROPPED
 ///
 /// A page-out has three steps: `request_pageout` (any thread; fixes the point
 /// in the device's work after which the copy runs), `begin_pageout` (a queue's
@@ -84,6 +92,9 @@ struct PageinTransfer {
 /// is intact, so an access simply cancels. A page-in has the same three steps.
 /// Everything that can fail happens before ownership changes: on failure the
 /// entity stays where it was.
+///
+/// A dropped entity has its bytes nowhere, but a `Recipe`: its page-in makes them again. Its
+/// storage points at memory that cannot be read.
 ///
 /// Thread-safe: every method may be called from any thread. The mutex is held
 /// neither during a copy nor while the device allocator is called; see
@@ -166,10 +177,26 @@ class EntityStorageImpl : public std::enable_shared_from_this<EntityStorageImpl>
   /// stream may reuse; null if the entity was in another state.
   std::unique_ptr<DeviceBlock> cancel_arrival(const std::shared_ptr<PageinTransfer>& transfer);
 
+  /// RESIDENT -> DROPPED: the bytes go, and `recipe` makes them again when they are used. The
+  /// storage holds `unreadable` meanwhile. Returns false, and changes nothing, for an entity that is
+  /// in another state, pinned, or on its way. `garbage` as for `commit_pageout`.
+  bool drop(
+      const std::shared_ptr<Recipe>& recipe,
+      void* unreadable,
+      std::unique_ptr<DeviceBlock>* garbage);
+
+  /// A dropped entity could not be made again: who asks for its address gets an error that says
+  /// so, until it has been. Changes nothing in other states. The caller holds the storage.
+  void refuse(const std::string& why);
+
+  /// From now on a raw mutable access calls `StorageBinding`'s hook, where the bytes lie on the
+  /// device. The caller holds the storage.
+  void watch_writes();
+
   /// An op (or raw access) of the calling thread uses the bytes: brings them to
   /// the device whatever the state and orders the thread's stream after them.
-  /// Throws what the device allocator throws; the entity is PAGED_OUT then: see `serve`.
-  /// The caller holds the storage and, unless it gets `kServed`, has pinned the entity for
+  /// Throws what the device allocator throws (the entity is PAGED_OUT then: see `serve`), or the
+  /// recipe (it is DROPPED). The caller holds the storage and, unless it gets `kServed`, has pinned the entity for
   /// as long as it uses the bytes. `kServed` counts as a `serve` of its own.
   AccessResult access();
 
@@ -279,6 +306,7 @@ class EntityStorageImpl : public std::enable_shared_from_this<EntityStorageImpl>
   struct Afterwards {
     bool copy_reads_block = false;
     bool copy_writes_block = false;
+    std::shared_ptr<Recipe> recipe; // lets go of what it needed
   };
 
   /// The cases of `access`, under the lock; may let go of it on the way.
@@ -289,6 +317,8 @@ class EntityStorageImpl : public std::enable_shared_from_this<EntityStorageImpl>
   AccessResult finish_pagein_locked(Lock& lock, Afterwards& afterwards);
   std::shared_ptr<PageinTransfer> submit_pagein_locked(Lock& lock);
   bool commit_pagein_locked(const std::shared_ptr<PageinTransfer>& transfer);
+  bool may_leave_locked(KeepAlive* keep);
+  bool leave_locked(EntityState to, void* address, std::unique_ptr<DeviceBlock>* garbage);
   void order_after_arrival_locked();
   bool unreferenced_locked();
   void set_state(EntityState state) noexcept {
@@ -333,6 +363,7 @@ class EntityStorageImpl : public std::enable_shared_from_this<EntityStorageImpl>
   std::shared_ptr<PageoutTransfer> out_;
   std::shared_ptr<PageinTransfer> in_;
   void* host_ = nullptr; // the storage's memory while paged out
+  std::shared_ptr<Recipe> recipe_; // while dropped
   FencePtr arrival_; // streams that use the bytes start after it
 };
 

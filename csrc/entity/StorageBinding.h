@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <memory>
+#include <string>
 
 #include <entity/TransferBackend.h>
 
@@ -78,6 +79,10 @@ class StorageBinding {
   virtual bool unwritten() {
     return false;
   }
+
+  /// Until `install_device`, whoever asks for the storage's address gets an error with this text
+  /// (where the tensor library can do that): there is nothing behind it.
+  virtual void refuse(const std::string& /*why*/) {}
 
   /// A cancelled copy still reads the storage's block: its memory must not be
   /// unmapped before the copy has finished. Calls the device's allocator, so it is called

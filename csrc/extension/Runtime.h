@@ -1,9 +1,10 @@
 #pragma once
 
+#include <extension/access/Chaos.h>
 #include <extension/access/ManualPaging.h>
 #include <extension/access/Observer.h>
+#include <extension/access/Recipes.h>
 #include <extension/memory/Devices.h>
-#include <extension/policy/Chaos.h>
 #include <extension/policy/Policy.h>
 #include <extension/transfer/Pager.h>
 
@@ -17,9 +18,10 @@ struct Runtime {
 
   Devices devices;
   Pager pager{devices};
-  Chaos chaos{pager};
+  Recipes recipes{pager};
+  Chaos chaos{pager, recipes};
   Policy policy{pager};
-  Observer observer{pager, policy, chaos};
+  Observer observer{pager, policy, recipes, chaos};
   ManualPaging manual{pager, observer};
 
   /// Ends automatic mode: waits, pages everything in, and rethrows what failed on the way.

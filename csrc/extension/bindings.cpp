@@ -187,6 +187,9 @@ py::dict stats(bool reset) {
   values["prefetch_hits"] = counters.prefetch_hits.load();
   values["cancelled_pageouts"] = counters.cancelled_pageouts.load();
   values["dropped_bytes"] = counters.dropped_bytes.load();
+  values["recomputable_bytes"] = counters.recomputable_bytes.load();
+  values["recomputed_bytes"] = counters.recomputed_bytes.load();
+  values["recomputations"] = counters.recomputations.load();
   values["host_served"] = counters.host_served.load();
   values["limit_exceeded"] = counters.limit_exceeded.load();
   values["pagein_failures"] = counters.pagein_failures.load();

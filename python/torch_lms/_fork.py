@@ -246,6 +246,7 @@ def stats(reset: bool = False) -> dict[str, int]:
     values = {str(name): int(value) for name, value in _call("stats", reset).items()}
     # What cannot happen: there is no limit to keep to, and no access that the host copy serves.
     values.update(host_served=0, dropped_bytes=0, limit_exceeded=0, allocation_retries=0, wait_us=0, limit_bytes=0)
+    values.update(recomputable_bytes=0, recomputed_bytes=0, recomputations=0)
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     values["allocated_bytes"] = sum(torch.cuda.memory_allocated(device) for device in devices)
     values["peak_allocated_bytes"] = sum(torch.cuda.max_memory_allocated(device) for device in devices)

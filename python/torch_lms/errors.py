@@ -10,6 +10,7 @@ __all__ = [
     "PageoutError",
     "PartitionError",
     "PipelineError",
+    "PlanError",
     "ProfileError",
     "SpillError",
 ]
@@ -49,3 +50,7 @@ class PartitionError(LmsError):
 
 class PipelineError(LmsError):
     """A schedule cannot be built or run as asked."""
+
+
+class PlanError(LmsError):
+    """A trace or a plan could not be read, or a storage's decision makes no sense."""

@@ -3,9 +3,11 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include <extension/access/OpKind.h>
+#include <extension/access/OpRecipe.h>
 #include <extension/transfer/Pager.h>
 
 namespace torch_lms {
@@ -45,6 +47,7 @@ struct Frame {
   std::vector<Entity*> pinned; ///< The table keeps what is pinned.
   std::vector<Entity*> served; ///< Of these, the ones used in their host copies.
   std::vector<Entity*> written; ///< Of these, the ones that the op may write to, while it begins.
+  std::shared_ptr<OpRecipe> recipe; ///< Of the outermost op, if somebody wants it.
   std::vector<EntityPtr> given_out; ///< Whose addresses the thread has been given, and pinned.
   std::vector<EntityPtr> given_out_on_host; ///< Of these, those in their host copies.
   RecentEntities recent;

@@ -6,10 +6,10 @@
 #include <string_view>
 #include <utility>
 
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty_strided.h>
 
+#include <extension/access/BelowAutograd.h>
 #include <extension/access/Storages.h>
 #include <extension/base/Interpreter.h>
 
@@ -49,11 +49,7 @@ size_t ask_for_made_bytes(const at::RecordFunction& record) {
   if (!op.has_value() || op->schema().arguments().size() != record.inputs().size()) {
     TORCH_CHECK(false, "no shape function can be asked");
   }
-  const at::DisableRecordFunctionGuard unseen;
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  const c10::impl::ExcludeDispatchKeyGuard no_modes(
-      c10::autocast_dispatch_keyset |
-      c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot}));
+  const BelowAutograd ours;
   std::vector<c10::IValue> stack;
   std::set<const c10::StorageImpl*> seen;
   for (const c10::IValue& input : record.inputs()) {

@@ -63,6 +63,12 @@ Frame& frame_of_thread() {
   return this_frame != nullptr ? *this_frame : make_frame();
 }
 
+/// Whether the calling thread is about to have tensors cast: not inside of what casts them.
+bool autocasts() {
+  return !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::AutocastCPU) ||
+         !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::AutocastCUDA);
+}
+
 bool is_on_main_thread(Frame& frame) {
   if (frame.on_main_thread < 0) {
     const auto ask = interpreter().on_main_thread;
@@ -73,8 +79,8 @@ bool is_on_main_thread(Frame& frame) {
 
 } // namespace
 
-Observer::Observer(Pager& pager, Policy& policy, Chaos& chaos)
-    : pager_(pager), policy_(&policy), chaos_(chaos), large_ops_(pager, policy) {
+Observer::Observer(Pager& pager, Policy& policy, Recipes& recipes, Chaos& chaos)
+    : pager_(pager), policy_(&policy), recipes_(recipes), chaos_(chaos), large_ops_(pager, policy) {
   instance.store(this, std::memory_order_release);
   pager_.set_raw_access([this](c10::StorageImpl& storage) { give_out(storage); });
 }
@@ -108,7 +114,7 @@ void Observer::begin(const at::RecordFunction& record) {
     return;
   }
   const OpTraits op = frame.kinds.of(record);
-  const OpKind kind = op.kind;
+  const OpKind kind = op.casts && autocasts() ? OpKind::kComposite : op.kind;
   if (kind <= OpKind::kComposite) {
     if (kind == OpKind::kNode) {
       policy_->note_node_begins();
@@ -123,6 +129,8 @@ void Observer::begin(const at::RecordFunction& record) {
   if (!pin_inputs(record, frame, op) && !frame.holding) {
     release_pinned(frame); // The op comes again, unwrapped: what it uses then is let go of then.
     frame.depth = 0;
+  } else if (kind == OpKind::kSealed && chaos_.wants_recipe()) {
+    frame.recipe = recipes_.capture(record);
   }
 }
 
@@ -167,7 +175,11 @@ bool Observer::pin_inputs(const at::RecordFunction& record, Frame& frame, const 
   bool all = true;
   size_t argument = 0;
   for (const c10::IValue& value : record.inputs()) {
-    const bool written = op.writes(argument++);
+    const bool written = op.writes(argument);
+    if (op.views(argument++)) {
+      all = visit_storages(value, [](c10::StorageImpl&) {}) && all;
+      continue;
+    }
     all = visit_storages(
               value,
               [&](c10::StorageImpl& storage) {
@@ -181,6 +193,9 @@ bool Observer::pin_inputs(const at::RecordFunction& record, Frame& frame, const 
                   }
                 } else if (storage.device_type() != c10::kCPU) {
                   return;
+                }
+                if (written) {
+                  recipes_.before_write(storage);
                 }
                 Entity* entity = find(storage, frame);
                 if (entity == nullptr) {
@@ -268,6 +283,21 @@ void Observer::note_outputs(const at::RecordFunction& record, Frame& frame) {
   }
 }
 
+void Observer::note_recipe(const at::RecordFunction& record, Frame& frame) {
+  const std::shared_ptr<OpRecipe> recipe = std::move(frame.recipe);
+  std::vector<at::Tensor> made;
+  for (const c10::IValue& value : record.outputs()) {
+    append_tensors(value, made);
+  }
+  const std::vector<c10::StorageImpl*> storages = recipes_.note_made(recipe, made);
+  for (size_t i = 0; i < storages.size(); ++i) {
+    Entity* entity = storages[i] != nullptr ? find(*storages[i], frame) : nullptr;
+    if (entity != nullptr) {
+      chaos_.note_made(entity_of(entity->shared_from_this()), recipe, i);
+    }
+  }
+}
+
 void Observer::release_pinned(Frame& frame) noexcept {
   this_thread().op = nullptr;
   this_thread().op_name = nullptr;
@@ -296,6 +326,9 @@ void Observer::end(const at::RecordFunction& record) {
   std::exception_ptr failed;
   try {
     note_outputs(record, frame);
+    if (frame.recipe != nullptr) {
+      note_recipe(record, frame);
+    }
     if (std::exchange(this_thread().op_refused, false)) {
       large_ops_.note_refused(record, input_bytes);
     }
@@ -325,6 +358,7 @@ void Observer::give_out(c10::StorageImpl& storage) {
     entity->release_copy(); // An op's kernel is about to write to what the op has pinned.
     return;
   }
+  recipes_.before_write(storage);
   entity->device().note_current_stream();
   frame.given_out.push_back(entity);
   entity->pin(); // before it comes in: making room for it must not push it out
@@ -360,6 +394,9 @@ void Observer::hold(const std::vector<c10::Storage>& storages, Frame& held) {
   use_unsettled(held, 0, OpKind::kSealed);
   for (Entity* entity : held.pinned) {
     entity->release_copy(); // what such kernels write is not known
+  }
+  for (const c10::Storage& storage : storages) {
+    recipes_.before_write(*storage.unsafeGetStorageImpl());
   }
 }
 

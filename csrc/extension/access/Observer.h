@@ -6,10 +6,11 @@
 
 #include <ATen/record_function.h>
 
+#include <extension/access/Chaos.h>
 #include <extension/access/Frame.h>
 #include <extension/access/LargeOps.h>
 #include <extension/access/OpKind.h>
-#include <extension/policy/Chaos.h>
+#include <extension/access/Recipes.h>
 #include <extension/policy/Policy.h>
 
 namespace torch_lms {
@@ -25,7 +26,7 @@ namespace torch_lms {
 class Observer final : public OpFeed {
  public:
   /// One in a process.
-  Observer(Pager& pager, Policy& policy, Chaos& chaos);
+  Observer(Pager& pager, Policy& policy, Recipes& recipes, Chaos& chaos);
 
   // --- OpFeed: automatic mode ---
   void start() override;
@@ -83,6 +84,7 @@ class Observer final : public OpFeed {
   void bring_inputs(const at::RecordFunction& record, Frame& frame);
   void use_unsettled(Frame& frame, size_t first, OpKind kind);
   void note_outputs(const at::RecordFunction& record, Frame& frame);
+  void note_recipe(const at::RecordFunction& record, Frame& frame);
   void release_pinned(Frame& frame) noexcept;
   Entity* find(c10::StorageImpl& storage, Frame& frame);
   void install(bool outputs);
@@ -91,6 +93,7 @@ class Observer final : public OpFeed {
 
   Pager& pager_;
   Policy* const policy_;
+  Recipes& recipes_;
   Chaos& chaos_;
   LargeOps large_ops_;
   std::mutex mutex_; // of who installs and removes

@@ -31,9 +31,16 @@ struct OpTraits {
   OpKind kind = OpKind::kTransparent;
   /// A bit for each argument that the op may write to; the last one stands for all others.
   uint64_t written = 0;
+  /// The same for arguments that the op returns a view of, without looking at their bytes.
+  uint64_t viewed = 0;
+  /// Under autocast the op casts its tensors and calls itself: it is `kComposite` then.
+  bool casts = false;
 
   bool writes(size_t argument) const noexcept {
     return (written >> (argument < 63 ? argument : 63) & 1) != 0;
+  }
+  bool views(size_t argument) const noexcept {
+    return argument < 63 && (viewed >> argument & 1) != 0;
   }
 };
 

@@ -55,6 +55,11 @@ inline void unwatch_block(c10::StorageImpl& storage) {
   storage.clear_materializer();
 }
 
+/// Who asked for the address got an error; not any more.
+inline void allow_access(c10::StorageImpl& storage) {
+  storage.clear_data_ptr_access_error_msg_();
+}
+
 #else
 
 constexpr bool kHasMaterializer = false;
@@ -89,6 +94,8 @@ inline bool block_is_watched(c10::StorageImpl& storage) {
 inline void unwatch_block(c10::StorageImpl& storage) {
   static_cast<void>(storage.mutable_data()); // the only owner's block becomes an ordinary one
 }
+
+inline void allow_access(c10::StorageImpl&) {} // PyTorch cannot: the error stays
 
 #endif
 

@@ -11,6 +11,9 @@ namespace torch_lms {
 struct Stats : TransferCounters {
   std::atomic<int64_t> host_served{0};
   std::atomic<int64_t> dropped_bytes{0};
+  std::atomic<int64_t> recomputable_bytes{0};
+  std::atomic<int64_t> recomputed_bytes{0};
+  std::atomic<int64_t> recomputations{0};
   std::atomic<int64_t> limit_exceeded{0};
   std::atomic<int64_t> allocation_retries{0};
   std::atomic<int64_t> wait_us{0};
@@ -19,7 +22,14 @@ struct Stats : TransferCounters {
   void reset() noexcept {
     TransferCounters::reset();
     for (auto* counter :
-         {&host_served, &dropped_bytes, &limit_exceeded, &allocation_retries, &wait_us}) {
+         {&host_served,
+          &dropped_bytes,
+          &recomputable_bytes,
+          &recomputed_bytes,
+          &recomputations,
+          &limit_exceeded,
+          &allocation_retries,
+          &wait_us}) {
       counter->store(0, std::memory_order_relaxed);
     }
   }

@@ -11,10 +11,13 @@
 #include <c10/util/Exception.h>
 #include <entity/Error.h>
 
+#include <extension/base/Compat.h>
 #include <extension/base/ErrorText.h>
 #include <extension/base/ForeignCall.h>
 #include <extension/base/Fork.h>
+#include <extension/base/Interpreter.h>
 #include <extension/base/ThreadContext.h>
+#include <extension/base/UnreadableMemory.h>
 #include <extension/transfer/PageoutBatch.h>
 
 #ifdef TORCH_LMS_WITH_CUDA
@@ -104,6 +107,18 @@ bool Pager::drop_unwritten(const EntityPtr& entity) {
   }
   entity->device().keep_block_for_streams(garbage->data());
   stats_.dropped_bytes.fetch_add(static_cast<int64_t>(entity->nbytes()), std::memory_order_relaxed);
+  left_device(entity);
+  return true;
+}
+
+bool Pager::drop(const EntityPtr& entity, const std::shared_ptr<Recipe>& recipe) {
+  std::unique_ptr<DeviceBlock> garbage; // the device's memory goes back here
+  if (!entity->drop(recipe, unreadable_memory(), &garbage)) {
+    return false;
+  }
+  entity->device().keep_block_for_streams(garbage->data());
+  stats_.recomputable_bytes.fetch_add(
+      static_cast<int64_t>(entity->nbytes()), std::memory_order_relaxed);
   left_device(entity);
   return true;
 }
@@ -215,6 +230,17 @@ void Pager::left_host(const EntityStorageImpl& entity) noexcept {
   paged_out_storages_.fetch_sub(1, std::memory_order_relaxed);
 }
 
+/// Other streams have to wait for it.
+void Pager::note_arrival(const EntityPtr& entity) {
+  if (FencePtr copy = entity->arrival()) {
+    try {
+      arrivals_.add(entity, nullptr, copy);
+    } catch (const std::bad_alloc&) {
+      copy->wait();
+    }
+  }
+}
+
 void Pager::count(const EntityPtr& entity, AccessResult result) {
   switch (result) {
     case AccessResult::kResident:
@@ -231,17 +257,19 @@ void Pager::count(const EntityPtr& entity, AccessResult result) {
     case AccessResult::kPrefetched:
       stats_.prefetch_hits.fetch_add(1, std::memory_order_relaxed);
       break;
+    case AccessResult::kRemade:
+      stats_.recomputations.fetch_add(1, std::memory_order_relaxed);
+      stats_.recomputed_bytes.fetch_add(
+          static_cast<int64_t>(entity->nbytes()), std::memory_order_relaxed);
+      left_host(*entity);
+      note_arrival(entity);
+      listener_->became_resident(entity);
+      return;
   }
   stats_.pageins.fetch_add(1, std::memory_order_relaxed);
   stats_.pagein_bytes.fetch_add(static_cast<int64_t>(entity->nbytes()), std::memory_order_relaxed);
   left_host(*entity);
-  if (FencePtr copy = entity->arrival()) {
-    try {
-      arrivals_.add(entity, nullptr, copy); // other streams have to wait for it
-    } catch (const std::bad_alloc&) {
-      copy->wait();
-    }
-  }
+  note_arrival(entity);
   if (entity->keeps_copy()) {
     try {
       std::lock_guard<std::mutex> lock(kept_mutex_);
@@ -265,23 +293,37 @@ void Pager::count(const EntityPtr& entity, AccessResult result) {
   listener_->became_resident(entity);
 }
 
+AccessResult Pager::access(const EntityPtr& entity) {
+  const EntityState state = entity->state();
+  if (state == EntityState::kResident) {
+    return entity->access();
+  }
+  const WithoutGil no_gil; // another thread may be bringing it, and need the lock for that
+  if (state == EntityState::kDropped) {
+    RECORD_USER_SCOPE("torch_lms::recompute");
+    bring_ingredients_(entity);
+    return entity->access();
+  }
+  RECORD_USER_SCOPE("torch_lms::passive_pagein");
+  return entity->access();
+}
+
 Place Pager::use(const EntityPtr& entity) {
   for (;;) {
     AccessResult result = AccessResult::kResident;
     try {
-      if (entity->state() == EntityState::kResident) {
-        result = entity->access();
-      } else {
-        RECORD_USER_SCOPE("torch_lms::passive_pagein");
-        result = entity->access();
-      }
+      result = access(entity);
     } catch (const std::exception& error) {
       stats_.pagein_failures.fetch_add(1, std::memory_order_relaxed);
-      if (!entity->serve()) {
-        continue; // another thread has brought it in meanwhile
+      if (entity->serve()) {
+        note_served(entity, text_of(error));
+        return Place::kHost;
       }
-      note_served(entity, text_of(error));
-      return Place::kHost;
+      if (entity->state() == EntityState::kDropped) {
+        entity->refuse(text_of(error));
+        return Place::kNowhere;
+      }
+      continue; // another thread has brought it in meanwhile
     }
     if (result == AccessResult::kServed) {
       note_served(entity);
@@ -314,6 +356,10 @@ void Pager::call_off_pageout(const EntityPtr& entity) {
 
 void Pager::released(const std::shared_ptr<EntityStorageImpl>& entity) noexcept {
   left_host(*entity);
+  if (const KeepAlive storage = entity->hold()) { // which has been given other memory
+    compat::allow_access(
+        *std::static_pointer_cast<c10::Storage>(storage)->unsafeGetStorageImpl());
+  }
   entity->host_copy_released();
 }
 
@@ -508,7 +554,7 @@ void Pager::pagein_all() {
     const KeepAlive keep = entity->hold();
     try {
       while (keep != nullptr && entity->state() != EntityState::kResident) {
-        const AccessResult result = entity->access();
+        const AccessResult result = access(entity);
         count(entity, result);
         if (result != AccessResult::kServed) {
           break;

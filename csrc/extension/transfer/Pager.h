@@ -32,6 +32,7 @@ class PagerListener {
 enum class Place : uint8_t {
   kDevice,
   kHost, ///< In the host copy, until `EntityStorageImpl::end_service`.
+  kNowhere, ///< What was dropped could not be made again: who touches the bytes gets the error.
 };
 
 /// Pages storages out and in: the entities of this process, the two transfer queues, and the
@@ -55,6 +56,10 @@ class Pager final : public StorageEvents {
   }
   void set_raw_access(std::function<void(c10::StorageImpl&)> call) {
     on_raw_access_ = std::move(call);
+  }
+  /// Brings what a dropped entity is made from: see Note [Recipes].
+  void set_bring_ingredients(std::function<void(const EntityPtr&)> call) {
+    bring_ingredients_ = std::move(call);
   }
 
   // --- entities ---
@@ -102,6 +107,9 @@ class Pager final : public StorageEvents {
   /// Only the latter: RESIDENT -> PAGED_OUT without a copy. Not inside a foreign call.
   bool drop_unwritten(const EntityPtr& entity);
 
+  /// RESIDENT -> DROPPED. Returns false if it stays. Not inside a foreign call.
+  bool drop(const EntityPtr& entity, const std::shared_ptr<Recipe>& recipe);
+
   /// A page-out has been requested that the queue did not take.
   void take_back(const EntityPtr& entity);
 
@@ -124,7 +132,7 @@ class Pager final : public StorageEvents {
 
   /// The calling thread uses an entity, which it has pinned: brings the bytes in. Waits for
   /// their copy's submission, and may wait for room as `Room::make_room` does. `kHost` if there
-  /// is no room; never throws for the want of it.
+  /// is no room, `kNowhere` if that befalls what was dropped; never throws for the want of it.
   Place use(const EntityPtr& entity);
 
   /// An op works on a host copy: counts it, and warns once.
@@ -199,7 +207,9 @@ class Pager final : public StorageEvents {
   CommitResult commit_pageout(FinishedTransfer& finished);
   void commit_pageins();
   void settle_prefetches();
+  AccessResult access(const EntityPtr& entity);
   void count(const EntityPtr& entity, AccessResult result);
+  void note_arrival(const EntityPtr& entity);
   void left_device(const EntityPtr& entity);
   void left_host(const EntityStorageImpl& entity) noexcept;
   bool reclaim_copy(HostPool::Urgency urgency);
@@ -208,6 +218,7 @@ class Pager final : public StorageEvents {
   Devices& devices_;
   PagerListener* listener_ = nullptr;
   std::function<void(c10::StorageImpl&)> on_raw_access_;
+  std::function<void(const EntityPtr&)> bring_ingredients_;
   EntityTable table_;
   CudaEntityTransferQueue out_;
   CudaEntityTransferQueue in_;

@@ -9,20 +9,6 @@
 namespace torch_lms {
 namespace {
 
-class TorchDeviceBlock final : public DeviceBlock {
- public:
-  explicit TorchDeviceBlock(c10::DataPtr data) : data_(std::move(data)) {}
-  void* data() const noexcept override {
-    return data_.get();
-  }
-  c10::DataPtr& pointer() {
-    return data_;
-  }
-
- private:
-  c10::DataPtr data_;
-};
-
 /// See Note [The mark of a paged-out storage].
 struct HostMark {
   std::shared_ptr<EntityStorageImpl> entity;
@@ -49,11 +35,11 @@ void on_raw_access(c10::StorageImpl* storage) {
 
 } // namespace
 
-const char* why_not_movable(c10::StorageImpl& storage, const Device* device) {
+const char* why_not_movable(c10::StorageImpl& storage, const Device* device, bool watched) {
   if (device == nullptr) {
     return "it is on a device without paging (only cpu and cuda storages can be paged out)";
   }
-  if (compat::has_materializer(storage)) {
+  if (!watched && compat::has_materializer(storage)) {
     return "it is copy-on-write, or watched by someone else";
   }
   const c10::DataPtr& data = storage._mutable_data_ptr_no_checks();
@@ -86,7 +72,8 @@ KeepAlive TorchStorageBinding::acquire(size_t nbytes, void** device) {
     return nullptr;
   }
   if (!has_bytes(*raw()) || raw()->nbytes() != nbytes ||
-      (!unwritten() && why_not_movable(*raw(), &device_) != nullptr)) {
+      (!unwritten() &&
+       why_not_movable(*raw(), &device_, watching_ && compat::block_is_watched(*raw())) != nullptr)) {
     unwatch(); // What replaces an entity's memory may leave the hook.
     return nullptr;
   }
@@ -122,6 +109,15 @@ void TorchStorageBinding::install_device(std::unique_ptr<DeviceBlock>& block) {
   compat::swap_data_ptr(*raw(), resident);
   // The host copy is the entity's to free: only the mark goes.
   delete static_cast<HostMark*>(resident.release_context());
+  if (refusing_) {
+    compat::allow_access(*raw());
+    refusing_ = false;
+  }
+}
+
+void TorchStorageBinding::refuse(const std::string& why) {
+  raw()->release_data_and_set_meta_custom_data_ptr_error_msg_(why); // it releases nothing
+  refusing_ = true;
 }
 
 bool TorchStorageBinding::install_watched(std::unique_ptr<DeviceBlock>& block) {

@@ -1,6 +1,8 @@
 #pragma once
 
 #include <memory>
+#include <string>
+#include <utility>
 
 #include <c10/core/Storage.h>
 #include <c10/core/StorageImpl.h>
@@ -47,14 +49,30 @@ class StorageEvents {
 /// the bytes have been copied. From 2.13 on the hook calls the page-out off. Before, the commit
 /// finds another block than the one that has been copied (`install_host`), and drops the copy.
 
-/// Why a storage cannot be paged out; null if it can. Not for paged-out storages.
-const char* why_not_movable(c10::StorageImpl& storage, const Device* device);
+/// Why a storage cannot be paged out; null if it can. Not for paged-out storages. `watched`: its
+/// entity watches it.
+const char* why_not_movable(c10::StorageImpl& storage, const Device* device, bool watched = false);
 
 /// Whether the storage's size is a number: storages of graphs that are being traced may have
 /// a symbol instead, and no bytes.
 inline bool has_bytes(const c10::StorageImpl& storage) {
   return !storage.sym_nbytes().is_heap_allocated();
 }
+
+/// A block of PyTorch's.
+class TorchDeviceBlock final : public DeviceBlock {
+ public:
+  explicit TorchDeviceBlock(c10::DataPtr data) : data_(std::move(data)) {}
+  void* data() const noexcept override {
+    return data_.get();
+  }
+  c10::DataPtr& pointer() {
+    return data_;
+  }
+
+ private:
+  c10::DataPtr data_;
+};
 
 /// Binds an entity to a `c10::StorageImpl`, which it holds weakly.
 class TorchStorageBinding final : public StorageBinding {
@@ -77,6 +95,7 @@ class TorchStorageBinding final : public StorageBinding {
       const std::shared_ptr<EntityStorageImpl>& entity) override;
   std::unique_ptr<DeviceBlock> allocate(size_t nbytes) override;
   void install_device(std::unique_ptr<DeviceBlock>& block) override;
+  void refuse(const std::string& why) override;
   bool install_watched(std::unique_ptr<DeviceBlock>& block) override;
   bool unwritten() override;
   void watch() override;
@@ -97,6 +116,7 @@ class TorchStorageBinding final : public StorageBinding {
   StorageEvents& events_;
   const int64_t home_stream_;
   bool watching_ = false;
+  bool refusing_ = false;
   const void* watched_block_ = nullptr; // since it came in
   const void* block_ = nullptr;
   c10::DeleterFnPtr block_deleter_ = nullptr;

@@ -23,6 +23,9 @@ class SwapStats:
         prefetch_hits: prefetches that brought the bytes before, or while, they were needed.
         cancelled_pageouts: page-outs called off because the storage was used again.
         dropped_bytes: bytes that left without a copy, since the host still had one that was not stale.
+        recomputable_bytes: bytes that left without a copy, since the op that made them can be run again.
+        recomputed_bytes: of these, bytes that were needed again and have been made again.
+        recomputations: how often an op was run again for that.
         host_served: accesses that worked on the host copy for want of room.
         limit_exceeded: allocations that went beyond the limit, inside calls of other extensions' code.
         pagein_failures: page-ins that found no room.
@@ -49,6 +52,9 @@ class SwapStats:
     prefetch_hits: int
     cancelled_pageouts: int
     dropped_bytes: int
+    recomputable_bytes: int
+    recomputed_bytes: int
+    recomputations: int
     host_served: int
     limit_exceeded: int
     pagein_failures: int

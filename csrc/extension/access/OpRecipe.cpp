@@ -1,0 +1,226 @@
+#include <extension/access/OpRecipe.h>
+
+#include <array>
+#include <cstring>
+#include <utility>
+
+#include <ATen/core/enum_tag.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/TensorImpl.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <extension/access/BelowAutograd.h>
+#include <extension/access/Storages.h>
+
+namespace torch_lms {
+namespace {
+
+/// Ops whose results are not set by their inputs, though nothing in their schema says so: they leave
+/// memory as they found it, update running statistics, or keep a state of their own.
+constexpr std::array<const char*, 7> kUnsettled = {
+    "empty", "batch_norm", "rnn", "lstm", "gru", "resize", "fused_moving_avg"};
+
+constexpr const char* kDropout = "dropout_p";
+
+bool is_attention(const std::string& name) {
+  return name.find("attention") != std::string::npos;
+}
+
+bool has_argument(const c10::FunctionSchema& schema, const char* name) {
+  for (const c10::Argument& argument : schema.arguments()) {
+    if (argument.name() == name) {
+      return true;
+    }
+  }
+  return false;
+}
+
+bool is_plain(const at::TensorImpl& tensor) {
+  const auto functionality = tensor.key_set() - c10::autograd_dispatch_keyset_with_ADInplaceOrView -
+      c10::DispatchKeySet(
+          {c10::DispatchKey::Dense, c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
+  // What is left are the bits of backends.
+  return tensor.has_storage() && !tensor.has_symbolic_sizes_strides() &&
+         (functionality - c10::DispatchKeySet(c10::DispatchKeySet::RAW, c10::full_backend_mask))
+             .empty() &&
+         !tensor.unsafe_storage().unsafeGetStorageImpl()->sym_nbytes().is_heap_allocated();
+}
+
+/// Whether a value is one that means the same the next time.
+bool is_constant(const c10::IValue& value) {
+  return value.isNone() || value.isScalar() || value.isBool() || value.isString() ||
+         value.isDevice() || value.isIntList() || value.isDoubleList() || value.isBoolList();
+}
+
+} // namespace
+
+bool OpRecipe::possible(const c10::OperatorHandle& op) {
+  const c10::FunctionSchema& schema = op.schema();
+  const std::string& name = schema.name();
+  if (schema.is_mutable() || schema.returns().empty()) {
+    return false;
+  }
+  for (const c10::Argument& argument : schema.arguments()) {
+    if (argument.alias_info() != nullptr) {
+      return false;
+    }
+  }
+  for (const char* unsettled : kUnsettled) {
+    if (name.find(unsettled) != std::string::npos) {
+      return false;
+    }
+  }
+  if (op.hasTag(at::Tag::nondeterministic_seeded)) {
+    return is_attention(name) && has_argument(schema, kDropout);
+  }
+  return true;
+}
+
+std::shared_ptr<OpRecipe> OpRecipe::capture(const at::RecordFunction& record) {
+  const auto name = record.operator_name();
+  const auto op = name.has_value() ? c10::Dispatcher::singleton().findOp(*name) : c10::nullopt;
+  if (!op.has_value() || !possible(*op) ||
+      op->schema().arguments().size() != record.inputs().size()) {
+    return nullptr;
+  }
+  std::shared_ptr<OpRecipe> recipe(new OpRecipe(*op));
+  const auto& arguments = op->schema().arguments();
+  const bool seeded = op->hasTag(at::Tag::nondeterministic_seeded);
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    const c10::IValue& value = record.inputs()[i];
+    if (!recipe->take(value) ||
+        (seeded && arguments[i].name() == kDropout && !(value.isDouble() && value.toDouble() == 0))) {
+      return nullptr;
+    }
+  }
+  for (const c10::Storage& storage : recipe->storages_) {
+    if (storage.device_type() == c10::kCUDA) {
+      const c10::impl::VirtualGuardImpl device(c10::kCUDA);
+      recipe->stream_ = device.getStream(storage.device());
+      break;
+    }
+  }
+  return recipe;
+}
+
+bool OpRecipe::take_tensor(const at::Tensor& tensor) {
+  defined_.push_back(tensor.defined());
+  storages_.emplace_back();
+  metas_.emplace_back();
+  if (!tensor.defined()) {
+    return true;
+  }
+  const at::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
+  if (!is_plain(impl)) {
+    return false;
+  }
+  storages_.back() = impl.unsafe_storage();
+  Meta& meta = metas_.back();
+  meta.keys = impl.key_set() - c10::autograd_dispatch_keyset_with_ADInplaceOrView;
+  meta.dtype = impl.dtype();
+  meta.sizes = {impl.sizes().begin(), impl.sizes().end()};
+  meta.strides = {impl.strides().begin(), impl.strides().end()};
+  meta.offset = impl.storage_offset();
+  meta.wrapped_number = impl.is_wrapped_number();
+  return true;
+}
+
+/// False if it cannot be kept.
+bool OpRecipe::take(const c10::IValue& value) {
+  if (value.isTensor()) {
+    arguments_.emplace_back(at::Tensor());
+    return take_tensor(value.toTensor());
+  }
+  if (value.isTensorList() || value.isOptionalTensorList()) {
+    arguments_.push_back(value);
+    // The list itself would keep the tensors.
+    c10::List<at::Tensor> none;
+    c10::List<c10::optional<at::Tensor>> none_or;
+    const auto elements = value.toListRef();
+    bool all = true;
+    for (const c10::IValue& element : elements) {
+      if (value.isTensorList()) {
+        none.push_back(at::Tensor());
+      } else {
+        none_or.push_back(element.isNone() ? c10::nullopt : c10::make_optional(at::Tensor()));
+      }
+      all = all && (element.isNone() || take_tensor(element.toTensor()));
+    }
+    arguments_.back() = value.isTensorList() ? c10::IValue(none) : c10::IValue(none_or);
+    return all;
+  }
+  arguments_.push_back(value);
+  return is_constant(value);
+}
+
+at::Tensor OpRecipe::tensor(size_t index) const {
+  if (!defined_[index]) {
+    return at::Tensor();
+  }
+  const Meta& meta = metas_[index];
+  at::Tensor tensor = at::detail::make_tensor<at::TensorImpl>(
+      c10::Storage(storages_[index]), meta.keys, meta.dtype);
+  at::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
+  impl.set_sizes_and_strides(meta.sizes, meta.strides, meta.offset);
+  if (meta.wrapped_number) {
+    impl.set_wrapped_number(true);
+  }
+  return tensor;
+}
+
+c10::IValue OpRecipe::value(const c10::IValue& taken, size_t* next) const {
+  if (taken.isTensor()) {
+    return tensor((*next)++);
+  }
+  if (taken.isTensorList()) {
+    c10::List<at::Tensor> tensors;
+    for (size_t i = taken.toListRef().size(); i > 0; --i) {
+      tensors.push_back(tensor((*next)++));
+    }
+    return tensors;
+  }
+  if (taken.isOptionalTensorList()) {
+    c10::List<c10::optional<at::Tensor>> tensors;
+    for (const c10::IValue& element : taken.toListRef()) {
+      tensors.push_back(
+          element.isNone() ? c10::nullopt : c10::make_optional(tensor((*next)++)));
+    }
+    return tensors;
+  }
+  return taken;
+}
+
+std::vector<at::Tensor> OpRecipe::run() const {
+  const BelowAutograd ours;
+  c10::OptionalStreamGuard on_stream;
+  if (stream_.has_value()) {
+    on_stream.reset_stream(*stream_);
+  }
+  std::vector<c10::IValue> stack;
+  size_t next = 0;
+  for (const c10::IValue& taken : arguments_) {
+    stack.push_back(value(taken, &next));
+  }
+  op_.callBoxed(&stack);
+  std::vector<at::Tensor> made;
+  for (const c10::IValue& output : stack) {
+    append_tensors(output, made);
+  }
+  return made;
+}
+
+void append_tensors(const c10::IValue& value, std::vector<at::Tensor>& tensors) {
+  if (value.isTensor()) {
+    tensors.push_back(value.toTensor());
+  } else if (value.isTensorList()) {
+    for (const at::Tensor& tensor : value.toTensorVector()) {
+      tensors.push_back(tensor);
+    }
+  } else if (value.isTuple()) {
+    for (const c10::IValue& element : value.toTupleRef().elements()) {
+      append_tensors(element, tensors);
+    }
+  }
+}
+
+} // namespace torch_lms

@@ -1,0 +1,88 @@
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/record_function.h>
+#include <c10/core/Storage.h>
+#include <c10/core/Stream.h>
+#include <c10/util/SmallVector.h>
+
+namespace torch_lms {
+
+/// Note [Recipes]
+/// A storage can be dropped where an op made it that can be run again from what it was given, with
+/// the same result. What is kept of the op's inputs are their storages, sizes and dtypes: tensors
+/// would keep autograd's graph alive. Such an op
+///   - is PyTorch's, has a schema, and its record has all of its arguments;
+///   - writes to nothing, its outputs are memory of their own, and they are set by its inputs: no
+///     random numbers (attention without dropout is fine), no running statistics, no `empty`;
+///   - takes and makes plain tensors: dense, strided, no wrappers.
+/// Its inputs stay as they were: whoever is about to write to one, or to what it made, says so first
+/// (`Recipes::before_write`), and what has been dropped then comes back before the write.
+///
+/// The op is run again below autograd and autocast, on the stream of its first time, with nobody
+/// recording it.
+
+/// One op that has been run, and can be run again.
+///
+/// Thread-safe: every method may be called from any thread. `run` runs an op; nothing else blocks.
+class OpRecipe {
+ public:
+  /// Whether ops of this kind can be run again, as far as that can be said without their inputs.
+  static bool possible(const c10::OperatorHandle& op);
+
+  /// From an op that begins; null if it cannot be run again. The record's inputs are valid then
+  /// only.
+  static std::shared_ptr<OpRecipe> capture(const at::RecordFunction& record);
+
+  /// All tensors that the op makes, in order, those in lists too; undefined ones as they are.
+  /// Throws what the op throws. Its inputs are on the device, and pinned.
+  std::vector<at::Tensor> run() const;
+
+  /// Of its tensors, in the order of the op's arguments; some may be there twice.
+  const std::vector<c10::Storage>& inputs() const noexcept {
+    return storages_;
+  }
+
+  /// The bytes that it reads or has made have been written since: it cannot be run any more.
+  void invalidate() noexcept {
+    valid_.store(false, std::memory_order_release);
+  }
+  bool valid() const noexcept {
+    return valid_.load(std::memory_order_acquire);
+  }
+
+ private:
+  /// What of an input is no reference to the tensor itself. The storage is `storages_`'s.
+  struct Meta {
+    c10::DispatchKeySet keys;
+    caffe2::TypeMeta dtype;
+    c10::SmallVector<int64_t, 5> sizes;
+    c10::SmallVector<int64_t, 5> strides;
+    int64_t offset = 0;
+    bool wrapped_number = false;
+  };
+  explicit OpRecipe(const c10::OperatorHandle& op) : op_(op) {}
+  bool take(const c10::IValue& value);
+  bool take_tensor(const at::Tensor& tensor);
+  at::Tensor tensor(size_t index) const;
+  c10::IValue value(const c10::IValue& taken, size_t* next) const;
+
+  const c10::OperatorHandle op_;
+  std::vector<c10::IValue> arguments_; // with undefined tensors for those of `storages_`
+  std::vector<c10::Storage> storages_;
+  std::vector<Meta> metas_;
+  std::vector<bool> defined_;
+  c10::optional<c10::Stream> stream_;
+  std::atomic<bool> valid_{true};
+};
+
+/// Every defined tensor behind a value, in order, those in lists and tuples too; undefined ones count.
+void append_tensors(const c10::IValue& value, std::vector<at::Tensor>& tensors);
+
+} // namespace torch_lms

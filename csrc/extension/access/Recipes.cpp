@@ -1,0 +1,241 @@
+#include <extension/access/Recipes.h>
+
+#include <algorithm>
+#include <utility>
+
+#include <entity/Error.h>
+
+#include <extension/base/Compat.h>
+
+namespace torch_lms {
+namespace {
+
+/// Storages whose bytes are on the device, and stay there.
+class Ingredients {
+ public:
+  explicit Ingredients(Pager& pager) : pager_(pager) {}
+  ~Ingredients() {
+    for (const EntityPtr& entity : served_) {
+      entity->end_service();
+    }
+    for (const EntityPtr& entity : pinned_) {
+      entity->unpin();
+    }
+  }
+  Ingredients(const Ingredients&) = delete;
+  Ingredients& operator=(const Ingredients&) = delete;
+
+  void bring(const EntityPtr& entity) {
+    pinned_.reserve(pinned_.size() + 1);
+    served_.reserve(served_.size() + 1);
+    entity->pin(); // before it comes in: making room for it must not push it out
+    pinned_.push_back(entity);
+    const Place place = pager_.use(entity);
+    if (place == Place::kHost) {
+      served_.push_back(entity);
+    } else if (place == Place::kNowhere) {
+      throw Error("expected what a dropped storage is made from, found that it cannot be made");
+    }
+  }
+
+ private:
+  Pager& pager_;
+  std::vector<EntityPtr> pinned_;
+  std::vector<EntityPtr> served_;
+};
+
+c10::StorageImpl* impl_of(const c10::Storage& storage) {
+  return storage ? storage.unsafeGetStorageImpl() : nullptr;
+}
+
+} // namespace
+
+/// One output of an op, while it is dropped.
+class Recipes::Storage final : public Recipe {
+ public:
+  Storage(Pager& pager, std::shared_ptr<OpRecipe> op, size_t output, size_t nbytes)
+      : pager_(pager), op_(std::move(op)), output_(output), nbytes_(nbytes) {}
+
+  std::unique_ptr<DeviceBlock> make(FencePtr* done) override {
+    Ingredients ingredients(pager_);
+    for (const c10::Storage& input : op_->inputs()) {
+      const EntityPtr entity = input ? pager_.find(*impl_of(input)) : nullptr;
+      if (entity != nullptr) {
+        ingredients.bring(entity);
+      }
+    }
+    const std::vector<at::Tensor> made = op_->run();
+    TORCH_CHECK(output_ < made.size() && made[output_].defined(), "the op made something else");
+    c10::StorageImpl& fresh = *made[output_].storage().unsafeGetStorageImpl();
+    TORCH_CHECK(
+        fresh.nbytes() == nbytes_, "expected ", nbytes_, " bytes again, found ", fresh.nbytes());
+    if (Device* device = pager_.devices().known(fresh.device())) {
+      *done = device->backend()->submitted_work(); // on another stream than the caller's, perhaps
+    }
+    return std::make_unique<TorchDeviceBlock>(
+        fresh.set_data_ptr(c10::DataPtr(nullptr, fresh.device())));
+  }
+
+  const std::shared_ptr<OpRecipe>& op() const noexcept {
+    return op_;
+  }
+
+ private:
+  Pager& pager_;
+  const std::shared_ptr<OpRecipe> op_;
+  const size_t output_;
+  const size_t nbytes_;
+};
+
+Recipes::Recipes(Pager& pager) : pager_(pager) {
+  pager_.set_bring_ingredients([this](const EntityPtr& entity) { bring_ingredients(entity); });
+}
+
+/// Under the mutex.
+void Recipes::forget_dead_locked() {
+  if (known_.size() < forget_at_) {
+    return;
+  }
+  for (auto at = by_storage_.begin(); at != by_storage_.end();) {
+    const auto known = known_.find(at->second);
+    at = known == known_.end() || known->second.recipe.expired() ? by_storage_.erase(at)
+                                                                 : std::next(at);
+  }
+  for (auto at = known_.begin(); at != known_.end();) {
+    at = at->second.recipe.expired() ? known_.erase(at) : std::next(at);
+  }
+  for (auto at = of_dropped_.begin(); at != of_dropped_.end();) {
+    at = at->second.expired() ? of_dropped_.erase(at) : std::next(at);
+  }
+  forget_at_ = std::max<size_t>(256, 2 * known_.size());
+  count_.store(known_.size(), std::memory_order_release);
+}
+
+std::shared_ptr<OpRecipe> Recipes::capture(const at::RecordFunction& record) {
+  std::shared_ptr<OpRecipe> recipe = OpRecipe::capture(record);
+  if (recipe == nullptr) {
+    return nullptr;
+  }
+  for (const c10::Storage& input : recipe->inputs()) {
+    const EntityPtr entity =
+        compat::kHasMaterializer && input ? pager_.find(*impl_of(input)) : nullptr;
+    if (entity != nullptr) {
+      entity->watch_writes();
+    }
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  forget_dead_locked();
+  Known& known = known_[recipe.get()];
+  known = Known{recipe, {}}; // at the address of one that has gone, perhaps
+  for (const c10::Storage& input : recipe->inputs()) {
+    by_storage_.emplace(impl_of(input), recipe.get());
+  }
+  count_.store(known_.size(), std::memory_order_release);
+  return recipe;
+}
+
+std::vector<c10::StorageImpl*> Recipes::note_made(
+    const std::shared_ptr<OpRecipe>& recipe,
+    const std::vector<at::Tensor>& made) {
+  std::vector<c10::StorageImpl*> storages;
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (const at::Tensor& tensor : made) {
+    c10::StorageImpl* storage = tensor.defined() && tensor.has_storage()
+                                    ? tensor.storage().unsafeGetStorageImpl()
+                                    : nullptr;
+    const bool fresh =
+        storage != nullptr && tensor.layout() == at::kStrided && tensor.storage_offset() == 0 &&
+        std::find(storages.begin(), storages.end(), storage) == storages.end() &&
+        std::none_of(recipe->inputs().begin(), recipe->inputs().end(), [&](const auto& input) {
+          return impl_of(input) == storage;
+        });
+    storages.push_back(fresh ? storage : nullptr);
+    if (fresh) {
+      by_storage_.emplace(storage, recipe.get());
+    }
+  }
+  return storages;
+}
+
+bool Recipes::drop(
+    const EntityPtr& entity,
+    const std::shared_ptr<OpRecipe>& recipe,
+    size_t output) {
+  auto made_again = std::make_shared<Storage>(pager_, recipe, output, entity->nbytes());
+  // Under the mutex, so that who is about to write finds either nothing dropped or all of it.
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto known = known_.find(recipe.get());
+  if (known == known_.end() || !recipe->valid()) {
+    return false;
+  }
+  known->second.dropped.push_back(entity);
+  of_dropped_[entity.get()] = made_again;
+  return pager_.drop(entity, made_again);
+}
+
+void Recipes::invalidate_readers(const c10::StorageImpl& storage) {
+  std::vector<std::shared_ptr<OpRecipe>> recipes; // let go of without the mutex
+  std::vector<EntityPtr> dropped;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto readers = by_storage_.equal_range(&storage);
+    for (auto at = readers.first; at != readers.second; ++at) {
+      const auto known = known_.find(at->second);
+      auto recipe = known != known_.end() ? known->second.recipe.lock() : nullptr;
+      if (recipe == nullptr || !recipe->valid()) {
+        continue;
+      }
+      recipe->invalidate();
+      for (const auto& weak : known->second.dropped) {
+        if (EntityPtr entity = weak.lock()) {
+          dropped.push_back(std::move(entity));
+        }
+      }
+      recipes.push_back(std::move(recipe));
+    }
+  }
+  for (const EntityPtr& entity : dropped) {
+    if (entity->state() == EntityState::kDropped || entity->state() == EntityState::kPagingIn) {
+      entity->pin();
+      if (pager_.use(entity) == Place::kHost) {
+        entity->end_service();
+      }
+      entity->unpin();
+    }
+  }
+}
+
+std::shared_ptr<Recipes::Storage> Recipes::recipe_of(const EntityPtr& entity) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto at = of_dropped_.find(entity.get());
+  return at == of_dropped_.end() ? nullptr : at->second.lock();
+}
+
+/// Without recursion: a chain may be as long as the program. Afterwards what `entity` is made from
+/// directly is on the device, unless memory is short already.
+void Recipes::bring_ingredients(const EntityPtr& entity) {
+  Ingredients ingredients(pager_);
+  std::vector<EntityPtr> wanted{entity};
+  while (!wanted.empty()) {
+    const EntityPtr next = wanted.back();
+    const std::shared_ptr<Storage> recipe = recipe_of(next);
+    const size_t depth = wanted.size();
+    if (recipe != nullptr && next->state() == EntityState::kDropped) {
+      for (const c10::Storage& input : recipe->op()->inputs()) {
+        const EntityPtr needed = input ? pager_.find(*impl_of(input)) : nullptr;
+        if (needed != nullptr && needed != next && needed->state() == EntityState::kDropped) {
+          wanted.push_back(needed);
+        }
+      }
+    }
+    if (wanted.size() > depth) {
+      continue;
+    }
+    wanted.pop_back();
+    if (next != entity) {
+      ingredients.bring(next);
+    }
+  }
+}
+
+} // namespace torch_lms

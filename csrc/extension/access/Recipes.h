@@ -1,0 +1,75 @@
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+#include <vector>
+
+#include <extension/access/OpRecipe.h>
+#include <extension/transfer/Pager.h>
+
+namespace torch_lms {
+
+/// The recipes of this process, found by the storages that they read and that they have made:
+/// drops storages, makes them again in the right order, and keeps what they are made from as it
+/// was. See Note [Recipes].
+///
+/// Thread-safe: every method may be called from any thread, with and without the GIL.
+/// `before_write` and `bring_ingredients` run ops and wait as `Pager::use`; the others block on a
+/// mutex under which nothing is called.
+class Recipes {
+ public:
+  explicit Recipes(Pager& pager);
+
+  /// An op that begins, as a recipe: what it reads is looked after from now on. Null if it cannot be
+  /// run again.
+  std::shared_ptr<OpRecipe> capture(const at::RecordFunction& record);
+
+  /// The op has ended and made `made`, of which those are left that can be dropped: the rest is
+  /// null. Their place in the list is what `drop` takes.
+  std::vector<c10::StorageImpl*> note_made(
+      const std::shared_ptr<OpRecipe>& recipe,
+      const std::vector<at::Tensor>& made);
+
+  /// RESIDENT -> DROPPED, for what `recipe` has made as its `output`-th tensor. Returns false if it
+  /// stays: in use, or written since.
+  bool drop(const EntityPtr& entity, const std::shared_ptr<OpRecipe>& recipe, size_t output);
+
+  /// Somebody is about to write to a storage. What has been dropped and depends on its bytes comes
+  /// back first. Cheap while there are no recipes.
+  void before_write(const c10::StorageImpl& storage) {
+    if (any()) {
+      invalidate_readers(storage);
+    }
+  }
+
+  bool any() const noexcept {
+    return count_.load(std::memory_order_acquire) != 0;
+  }
+
+ private:
+  class Storage;
+
+  void bring_ingredients(const EntityPtr& entity);
+  void invalidate_readers(const c10::StorageImpl& storage);
+  std::shared_ptr<Storage> recipe_of(const EntityPtr& entity);
+
+  /// One op's, with what has been dropped of what it made.
+  struct Known {
+    std::weak_ptr<OpRecipe> recipe;
+    std::vector<std::weak_ptr<Entity>> dropped;
+  };
+  void forget_dead_locked();
+
+  Pager& pager_;
+  std::mutex mutex_; // guards what follows; nothing is called under it
+  std::unordered_map<const OpRecipe*, Known> known_;
+  std::unordered_multimap<const c10::StorageImpl*, const OpRecipe*> by_storage_;
+  std::unordered_map<const Entity*, std::weak_ptr<Storage>> of_dropped_;
+  size_t forget_at_ = 256;
+  std::atomic<size_t> count_{0};
+};
+
+} // namespace torch_lms

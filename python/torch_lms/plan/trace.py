@@ -1,0 +1,319 @@
+"""One cycle of a program as a document: its ops, its storages, and the link between device and host.
+
+A place is the number of an outermost op within the cycle. A trace is data only. It is checked where it is made, so that
+whoever is given one can rely on it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from torch_lms.errors import PlanError
+from torch_lms.plan.fields import Fields, ascending, read_document
+
+__all__ = ["CYCLE_KINDS", "PHASES", "VERSION", "Cycle", "Link", "Recipe", "Trace", "TraceOp", "TraceStorage"]
+
+FORMAT = "torch_lms.trace"
+VERSION = 1
+PHASES = ("forward", "backward", "other")
+CYCLE_KINDS = ("training", "evaluation", "inference")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """The way between device and host: a copy takes its latency, then its bytes at the direction's rate.
+
+    Attributes:
+        out_bytes_per_us: from the device.
+        in_bytes_per_us: to the device.
+        latency_us: of each copy.
+    """
+
+    out_bytes_per_us: float
+    in_bytes_per_us: float
+    latency_us: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.out_bytes_per_us <= 0 or self.in_bytes_per_us <= 0 or self.latency_us < 0:
+            raise PlanError(f"expected rates above 0 and a latency of at least 0, found {self}; measure the link again")
+
+    def out_us(self, size_bytes: float) -> float:
+        """How long a copy from the device takes."""
+        return self.latency_us + size_bytes / self.out_bytes_per_us
+
+    def in_us(self, size_bytes: float) -> float:
+        """How long a copy to the device takes."""
+        return self.latency_us + size_bytes / self.in_bytes_per_us
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cycle:
+    """What the recorded cycle is.
+
+    Attributes:
+        kind: training, evaluation or inference.
+        forwards: in one cycle; more than one where gradients are accumulated.
+    """
+
+    kind: str = "training"
+    forwards: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TraceOp:
+    """One outermost op.
+
+    Attributes:
+        name: such as ``aten::addmm``.
+        phase: forward, backward or other.
+        duration_us: on the compute stream.
+        other_bytes: in use during the op that belong to none of the storages: small tensors, working space.
+    """
+
+    name: str
+    phase: str
+    duration_us: float
+    other_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """How a storage is made again.
+
+    Attributes:
+        duration_us: of the op.
+        inputs: storages that it reads.
+        outside_bytes: of inputs that are no storages of the trace and that the recipe keeps alive.
+    """
+
+    duration_us: float
+    inputs: tuple[int, ...] = ()
+    outside_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TraceStorage:
+    """One storage.
+
+    Attributes:
+        bytes: on the device.
+        recurring: whether it lives across cycles.
+        producer: place of the op that made it; None for one that exists at the start.
+        released: the last place at which somebody holds it; None if it lives to the end.
+        uses: places that read or write it, after the producer, ascending.
+        writes: those of them that write it.
+        movable: whether it can leave the device at all.
+        why_not_movable: in words.
+        recompute: how it can be made again; None if it cannot.
+        why_not_recompute: in words.
+        module: path of the module whose op made it.
+        line: of the user's code.
+    """
+
+    bytes: int
+    recurring: bool = False
+    producer: int | None = None
+    released: int | None = None
+    uses: tuple[int, ...] = ()
+    writes: tuple[int, ...] = ()
+    movable: bool = True
+    why_not_movable: str = ""
+    recompute: Recipe | None = None
+    why_not_recompute: str = ""
+    module: str = ""
+    line: str = ""
+
+    def __post_init__(self) -> None:
+        if not ascending(self.uses) or not ascending(self.writes):
+            raise PlanError(f"expected uses and writes in ascending order, found {self.uses} and {self.writes}")
+        if not set(self.writes) <= set(self.uses):
+            raise PlanError(f"expected writes among the uses {self.uses}, found {self.writes}; add them to uses")
+        if self.producer is not None and self.uses and self.uses[0] <= self.producer:
+            raise PlanError(f"expected uses after the producer {self.producer}, found {self.uses[0]}")
+        if self.released is not None and self.last_access is not None and self.released < self.last_access:
+            raise PlanError(
+                f"expected no use after released, {self.released}, found one at {self.last_access}; release it later"
+            )
+        if self.recompute is not None and self.producer is None:
+            raise PlanError("expected no recompute of a storage without a producer, found one; set it to null")
+
+    @property
+    def last_access(self) -> int | None:
+        """The last place that makes, reads or writes it."""
+        return self.uses[-1] if self.uses else self.producer
+
+    @property
+    def lasting(self) -> bool:
+        """Whether the same bytes go from one cycle into the next."""
+        return self.recurring and self.producer is None and self.released is None
+
+
+@dataclass(frozen=True)
+class PlaceIndex:
+    """What happens at each place: storages made, used, written there, and released after it."""
+
+    made: Sequence[Sequence[int]]
+    used: Sequence[Sequence[int]]
+    written: Sequence[Sequence[int]]
+    released: Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """One recorded cycle.
+
+    Attributes:
+        device: on which it ran.
+        signature: of the cycle, hexadecimal; programs that do the same have the same.
+        link: between device and host.
+        ops: by place.
+        storages: by id.
+        cycle: what the cycle is.
+        limit_bytes: of the device's memory when it was recorded; None without.
+    """
+
+    device: str
+    signature: str
+    link: Link
+    ops: tuple[TraceOp, ...]
+    storages: tuple[TraceStorage, ...]
+    cycle: Cycle = field(default_factory=Cycle)
+    limit_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.ops:
+            raise PlanError("expected at least one op in a trace, found none; record a cycle that runs ops")
+        for number, storage in enumerate(self.storages):
+            self._check_places(number, storage)
+            self._check_recipe(number, storage)
+
+    @cached_property
+    def by_place(self) -> PlaceIndex:
+        """The storages' events, by place."""
+        made, used, written, released = ([[] for _ in self.ops] for _ in range(4))
+        for number, storage in enumerate(self.storages):
+            if storage.producer is not None:
+                made[storage.producer].append(number)
+            for place in storage.uses:
+                used[place].append(number)
+            for place in storage.writes:
+                written[place].append(number)
+            if storage.released is not None:
+                released[storage.released].append(number)
+        return PlaceIndex(made=made, used=used, written=written, released=released)
+
+    @property
+    def plain_us(self) -> float:
+        """The ops' durations together."""
+        return sum(op.duration_us for op in self.ops)
+
+    def op_of(self, storage: int) -> str:
+        """The name of the op that made a storage; empty for one that exists at the start."""
+        producer = self.storages[storage].producer
+        return "" if producer is None else self.ops[producer].name
+
+    def to_json(self) -> str:
+        """The document as JSON text."""
+        return json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Trace:
+        """Reads what `to_json`, or the core, wrote.
+
+        Raises:
+            PlanError: for text that is no trace of this version, naming the field.
+        """
+        return read_document(text, form=FORMAT, version=VERSION).closed(_read_trace)
+
+    def save(self, path: str | Path) -> None:
+        """Writes the document to a file."""
+        Path(path).write_text(self.to_json())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Trace:
+        """Reads what `save` wrote."""
+        return cls.from_json(Path(path).read_text())
+
+    def _check_places(self, number: int, storage: TraceStorage) -> None:
+        last = len(self.ops) - 1
+        for name, value in (("producer", storage.producer), ("released", storage.released)):
+            if value is not None and not 0 <= value <= last:
+                raise PlanError(f"expected a place from 0 to {last} at storages[{number}].{name}, found {value}")
+        if storage.uses and not (storage.uses[0] >= 0 and storage.uses[-1] <= last):
+            raise PlanError(f"expected places from 0 to {last} at storages[{number}].uses, found {storage.uses}")
+
+    def _check_recipe(self, number: int, storage: TraceStorage) -> None:
+        if storage.recompute is None:
+            return
+        assert storage.producer is not None
+        where = f"storages[{number}].recompute.inputs"
+        for given in storage.recompute.inputs:
+            if not 0 <= given < len(self.storages):
+                raise PlanError(f"expected storages from 0 to {len(self.storages) - 1} at {where}, found {given}")
+            source = self.storages[given]
+            if source.producer is not None and source.producer >= storage.producer:
+                raise PlanError(f"expected storages made before place {storage.producer} at {where}, found {given}")
+            if source.released is not None and source.released < storage.producer:
+                raise PlanError(f"expected storages that are held at place {storage.producer} at {where}, found {given}")
+
+
+def _read_trace(fields: Fields) -> Trace:
+    return Trace(
+        device=fields.text("device"),
+        limit_bytes=fields.optional_integer("limit_bytes"),
+        signature=fields.text("signature"),
+        cycle=fields.object("cycle", _read_cycle),
+        link=fields.object("link", _read_link),
+        ops=fields.objects("ops", _read_op),
+        storages=fields.objects("storages", _read_storage),
+    )
+
+
+def _read_cycle(fields: Fields) -> Cycle:
+    return Cycle(kind=fields.text("kind", among=CYCLE_KINDS), forwards=fields.integer("forwards"))
+
+
+def _read_link(fields: Fields) -> Link:
+    return Link(
+        out_bytes_per_us=fields.number("out_bytes_per_us", above=0.0),
+        in_bytes_per_us=fields.number("in_bytes_per_us", above=0.0),
+        latency_us=fields.number("latency_us"),
+    )
+
+
+def _read_op(fields: Fields) -> TraceOp:
+    return TraceOp(
+        name=fields.text("name"),
+        phase=fields.text("phase", among=PHASES),
+        duration_us=fields.number("duration_us"),
+        other_bytes=fields.integer("other_bytes"),
+    )
+
+
+def _read_recipe(fields: Fields) -> Recipe:
+    return Recipe(
+        duration_us=fields.number("duration_us"),
+        inputs=fields.integers("inputs"),
+        outside_bytes=fields.integer("outside_bytes"),
+    )
+
+
+def _read_storage(fields: Fields) -> TraceStorage:
+    return TraceStorage(
+        bytes=fields.integer("bytes"),
+        recurring=fields.flag("recurring"),
+        producer=fields.optional_integer("producer"),
+        released=fields.optional_integer("released"),
+        uses=fields.integers("uses"),
+        writes=fields.integers("writes"),
+        movable=fields.flag("movable"),
+        why_not_movable=fields.text("why_not_movable"),
+        recompute=fields.optional_object("recompute", _read_recipe),
+        why_not_recompute=fields.text("why_not_recompute"),
+        module=fields.text("module"),
+        line=fields.text("line"),
+    )
