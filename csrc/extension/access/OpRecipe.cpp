@@ -37,12 +37,10 @@ bool has_argument(const c10::FunctionSchema& schema, const char* name) {
 
 bool is_plain(const at::TensorImpl& tensor) {
   const auto functionality = tensor.key_set() - c10::autograd_dispatch_keyset_with_ADInplaceOrView -
-      c10::DispatchKeySet(
+      c10::autocast_dispatch_keyset - c10::DispatchKeySet(
           {c10::DispatchKey::Dense, c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
-  // What is left are the bits of backends.
   return tensor.has_storage() && !tensor.has_symbolic_sizes_strides() &&
-         (functionality - c10::DispatchKeySet(c10::DispatchKeySet::RAW, c10::full_backend_mask))
-             .empty() &&
+         (functionality.raw_repr() & ~c10::full_backend_mask) == 0 &&
          !tensor.unsafe_storage().unsafeGetStorageImpl()->sym_nbytes().is_heap_allocated();
 }
 
@@ -94,7 +92,7 @@ std::shared_ptr<OpRecipe> OpRecipe::capture(const at::RecordFunction& record) {
     }
   }
   for (const c10::Storage& storage : recipe->storages_) {
-    if (storage.device_type() == c10::kCUDA) {
+    if (storage && storage.device_type() == c10::kCUDA) {
       const c10::impl::VirtualGuardImpl device(c10::kCUDA);
       recipe->stream_ = device.getStream(storage.device());
       break;

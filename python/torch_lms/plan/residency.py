@@ -34,7 +34,8 @@ class PlaceEvents:
         replayed: storages that are made again, in order.
         served: storages that the op reads from the host, or writes there.
         leaving: storages that leave after the op, and whether by a copy.
-        swapped_bytes: on the host during the op.
+        swapped_bytes: away on the host during the op.
+        host_bytes: what the host holds during the op: these, and the copies that stay there all the time.
         dropped_bytes: neither here nor there during the op.
     """
 
@@ -45,6 +46,7 @@ class PlaceEvents:
     served: list[int] = field(default_factory=list)
     leaving: list[tuple[int, bool]] = field(default_factory=list)
     swapped_bytes: int = 0
+    host_bytes: int = 0
     dropped_bytes: int = 0
 
 
@@ -64,6 +66,7 @@ class Residency:
         self._leave: dict[int, list[Decision]] = defaultdict(list)
         self._return: dict[int, list[int]] = defaultdict(list)
         self._planned_drops = [0] * count
+        self._copy_stays = [False] * count
         for given in decisions:
             if given.decision == KEEP or given.out_after is None:
                 continue
@@ -72,6 +75,8 @@ class Residency:
                 self._return[given.in_after].append(given.storage)
             if given.decision == RECOMPUTE:
                 self._planned_drops[given.storage] += 1
+            if given.decision in (DROP_UNCHANGED, HOST):
+                self._copy_stays[given.storage] = True
         self._dependents = self._dependents_of_written()
         self._state = [_ABSENT] * count
         self._serving = [False] * count
@@ -122,9 +127,10 @@ class Residency:
         self._use_bytes = sum(
             size for size, state in zip(self._bytes, self._state, strict=True) if state == _DEVICE
         )
-        away = [size for size, state in zip(self._bytes, self._state, strict=True) if state == _ON_HOST]
-        self._swapped_bytes = sum(away)
-        self._dropped_bytes = 0
+        self._swapped_bytes = self._host_bytes = self._dropped_bytes = 0
+        for number, size in enumerate(self._bytes):
+            self._count_host(number, size if self._state[number] == _ON_HOST else 0)
+            self._host_bytes += size if self._copy_stays[number] else 0
 
     def _end_cycle(self) -> None:
         lasting = [storage.lasting for storage in self._trace.storages]
@@ -147,6 +153,7 @@ class Residency:
         self._peak_bytes = max(self._peak_bytes, self._use_bytes + self._outside_bytes)
         events.memory_bytes = self._peak_bytes + self._trace.ops[place].other_bytes
         events.swapped_bytes, events.dropped_bytes = self._swapped_bytes, self._dropped_bytes
+        events.host_bytes = self._host_bytes
         for released in index.released[place]:
             self._released[released] = True
             if not self._holders[released]:
@@ -225,7 +232,12 @@ class Residency:
     def _bring(self, storage: int) -> None:
         self._state[storage] = _DEVICE
         self._use_bytes += self._bytes[storage]
-        self._swapped_bytes -= self._bytes[storage]
+        self._count_host(storage, -self._bytes[storage])
+
+    def _count_host(self, storage: int, more_bytes: int) -> None:
+        self._swapped_bytes += more_bytes
+        if not self._copy_stays[storage]:
+            self._host_bytes += more_bytes
 
     def _let_leave(self, given: Decision, events: PlaceEvents) -> None:
         storage = given.storage
@@ -239,7 +251,7 @@ class Residency:
                 self._dropped_bytes += self._bytes[storage]
                 return
             self._state[storage] = _ON_HOST
-            self._swapped_bytes += self._bytes[storage]
+            self._count_host(storage, self._bytes[storage])
             self._serving[storage] = given.decision == HOST
             unchanged = given.decision == DROP_UNCHANGED or (given.decision == HOST and self._is_unchanged(storage))
             events.leaving.append((storage, not unchanged))
@@ -262,7 +274,7 @@ class Residency:
             if state == _DEVICE:
                 self._use_bytes -= size
             elif state == _ON_HOST:
-                self._swapped_bytes -= size
+                self._count_host(storage, -size)
             elif state == _DROPPED:
                 self._dropped_bytes -= size
             self._state[storage] = _ABSENT

@@ -8,9 +8,9 @@ copies out have ended always comes free: waiting ends.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
-from torch_lms.plan.decision import DROP_UNCHANGED, HOST, Decision, check_decisions
+from torch_lms.plan.decision import Decision, check_decisions
 from torch_lms.plan.residency import PlaceEvents, Residency
 from torch_lms.plan.timeline import IN, OUT, Copy, Timeline
 from torch_lms.plan.trace import Trace
@@ -34,17 +34,108 @@ def simulate(trace: Trace, decisions: Iterable[Decision], limit_bytes: int | Non
     """
     given = list(decisions)
     check_decisions(trace, given)
-    clock = _Clock(trace, Residency(trace, given))
-    timeline = clock.cycle(None if clock.residency.away else limit_bytes)
-    if clock.residency.away:  # the first cycle began with everything on the device
-        timeline = clock.cycle(limit_bytes)
-    elif limit_bytes is not None and any(one.out_after is not None for one in given):
-        pass
-    timeline.host_peak_bytes = _host_peak_bytes(trace, given, timeline.swapped_bytes)
+    residency = Residency(trace, given)
+    clock = _Clock(trace, limit_bytes)
+    timeline = clock.cycle(residency)
+    if residency.away:  # the first cycle began with everything on the device; the second is steady
+        timeline = clock.cycle(residency)
     return timeline
 
 
-def _host_peak_bytes(trace: Trace, decisions: Sequence[Decision], swapped_bytes: Sequence[int]) -> int:
-    """What the host holds at most: the copies of unchanged storages stay for the whole cycle, all others come and go."""
-    staying = {one.storage for one in decisions if one.decision in (DROP_UNCHANGED, HOST)}
-    return max(swapped_bytes, default=0) + sum(trace.storages[storage].bytes for storage in staying)
+class _Clock:
+    """When the three streams are free, from one cycle to the next.
+
+    Args:
+        trace: of the cycle.
+        limit_bytes: of the memory in use.
+    """
+
+    def __init__(self, trace: Trace, limit_bytes: int | None) -> None:
+        count = len(trace.storages)
+        self._bytes = [storage.bytes for storage in trace.storages]
+        self._ops, self._link, self._limit_bytes = trace.ops, trace.link, limit_bytes
+        self._replay_us = [0.0 if one.recompute is None else one.recompute.duration_us for one in trace.storages]
+        self._arrived_us = [0.0] * count
+        self._left_us = [0.0] * count
+        self._now_us = self._out_free_us = self._in_free_us = 0.0
+        self._leaving: deque[tuple[float, int]] = deque()  # end and storage of copies out, in order
+        self._leaving_bytes = 0
+
+    def cycle(self, residency: Residency) -> Timeline:
+        """Runs one cycle; times in the timeline begin with it."""
+        began_us, timeline = self._now_us, Timeline()
+        host_bytes = 0
+        for place, events in enumerate(residency.cycle()):
+            self._step(place, events, timeline, began_us)
+            host_bytes = max(host_bytes, events.host_bytes)
+        timeline.host_peak_bytes = host_bytes
+        timeline.recompute_us, timeline.waits_us = sum(timeline.replay_us), sum(timeline.wait_us)
+        busy_us = dict.fromkeys((OUT, IN), 0.0)
+        for copy in timeline.copies:
+            busy_us[copy.direction] += copy.end_us - copy.start_us
+        timeline.step_us = max(self._now_us - began_us, *busy_us.values())
+        return timeline
+
+    def _step(self, place: int, events: PlaceEvents, timeline: Timeline, began_us: float) -> None:
+        before_us = self._now_us
+        room_us, room_by = self._wait_for_room(events.memory_bytes, before_us, timeline)
+        for storage in events.arrivals:
+            self._copy_in(storage, max(before_us, room_us), timeline, began_us)
+        start_us, blamed = max(before_us, room_us), room_by
+        for storage in events.waited:
+            if self._arrived_us[storage] > start_us:
+                start_us, blamed = self._arrived_us[storage], storage
+        if blamed is not None and start_us > before_us:
+            timeline.wait_of[blamed] = timeline.wait_of.get(blamed, 0.0) + start_us - before_us
+        self._forget_left(start_us)
+        timeline.memory_bytes.append(events.memory_bytes + self._leaving_bytes)
+        replay_us = sum(self._replay_us[storage] for storage in events.replayed)
+        served_us = sum(self._link.in_us(self._bytes[storage]) for storage in events.served)
+        self._now_us = start_us + replay_us + self._ops[place].duration_us + served_us
+        for storage, copied in events.leaving:
+            self._leave(storage, copied, timeline, began_us)
+        timeline.start_us.append(start_us - began_us)
+        timeline.end_us.append(self._now_us - began_us)
+        timeline.wait_us.append(start_us - before_us)
+        timeline.replay_us.append(replay_us)
+        timeline.served_us.append(served_us)
+        timeline.planned_bytes.append(events.memory_bytes)
+        timeline.swapped_bytes.append(events.swapped_bytes)
+        timeline.dropped_bytes.append(events.dropped_bytes)
+        timeline.replayed.append(events.replayed)
+
+    def _wait_for_room(self, need_bytes: int, now_us: float, timeline: Timeline) -> tuple[float, int | None]:
+        """When copies out have freed enough, and the storage whose copy was the last that had to end."""
+        self._forget_left(now_us)
+        if self._limit_bytes is None:
+            return now_us, None
+        over_bytes = need_bytes + self._leaving_bytes - self._limit_bytes
+        room_us, last = now_us, None
+        while over_bytes > 0 and self._leaving:
+            room_us, last = self._leaving.popleft()
+            self._leaving_bytes -= self._bytes[last]
+            over_bytes -= self._bytes[last]
+        timeline.excess_bytes = max(timeline.excess_bytes, over_bytes)
+        return room_us, last
+
+    def _forget_left(self, now_us: float) -> None:
+        while self._leaving and self._leaving[0][0] <= now_us:
+            self._leaving_bytes -= self._bytes[self._leaving.popleft()[1]]
+
+    def _copy_in(self, storage: int, from_us: float, timeline: Timeline, began_us: float) -> None:
+        start_us = max(from_us, self._in_free_us, self._left_us[storage])
+        self._in_free_us = self._arrived_us[storage] = start_us + self._link.in_us(self._bytes[storage])
+        timeline.copies.append(Copy(storage, IN, start_us - began_us, self._in_free_us - began_us))
+        timeline.in_bytes += self._bytes[storage]
+
+    def _leave(self, storage: int, copied: bool, timeline: Timeline, began_us: float) -> None:
+        ready_us = max(self._now_us, self._arrived_us[storage])
+        if not copied:
+            self._left_us[storage] = ready_us
+            return
+        start_us = max(ready_us, self._out_free_us)
+        self._out_free_us = self._left_us[storage] = start_us + self._link.out_us(self._bytes[storage])
+        timeline.copies.append(Copy(storage, OUT, start_us - began_us, self._out_free_us - began_us))
+        timeline.out_bytes += self._bytes[storage]
+        self._leaving.append((self._out_free_us, storage))
+        self._leaving_bytes += self._bytes[storage]

@@ -42,7 +42,7 @@ class Timeline:
         recompute_us: all replays.
         waits_us: all waits.
         excess_bytes: by how much the decisions exceed the limit at the place where that is most; 0 if they keep it.
-        host_peak_bytes: the most on the host at once, with the copies that it keeps of unchanged storages.
+        host_peak_bytes: the most that the host holds at once, with the copies that stay there all the time.
         wait_of: the time that compute waited for a storage's copies, by storage.
     """
 

@@ -1,0 +1,114 @@
+"""When copies in may begin: as late as they can to be there in time, no earlier than memory allows."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torch_lms.plan.decision import RECOMPUTE
+from torch_lms.plan.problem import Problem
+from torch_lms.plan.residency import PlaceEvents, Residency
+
+__all__ = ["Demand", "find_demand", "place_prefetches"]
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What a steady cycle asks for if everything comes in only when it is needed.
+
+    Attributes:
+        memory_bytes: in use at each place.
+        replay_us: spent on replays before each op.
+        arrivals: the places at which each storage comes in.
+    """
+
+    memory_bytes: Floats
+    replay_us: Floats
+    arrivals: Mapping[int, list[int]]
+
+
+def find_demand(problem: Problem, choices: Mapping[int, str]) -> Demand:
+    """Goes through a steady cycle of choices without prefetches."""
+    trace = problem.trace
+    residency = Residency(trace, problem.decisions(choices))
+    cycle = list(residency.cycle())
+    if residency.away:
+        cycle = list(residency.cycle())
+    arrivals: dict[int, list[int]] = defaultdict(list)
+    for place, events in enumerate(cycle):
+        for storage in events.arrivals:
+            arrivals[storage].append(place)
+    memory = np.array([events.memory_bytes for events in cycle], dtype=np.float64)
+    return Demand(memory, np.array([_replay_us(problem, events) for events in cycle]), arrivals)
+
+
+def _replay_us(problem: Problem, events: PlaceEvents) -> float:
+    recipes = (problem.trace.storages[storage].recompute for storage in events.replayed)
+    return sum(0.0 if recipe is None else recipe.duration_us for recipe in recipes)
+
+
+def place_prefetches(
+    problem: Problem, choices: Mapping[int, str], demand: Demand, wait_us: Floats | None = None
+) -> dict[int, int]:
+    """For each swapped choice the place after which it may come in.
+
+    Args:
+        problem: what is asked.
+        choices: made for its candidates.
+        demand: of these choices.
+        wait_us: by which compute is known to wait before each op; nothing by default.
+
+    Returns:
+        Places by candidate. A place behind the one that needs the storage lies in the cycle before.
+    """
+    places = len(problem.durations_us)
+    before_us = demand.replay_us + (0.0 if wait_us is None else wait_us)
+    # Two cycles one after the other: what the second needs may begin to come in during the first.
+    spent_us = np.tile(problem.durations_us + before_us, 2)
+    ends_us = np.cumsum(spent_us)
+    memory = np.tile(demand.memory_bytes, 2)
+    free_us = np.inf
+    placed: dict[int, int] = {}
+    for needed, number in sorted(_needs(problem, choices, demand), reverse=True):
+        size = problem.candidates[number].bytes
+        due_us = ends_us[needed - 1] + before_us[needed % places] * 0.0
+        free_us = min(free_us, due_us) - problem.trace.link.in_us(size)
+        earliest = _earliest(problem.candidates[number].out_after, needed, places)
+        begin = int(np.searchsorted(ends_us, free_us, side="right")) - 1
+        begin = min(max(begin, earliest), needed - 1)
+        full = np.flatnonzero(memory[begin + 1 : needed] + size > problem.limit_bytes)
+        if len(full):
+            begin += int(full[-1]) + 1
+        for shift in (0, places, -places):
+            low, high = max(begin + 1 + shift, 0), min(needed + shift, 2 * places)
+            if low < high:
+                memory[low:high] += size
+        placed[number] = begin % places
+    return placed
+
+
+def _earliest(out_after: int, needed: int, places: int) -> int:
+    """The last time, before it is needed, that the storage leaves."""
+    return out_after + places * ((needed - 1 - out_after) // places)
+
+
+def _needs(problem: Problem, choices: Mapping[int, str], demand: Demand) -> list[tuple[int, int]]:
+    """Place in the second cycle and candidate, for what comes in."""
+    places = len(problem.durations_us)
+    found = []
+    for number, kind in choices.items():
+        one = problem.candidates[number]
+        arrivals = demand.arrivals.get(one.storage)
+        if kind == RECOMPUTE or one.back_at is None or not arrivals:
+            continue
+        after = [place for place in arrivals if place > one.out_after]
+        needed = after[0] if after else arrivals[0]
+        if one.back_at >= places or after:
+            found.append((needed + places, number))
+    return found

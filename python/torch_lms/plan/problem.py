@@ -1,0 +1,93 @@
+"""A trace and a limit, made ready for the planning methods, and the choices that these make."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torch_lms.plan.candidates import Candidate, CandidateArrays, find_candidates
+from torch_lms.plan.decision import DROP_UNCHANGED, RECOMPUTE, SWAP, Decision
+from torch_lms.plan.residency import memory_bytes
+from torch_lms.plan.trace import Trace
+
+__all__ = ["Choices", "Problem"]
+
+Choices = dict[int, str]
+"""What is decided for candidates, by their number: swap, drop_unchanged or recompute."""
+
+
+class Problem:
+    """What is asked of a planning method.
+
+    Args:
+        trace: of the program.
+        limit_bytes: of the device's memory.
+        host_limit_bytes: of the host's memory for swapped storages; None for no limit.
+        swap: whether storages may leave by a copy.
+        recompute: whether they may be dropped and made again.
+
+    Attributes:
+        candidates: all stretches in which storages may be away.
+        arrays: their figures.
+        durations_us: of the ops.
+        plain_bytes: in use at each place if all is kept.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        limit_bytes: int,
+        *,
+        host_limit_bytes: int | None = None,
+        swap: bool = True,
+        recompute: bool = True,
+    ) -> None:
+        self.trace = trace
+        self.limit_bytes = limit_bytes
+        self.host_limit_bytes = host_limit_bytes
+        self.swap, self.recompute = swap, recompute
+        self.candidates = find_candidates(trace, swap=swap, recompute=recompute)
+        self.arrays = CandidateArrays(self.candidates)
+        self.durations_us: NDArray[np.float64] = np.array([op.duration_us for op in trace.ops])
+        self.plain_bytes = self.memory([])
+
+    def memory(self, decisions: Iterable[Decision]) -> NDArray[np.float64]:
+        """What decisions need at each place, in bytes."""
+        return np.array(memory_bytes(self.trace, list(decisions)), dtype=np.float64)
+
+    def excess(self, choices: Mapping[int, str]) -> NDArray[np.float64]:
+        """By how much choices exceed the limit at each place, in bytes; 0 where they do not."""
+        found: NDArray[np.float64] = np.maximum(self.memory(self.decisions(choices)) - self.limit_bytes, 0.0)
+        return found
+
+    def leave_kind(self, candidate: Candidate) -> str:
+        """How a candidate leaves if it is not dropped."""
+        return DROP_UNCHANGED if candidate.unchanged else SWAP
+
+    def decisions(self, choices: Mapping[int, str], in_after: Mapping[int, int] | None = None) -> list[Decision]:
+        """The decisions that choices come to, with those for the spent inputs that are dropped too.
+
+        Args:
+            choices: by candidate.
+            in_after: by candidate, the place after which it may come in; the others come in when they are used.
+        """
+        made: dict[tuple[int, int], Decision] = {}
+        spent: dict[tuple[int, int], Decision] = {}
+        for number, kind in choices.items():
+            one = self.candidates[number]
+            back = None if in_after is None or kind == RECOMPUTE else in_after.get(number)
+            given = Decision(storage=one.storage, decision=kind, out_after=one.out_after, in_after=back)
+            made[one.storage, one.out_after] = given
+            if kind == RECOMPUTE and one.replay is not None:
+                spent.update(self._drops(one.replay.dropped))
+        return sorted({**spent, **made}.values(), key=lambda one: (one.out_after or 0, one.storage))
+
+    def _drops(self, storages: Iterable[int]) -> dict[tuple[int, int], Decision]:
+        drops = {}
+        for storage in storages:
+            last = self.trace.storages[storage].last_access
+            assert last is not None
+            drops[storage, last] = Decision(storage=storage, decision=RECOMPUTE, out_after=last)
+        return drops

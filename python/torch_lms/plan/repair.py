@@ -1,0 +1,99 @@
+"""Makes choices fit the limit as the simulator sees it, takes back what is not needed, and times the result."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torch_lms.plan.decision import RECOMPUTE, Decision
+from torch_lms.plan.greedy import least_loss
+from torch_lms.plan.prefetch import find_demand, place_prefetches
+from torch_lms.plan.problem import Choices, Problem
+from torch_lms.plan.relief import relieve
+from torch_lms.plan.simulator import simulate
+from torch_lms.plan.timeline import Timeline
+
+__all__ = ["Timed", "fit", "take_back", "time_choices"]
+
+Floats = NDArray[np.float64]
+_REPAIRS_AT_MOST = 12
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Choices with what the simulator says of them."""
+
+    choices: Choices
+    decisions: list[Decision]
+    timeline: Timeline
+
+    def better_than(self, other: Timed | None) -> bool:
+        """Whether it keeps the limit and is faster; of two that do not keep it, exceeds it less."""
+        if other is None:
+            return True
+        mine, theirs = self.timeline, other.timeline
+        if mine.feasible != theirs.feasible:
+            return mine.feasible
+        if not mine.feasible:
+            return mine.excess_bytes < theirs.excess_bytes
+        return (mine.step_us, mine.out_bytes + mine.in_bytes) < (theirs.step_us, theirs.out_bytes + theirs.in_bytes)
+
+
+def fit(problem: Problem, choices: Choices) -> Choices:
+    """Adds choices until memory fits at every place, or none is left that helps."""
+    for _ in range(_REPAIRS_AT_MOST):
+        excess = problem.excess(choices)
+        if not excess.any():
+            return choices
+        more = relieve(problem, choices, excess, least_loss)
+        if len(more) == len(choices):
+            return choices
+        choices = more
+    return choices
+
+
+def take_back(problem: Problem, choices: Choices) -> Choices:
+    """Takes back the dearest choices that memory has room for."""
+    room = problem.limit_bytes - problem.memory(problem.decisions(choices))
+    left = dict(choices)
+    for number in sorted(choices, key=lambda number: (-_price(problem, number, choices[number]), number)):
+        one = problem.candidates[number]
+        parts = (room[one.out_after + 1 : one.end + 1], room[: one.wrapped_end + 1])
+        if all((part >= one.bytes).all() for part in parts):
+            for part in parts:
+                part -= one.bytes
+            del left[number]
+    if len(left) == len(choices) or problem.excess(left).any():
+        return choices
+    return left
+
+
+def _price(problem: Problem, number: int, kind: str) -> float:
+    one = problem.candidates[number]
+    if kind == RECOMPUTE:
+        return 0.0 if one.replay is None else one.replay.total_us / one.bytes
+    return 0.0
+
+
+def time_choices(problem: Problem, choices: Choices) -> Timed:
+    """Places the prefetches and simulates, a second time with the waits that the first one found."""
+    demand = find_demand(problem, choices)
+    best: Timed | None = None
+    wait_us: Floats | None = None
+    for _ in range(2):
+        found = _simulated(problem, choices, place_prefetches(problem, choices, demand, wait_us))
+        if found.better_than(best):
+            best = found
+        wait_us = np.array(found.timeline.wait_us)
+        if not wait_us.any():
+            break
+    assert best is not None
+    return best
+
+
+def _simulated(problem: Problem, choices: Choices, in_after: Mapping[int, int]) -> Timed:
+    decisions = problem.decisions(choices, in_after)
+    return Timed(choices, decisions, simulate(problem.trace, decisions, problem.limit_bytes))
