@@ -36,6 +36,7 @@ void Runtime::disable() {
   }
   attempt([this] { pager.wait_pageins(); });
   chaos.end();
+  planning.disable();
   policy.disable();
   attempt([this] { pager.pagein_all(); });
   policy.track_none(); // not before: ops of other threads have to find what is still out

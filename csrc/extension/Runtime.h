@@ -3,6 +3,7 @@
 #include <extension/access/Chaos.h>
 #include <extension/access/ManualPaging.h>
 #include <extension/access/Observer.h>
+#include <extension/access/Planning.h>
 #include <extension/access/Recipes.h>
 #include <extension/memory/Devices.h>
 #include <extension/policy/Policy.h>
@@ -21,7 +22,8 @@ struct Runtime {
   Recipes recipes{pager};
   Chaos chaos{pager, recipes};
   Policy policy{pager};
-  Observer observer{pager, policy, recipes, chaos};
+  Planning planning{pager, policy, recipes};
+  Observer observer{pager, policy, recipes, planning, chaos};
   ManualPaging manual{pager, observer};
 
   /// Ends automatic mode: waits, pages everything in, and rethrows what failed on the way.

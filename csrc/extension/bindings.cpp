@@ -11,6 +11,7 @@
 #include <entity/Error.h>
 
 #include <extension/Runtime.h>
+#include <extension/bind_plans.h>
 #include <extension/base/Compat.h>
 #include <extension/base/Fork.h>
 #include <extension/base/Interpreter.h>
@@ -391,6 +392,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   bind_requests(module);
   bind_queues(module);
   bind_automatic_mode(module);
+  bind_plans(module);
   module.attr("has_materializer") = compat::kHasMaterializer;
 #ifdef TORCH_LMS_WITH_CUDA
   module.attr("has_cuda") = true;

@@ -215,9 +215,7 @@ def _weight_gradient(p: _Gpt, weight: int, grad: int, source: int, flops: float)
 
 
 def _through(p: _Gpt, grad: int, weights: list[int], size: int, flops: float) -> int:
-    [made] = p.op(
-        "aten::mm", 8.0 + flops / _MATMUL_FLOPS_PER_US, reads=[grad, *weights], makes=[size], recipe=False
-    )
+    [made] = p.op("aten::mm", 8.0 + flops / _MATMUL_FLOPS_PER_US, reads=[grad, *weights], makes=[size], recipe=False)
     p.release(grad)
     return made
 

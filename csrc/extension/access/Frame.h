@@ -43,10 +43,13 @@ class RecentEntities {
 struct Frame {
   int64_t depth = 0; ///< Records inside of the outermost op, itself included; 0 outside.
   bool holding = false; ///< What the outermost op calls is watched, too.
+  bool inside_kernel = false; ///< The outermost op of this thread is part of another thread's.
   uint64_t now = 0; ///< The time of the outermost op.
   std::vector<Entity*> pinned; ///< The table keeps what is pinned.
   std::vector<Entity*> served; ///< Of these, the ones used in their host copies.
   std::vector<Entity*> written; ///< Of these, the ones that the op may write to, while it begins.
+  std::vector<bool> wrote; ///< Whether the op may write to each of `pinned`, while it is recorded.
+  int32_t place = -1; ///< Of the outermost op in the cycle, if it has one.
   std::shared_ptr<OpRecipe> recipe; ///< Of the outermost op, if somebody wants it.
   std::vector<EntityPtr> given_out; ///< Whose addresses the thread has been given, and pinned.
   std::vector<EntityPtr> given_out_on_host; ///< Of these, those in their host copies.

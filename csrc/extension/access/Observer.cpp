@@ -4,6 +4,7 @@
 #include <memory>
 #include <utility>
 
+#include <ATen/Parallel.h>
 #include <entity/OpClock.h>
 
 #include <extension/access/Storages.h>
@@ -79,8 +80,18 @@ bool is_on_main_thread(Frame& frame) {
 
 } // namespace
 
-Observer::Observer(Pager& pager, Policy& policy, Recipes& recipes, Chaos& chaos)
-    : pager_(pager), policy_(&policy), recipes_(recipes), chaos_(chaos), large_ops_(pager, policy) {
+Observer::Observer(
+    Pager& pager,
+    Policy& policy,
+    Recipes& recipes,
+    Planning& planning,
+    Chaos& chaos)
+    : pager_(pager),
+      policy_(&policy),
+      recipes_(recipes),
+      planning_(planning),
+      chaos_(chaos),
+      large_ops_(pager, policy) {
   instance.store(this, std::memory_order_release);
   pager_.set_raw_access([this](c10::StorageImpl& storage) { give_out(storage); });
 }
@@ -129,7 +140,11 @@ void Observer::begin(const at::RecordFunction& record) {
   if (!pin_inputs(record, frame, op) && !frame.holding) {
     release_pinned(frame); // The op comes again, unwrapped: what it uses then is let go of then.
     frame.depth = 0;
-  } else if (kind == OpKind::kSealed && chaos_.wants_recipe()) {
+  } else if (at::in_parallel_region()) { // a kernel's own threads: part of another op
+    frame.inside_kernel = true;
+  } else if (planning_.wants_ops()) {
+    planning_.begin_op(record, frame);
+  } else if (chaos_.wants_recipe()) {
     frame.recipe = recipes_.capture(record);
   }
 }
@@ -175,11 +190,7 @@ bool Observer::pin_inputs(const at::RecordFunction& record, Frame& frame, const 
   bool all = true;
   size_t argument = 0;
   for (const c10::IValue& value : record.inputs()) {
-    const bool written = op.writes(argument);
-    if (op.views(argument++)) {
-      all = visit_storages(value, [](c10::StorageImpl&) {}) && all;
-      continue;
-    }
+    const bool written = op.writes(argument++);
     all = visit_storages(
               value,
               [&](c10::StorageImpl& storage) {
@@ -202,6 +213,9 @@ bool Observer::pin_inputs(const at::RecordFunction& record, Frame& frame, const 
                   return;
                 }
                 frame.pinned.push_back(entity);
+                if (planning_.recording()) {
+                  frame.wrote.push_back(written);
+                }
                 settled = entity->pin_settled() && settled;
                 input_bytes += entity->uses.last() != frame.now ? entity->nbytes() : 0;
                 if (written) {
@@ -283,6 +297,10 @@ void Observer::note_outputs(const at::RecordFunction& record, Frame& frame) {
   }
 }
 
+void Observer::cycle_ended() {
+  planning_.cycle_ended();
+}
+
 void Observer::note_recipe(const at::RecordFunction& record, Frame& frame) {
   const std::shared_ptr<OpRecipe> recipe = std::move(frame.recipe);
   std::vector<at::Tensor> made;
@@ -326,7 +344,9 @@ void Observer::end(const at::RecordFunction& record) {
   std::exception_ptr failed;
   try {
     note_outputs(record, frame);
-    if (frame.recipe != nullptr) {
+    if (planning_.wants_ops() && !frame.inside_kernel) {
+      planning_.end_op(record, frame);
+    } else if (frame.recipe != nullptr) {
       note_recipe(record, frame);
     }
     if (std::exchange(this_thread().op_refused, false)) {
@@ -336,9 +356,15 @@ void Observer::end(const at::RecordFunction& record) {
     failed = std::current_exception();
   }
   release_pinned(frame);
+  frame.wrote.clear();
+  frame.recipe = nullptr;
   if (failed != nullptr) {
     std::rethrow_exception(failed); // PyTorch logs it
   }
+  if (std::exchange(frame.inside_kernel, false)) {
+    return;
+  }
+  planning_.after_op(frame);
   policy_->after_op(devices[0], is_on_main_thread(frame));
   if (devices[1] != nullptr) {
     policy_->after_op(devices[1], is_on_main_thread(frame));
@@ -359,6 +385,7 @@ void Observer::give_out(c10::StorageImpl& storage) {
     return;
   }
   recipes_.before_write(storage);
+  planning_.note_raw_access(entity);
   entity->device().note_current_stream();
   frame.given_out.push_back(entity);
   entity->pin(); // before it comes in: making room for it must not push it out

@@ -10,6 +10,7 @@
 #include <extension/access/Frame.h>
 #include <extension/access/LargeOps.h>
 #include <extension/access/OpKind.h>
+#include <extension/access/Planning.h>
 #include <extension/access/Recipes.h>
 #include <extension/policy/Policy.h>
 
@@ -26,11 +27,12 @@ namespace torch_lms {
 class Observer final : public OpFeed {
  public:
   /// One in a process.
-  Observer(Pager& pager, Policy& policy, Recipes& recipes, Chaos& chaos);
+  Observer(Pager& pager, Policy& policy, Recipes& recipes, Planning& planning, Chaos& chaos);
 
   // --- OpFeed: automatic mode ---
   void start() override;
   void stop() override;
+  void cycle_ended() override;
 
   /// Ops are observed while one of these lives, and from then on as long as there is reason to.
   class Request {
@@ -94,6 +96,7 @@ class Observer final : public OpFeed {
   Pager& pager_;
   Policy* const policy_;
   Recipes& recipes_;
+  Planning& planning_;
   Chaos& chaos_;
   LargeOps large_ops_;
   std::mutex mutex_; // of who installs and removes

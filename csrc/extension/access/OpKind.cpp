@@ -37,15 +37,20 @@ uint64_t written_arguments(const char* name, const c10::OperatorHandle& op) {
   return written;
 }
 
-/// A schema's alias that nobody writes through is a view: of the tensor's sizes, not of its bytes.
-uint64_t viewed_arguments(const c10::OperatorHandle& op) {
-  uint64_t viewed = 0;
-  const auto& arguments = op.schema().arguments();
-  for (size_t i = 0; i < std::min<size_t>(arguments.size(), 63); ++i) {
-    const auto* alias = arguments[i].alias_info();
-    viewed |= uint64_t{alias != nullptr && !alias->isWrite()} << i;
+/// Whether all tensors that it is given are aliased by what it returns, and written by nobody.
+bool is_view(const c10::OperatorHandle& op) {
+  bool any = false;
+  for (const c10::Argument& argument : op.schema().arguments()) {
+    if (argument.type()->isSubtypeOf(*c10::NumberType::get()) ||
+        argument.type()->repr_str().find("Tensor") == std::string::npos) {
+      continue;
+    }
+    if (argument.alias_info() == nullptr || argument.alias_info()->isWrite()) {
+      return false;
+    }
+    any = true;
   }
-  return viewed;
+  return any;
 }
 
 bool casts_under_autocast(const c10::OperatorHandle& op) {
@@ -56,17 +61,16 @@ bool casts_under_autocast(const c10::OperatorHandle& op) {
 OpTraits traits_of_pytorchs(const char* name, const char* overload) {
   if (std::strcmp(name, "aten::record_stream") == 0 ||
       std::strcmp(name, "aten::_lazy_clone") == 0) {
-    return {OpKind::kInspecting, kAll, 0, false};
+    return {OpKind::kInspecting, kAll, false};
   }
   const auto op = c10::Dispatcher::singleton().findOp({name, overload});
   if (!op.has_value()) {
-    return {OpKind::kSealed, kAll, 0, false};
+    return {OpKind::kSealed, kAll, false};
   }
-  return {
-      is_composite(*op) ? OpKind::kComposite : OpKind::kSealed,
-      written_arguments(name, *op),
-      viewed_arguments(*op),
-      casts_under_autocast(*op)};
+  const OpKind kind = is_composite(*op) ? OpKind::kComposite
+                      : is_view(*op)    ? OpKind::kView
+                                        : OpKind::kSealed;
+  return {kind, written_arguments(name, *op), casts_under_autocast(*op)};
 }
 
 OpTraits find_traits(const char* name, const char* overload) {
@@ -74,15 +78,15 @@ OpTraits find_traits(const char* name, const char* overload) {
     return traits_of_pytorchs(name, overload);
   }
   if (starts_with(name, "autograd::engine::evaluate_function")) {
-    return {OpKind::kNode, 0, 0, false};
+    return {OpKind::kNode, 0, false};
   }
   // Ops have qualified names. Records of Python's autograd Functions and other regions do not;
   // the engine's are its own. Whole programs run inside of them (a checkpoint's forward).
   if (std::strchr(name, ':') == nullptr || starts_with(name, "autograd::")) {
-    return {OpKind::kTransparent, 0, 0, false};
+    return {OpKind::kTransparent, 0, false};
   }
   const bool collective = starts_with(name, "c10d::") || starts_with(name, "_c10d");
-  return {collective ? OpKind::kCollective : OpKind::kHolding, kAll, 0, false};
+  return {collective ? OpKind::kCollective : OpKind::kHolding, kAll, false};
 }
 
 } // namespace

@@ -13,6 +13,8 @@ enum class OpKind : uint8_t {
   kTransparent,
   /// The autograd engine goes on to a node.
   kNode,
+  /// An op that makes other views of its tensors, and looks at their sizes only.
+  kView,
   /// An op that only calls others (CompositeImplicitAutograd): those are watched. What it uses
   /// comes in, but need not stay until it ends: it holds tensors, no addresses.
   kComposite,
@@ -31,16 +33,11 @@ struct OpTraits {
   OpKind kind = OpKind::kTransparent;
   /// A bit for each argument that the op may write to; the last one stands for all others.
   uint64_t written = 0;
-  /// The same for arguments that the op returns a view of, without looking at their bytes.
-  uint64_t viewed = 0;
   /// Under autocast the op casts its tensors and calls itself: it is `kComposite` then.
   bool casts = false;
 
   bool writes(size_t argument) const noexcept {
     return (written >> (argument < 63 ? argument : 63) & 1) != 0;
-  }
-  bool views(size_t argument) const noexcept {
-    return argument < 63 && (viewed >> argument & 1) != 0;
   }
 };
 

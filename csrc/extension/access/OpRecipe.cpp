@@ -2,12 +2,14 @@
 
 #include <array>
 #include <cstring>
+#include <sstream>
 #include <utility>
 
 #include <ATen/core/enum_tag.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/TensorImpl.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/hash.h>
 
 #include <extension/access/BelowAutograd.h>
 #include <extension/access/Storages.h>
@@ -205,6 +207,29 @@ std::vector<at::Tensor> OpRecipe::run() const {
     append_tensors(output, made);
   }
   return made;
+}
+
+uint64_t OpRecipe::kind() const {
+  size_t kind = std::hash<std::string>()(toString(op_.operator_name()));
+  const auto add = [&kind](size_t value) { kind = c10::hash_combine(kind, value); };
+  for (const c10::IValue& argument : arguments_) {
+    if (!argument.isTensor() && !argument.isTensorList() && !argument.isOptionalTensorList()) {
+      std::ostringstream text;
+      text << argument;
+      add(std::hash<std::string>()(text.str()));
+    }
+  }
+  for (const Meta& meta : metas_) {
+    add(std::hash<caffe2::TypeIdentifier>()(meta.dtype.id()));
+    add(meta.keys.raw_repr());
+    for (const auto* numbers : {&meta.sizes, &meta.strides}) {
+      add(numbers->size());
+      for (const int64_t number : *numbers) {
+        add(static_cast<size_t>(number));
+      }
+    }
+  }
+  return kind;
 }
 
 void append_tensors(const c10::IValue& value, std::vector<at::Tensor>& tensors) {

@@ -49,6 +49,9 @@ class OpRecipe {
     return storages_;
   }
 
+  /// Of ops that differ in their tensors' bytes alone.
+  uint64_t kind() const;
+
   /// The bytes that it reads or has made have been written since: it cannot be run any more.
   void invalidate() noexcept {
     valid_.store(false, std::memory_order_release);

@@ -111,10 +111,10 @@ void Recipes::forget_dead_locked() {
   count_.store(known_.size(), std::memory_order_release);
 }
 
-std::shared_ptr<OpRecipe> Recipes::capture(const at::RecordFunction& record) {
+std::shared_ptr<OpRecipe> Recipes::capture(const at::RecordFunction& record, bool to_look_at) {
   std::shared_ptr<OpRecipe> recipe = OpRecipe::capture(record);
-  if (recipe == nullptr) {
-    return nullptr;
+  if (recipe == nullptr || to_look_at) {
+    return recipe;
   }
   for (const c10::Storage& input : recipe->inputs()) {
     const EntityPtr entity =
@@ -139,6 +139,7 @@ std::vector<c10::StorageImpl*> Recipes::note_made(
     const std::vector<at::Tensor>& made) {
   std::vector<c10::StorageImpl*> storages;
   std::lock_guard<std::mutex> lock(mutex_);
+  const bool looked_after = known_.count(recipe.get()) != 0;
   for (const at::Tensor& tensor : made) {
     c10::StorageImpl* storage = tensor.defined() && tensor.has_storage()
                                     ? tensor.storage().unsafeGetStorageImpl()
@@ -150,7 +151,7 @@ std::vector<c10::StorageImpl*> Recipes::note_made(
           return impl_of(input) == storage;
         });
     storages.push_back(fresh ? storage : nullptr);
-    if (fresh) {
+    if (fresh && looked_after) {
       by_storage_.emplace(storage, recipe.get());
     }
   }

@@ -23,9 +23,9 @@ class Recipes {
  public:
   explicit Recipes(Pager& pager);
 
-  /// An op that begins, as a recipe: what it reads is looked after from now on. Null if it cannot be
-  /// run again.
-  std::shared_ptr<OpRecipe> capture(const at::RecordFunction& record);
+  /// An op that begins, as a recipe: what it reads is looked after from now on, where PyTorch can
+  /// tell of raw writes also these, unless it is only `to_look_at`. Null if it cannot be run again.
+  std::shared_ptr<OpRecipe> capture(const at::RecordFunction& record, bool to_look_at = false);
 
   /// The op has ended and made `made`, of which those are left that can be dropped: the rest is
   /// null. Their place in the list is what `drop` takes.

@@ -1,5 +1,8 @@
 #pragma once
 
+#include <string>
+#include <utility>
+
 namespace torch_lms {
 
 /// What other parts need of Python. The module's initialization fills it in; a program without
@@ -12,6 +15,10 @@ struct Interpreter {
   /// Has `call` run by Python's main thread between two of its instructions, soon.
   /// False if Python cannot now.
   bool (*at_next_instruction)(void (*call)()) = nullptr;
+  /// Has Python make a plan of what has been recorded, soon.
+  void (*make_plan)() = nullptr;
+  /// The module and the line of the program that the calling thread is at; empty where there is none.
+  std::pair<std::string, std::string> (*where)() = nullptr;
   /// Whether the calling thread is Python's main thread.
   bool (*on_main_thread)() = nullptr;
 };

@@ -155,6 +155,39 @@ void CudaDevice::set_fraction(size_t reserved_bytes) const {
   LimitedCudaAllocator::get().setMemoryFraction(fraction, index_);
 }
 
+namespace {
+
+class EventMark final : public TimeMark {
+ public:
+  explicit EventMark(cudaStream_t stream) {
+    C10_CUDA_CHECK(cudaEventCreateWithFlags(&event_, cudaEventDefault));
+    C10_CUDA_CHECK(cudaEventRecord(event_, stream));
+  }
+  ~EventMark() override {
+    C10_CUDA_CHECK_WARN(cudaEventDestroy(event_));
+  }
+  EventMark(const EventMark&) = delete;
+  EventMark& operator=(const EventMark&) = delete;
+
+  double us_since(const TimeMark& earlier) const override {
+    C10_CUDA_CHECK(cudaEventSynchronize(event_));
+    float passed_ms = 0;
+    C10_CUDA_CHECK(
+        cudaEventElapsedTime(&passed_ms, static_cast<const EventMark&>(earlier).event_, event_));
+    return 1000.0 * passed_ms;
+  }
+
+ private:
+  cudaEvent_t event_ = nullptr;
+};
+
+} // namespace
+
+std::shared_ptr<TimeMark> CudaDevice::mark_time() {
+  const c10::cuda::CUDAGuard guard(index_);
+  return std::make_shared<EventMark>(c10::cuda::getCurrentCUDAStream(index_).stream());
+}
+
 void CudaDevice::limit(size_t limit_bytes, Room& room) {
   grant(0, 0);
   LimitedCudaAllocator::get().install(room, *this);

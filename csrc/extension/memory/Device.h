@@ -23,6 +23,14 @@ struct AllocatorBlock {
   bool free;
 };
 
+/// A moment in the work that a thread submits to a device.
+class TimeMark {
+ public:
+  virtual ~TimeMark() = default;
+  /// Waits until it has been reached. `earlier` is the same device's.
+  virtual double us_since(const TimeMark& earlier) const = 0;
+};
+
 /// Bytes on a device, as its allocator counts them.
 struct DeviceUse {
   size_t allocated_bytes = 0; ///< In tensors.
@@ -78,6 +86,9 @@ class Device {
   /// The allocator's blocks, segment by segment, in the order of their addresses.
   /// Empty where fragmentation does not exist. Slow.
   virtual std::vector<std::vector<AllocatorBlock>> blocks() const = 0;
+
+  /// Now, on the calling thread's stream; the clock's time where ops are over when they return.
+  virtual std::shared_ptr<TimeMark> mark_time();
 
   /// Total memory of the device.
   virtual size_t total_bytes() const = 0;

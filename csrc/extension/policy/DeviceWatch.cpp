@@ -24,9 +24,11 @@ size_t DeviceWatch::margin_bytes() const noexcept {
 }
 
 void DeviceWatch::note_allocation(size_t nbytes, size_t used_bytes) {
-  const size_t now = used_bytes + nbytes;
-  size_t peak = peak_bytes_.load(std::memory_order_relaxed);
-  while (now > peak && !peak_bytes_.compare_exchange_weak(peak, now, std::memory_order_relaxed)) {
+  for (std::atomic<size_t>* of : {&peak_bytes_, &recent_peak_bytes_}) {
+    const size_t now = used_bytes + nbytes;
+    size_t peak = of->load(std::memory_order_relaxed);
+    while (now > peak && !of->compare_exchange_weak(peak, now, std::memory_order_relaxed)) {
+    }
   }
   if (nbytes >= options().large_bytes) {
     std::lock_guard<std::mutex> lock(mutex_);

@@ -51,6 +51,10 @@ class DeviceWatch {
   size_t peak_bytes() const noexcept {
     return peak_bytes_.load(std::memory_order_relaxed);
   }
+  /// The same since the last call of this one; 0 if there was no allocation to note.
+  size_t take_recent_peak() noexcept {
+    return recent_peak_bytes_.exchange(0, std::memory_order_relaxed);
+  }
   /// Whether anything has been allocated since the last call. Cheap.
   bool take_allocated() noexcept;
   /// The largest of the latest large allocations, as far as prefetches give way to it.
@@ -89,6 +93,7 @@ class DeviceWatch {
   std::atomic<Device*> device_{nullptr};
   std::atomic<int64_t> seen_budget_bytes_{0};
   std::atomic<size_t> peak_bytes_{0};
+  std::atomic<size_t> recent_peak_bytes_{0};
   std::atomic<size_t> paged_out_count_{0};
   // Both may hold entities that are elsewhere by now: checked when they come up.
   std::unordered_map<const Entity*, std::weak_ptr<Entity>> resident_;

@@ -529,13 +529,19 @@ void Policy::after_op(Device* used, bool on_main_thread) {
       (cycles_.shape().length == 0 &&
        cycles_.now() - cycle_began_.load(std::memory_order_relaxed) > options_.ops_in_cycle)) {
     end_cycle();
+    feed_->cycle_ended();
   }
   if (used == nullptr || used->limit_bytes() == 0 || used->capturing() ||
       attention() == Attention::kAsleep) {
     return;
   }
-  page_out_ahead(*used, backward);
-  prefetch_ahead(*used, backward);
+  const bool planned = planned_.load(std::memory_order_relaxed);
+  if (!planned || gave_way_.load(std::memory_order_relaxed)) {
+    page_out_ahead(*used, backward);
+  }
+  if (!planned) {
+    prefetch_ahead(*used, backward);
+  }
 }
 
 // --- Note [Learn, sleep, arm] ---------------------------------------------------------

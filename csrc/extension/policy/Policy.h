@@ -25,6 +25,8 @@ class OpFeed {
   virtual void start() = 0;
   /// Ops need not tell any more.
   virtual void stop() = 0;
+  /// A cycle has ended, and another begins, with an op that has just ended.
+  virtual void cycle_ended() = 0;
 };
 
 /// What holds a device's memory, in bytes.
@@ -139,6 +141,14 @@ class Policy final : public Room, public PagerListener {
   void note_quiet() noexcept;
   /// The autograd engine goes on to a node on the calling thread: what ran there has ended.
   void note_node_begins() noexcept;
+  /// While a plan is carried out: nothing goes or comes ahead of need but by the plan.
+  void set_planned(bool planned) noexcept {
+    planned_.store(planned, std::memory_order_relaxed);
+  }
+  /// The most that was in use at a large allocation on a device since the last call; 0 without one.
+  size_t take_recent_peak(const Device& device) noexcept {
+    return watch_of(device).take_recent_peak();
+  }
   bool wants_boundary() const noexcept {
     return boundary_wanted_.load(std::memory_order_acquire);
   }
@@ -198,6 +208,7 @@ class Policy final : public Room, public PagerListener {
   std::atomic<uint64_t> boundary_thread_{0};
   std::atomic<uint64_t> eligible_from_{0}; // uses before it do not make an entity eligible
   std::atomic<bool> other_threads_{false}; // in this cycle
+  std::atomic<bool> planned_{false};
   std::atomic<bool> gave_way_{false}; // and what is beyond the limit is still there
   std::atomic<uint64_t> cycle_began_{0}; // where there is no backward
 

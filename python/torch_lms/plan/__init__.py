@@ -1,0 +1,38 @@
+"""What happens to every storage of a program under a memory limit: from a trace to a plan. Imports no torch."""
+
+from __future__ import annotations
+
+from torch_lms.plan.decision import DECISIONS, DROP_UNCHANGED, HOST, KEEP, RECOMPUTE, SWAP, Decision
+from torch_lms.plan.document import Actions, Measured, MethodResult, Plan, PlannedStorage, Predicted
+from torch_lms.plan.least import least_limit
+from torch_lms.plan.planner import make_plan
+from torch_lms.plan.simulator import simulate
+from torch_lms.plan.timeline import Copy, Timeline
+from torch_lms.plan.trace import Cycle, Link, Recipe, Trace, TraceOp, TraceStorage
+
+__all__ = [
+    "DECISIONS",
+    "DROP_UNCHANGED",
+    "HOST",
+    "KEEP",
+    "RECOMPUTE",
+    "SWAP",
+    "Actions",
+    "Copy",
+    "Cycle",
+    "Decision",
+    "Link",
+    "Measured",
+    "MethodResult",
+    "Plan",
+    "PlannedStorage",
+    "Predicted",
+    "Recipe",
+    "Timeline",
+    "Trace",
+    "TraceOp",
+    "TraceStorage",
+    "least_limit",
+    "make_plan",
+    "simulate",
+]

@@ -9,13 +9,14 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from torch_lms.plan.trace import Trace, TraceStorage
 
-__all__ = ["Candidate", "CandidateArrays", "Replay", "find_candidates"]
+__all__ = ["Candidate", "CandidateArrays", "Replay", "find_candidates", "recipe_lasts", "spent_inputs"]
 
 _LEAST_PLACES_AWAY = 1
 
@@ -103,10 +104,15 @@ def find_candidates(trace: Trace, *, swap: bool, recompute: bool) -> list[Candid
     for number, storage in enumerate(trace.storages):
         if not storage.movable or not storage.bytes:
             continue
-        for out_after, back_at, end, wrapped_end in _stretches(trace, storage):
-            replay = _replay(trace, number, out_after, back_at, end) if recompute else None
+        stretches = list(_stretches(trace, storage))
+        longest = max((end - out_after for out_after, back_at, end, _ in stretches if back_at is not None), default=0)
+        for out_after, back_at, end, wrapped_end in stretches:
+            # A tail of a storage that is never released may be read after the cycle. Short stretches are not worth a
+            # replay, which would take its inputs along.
+            worth = end - out_after == longest if back_at is not None else storage.released is not None
+            replay = _replay(trace, number, out_after, back_at, end) if recompute and worth else None
             if swap or replay is not None:
-                unchanged = storage.recurring and not storage.writes
+                unchanged = storage.lasting and not storage.writes
                 found.append(
                     Candidate(
                         number, storage.bytes, out_after, back_at, end, wrapped_end, swap, swap and unchanged, replay
@@ -117,7 +123,7 @@ def find_candidates(trace: Trace, *, swap: bool, recompute: bool) -> list[Candid
 
 def _stretches(trace: Trace, storage: TraceStorage) -> Iterator[tuple[int, int | None, int, int]]:
     places = ([] if storage.producer is None else [storage.producer]) + list(storage.uses)
-    for before, after in zip(places, places[1:], strict=False):
+    for before, after in pairwise(places):
         if after - before > _LEAST_PLACES_AWAY:
             yield before, after, after - 1, -1
     last = len(trace.ops) - 1
@@ -126,7 +132,7 @@ def _stretches(trace: Trace, storage: TraceStorage) -> Iterator[tuple[int, int |
             yield 0, None, last, 0
         elif places[-1] < last or places[0] > 0:
             yield places[-1], places[0] + len(trace.ops), last, places[0] - 1
-    elif places:
+    elif places and not storage.recurring:
         end = last if storage.released is None else storage.released
         if end > places[-1]:
             yield places[-1], None, end, -1
@@ -134,12 +140,12 @@ def _stretches(trace: Trace, storage: TraceStorage) -> Iterator[tuple[int, int |
 
 def _replay(trace: Trace, number: int, out_after: int, back_at: int | None, end: int) -> Replay | None:
     recipe = trace.storages[number].recompute
-    if recipe is None or not _recipe_lasts(trace, number, end):
+    if recipe is None or not recipe_lasts(trace, number, end):
         return None
     size = trace.storages[number].bytes - recipe.outside_bytes
     if back_at is None:
         return Replay(0.0, (), (), 0.0, max(0, size), ())
-    direct = _spent_inputs(trace, number, back_at)
+    direct = spent_inputs(trace, number, back_at)
     dropped, held = _close(trace, direct, back_at)
     held_bytes = sum(trace.storages[one].bytes for one in held)
     dropping_us = recipe.duration_us + sum(_duration_us(trace, one) for one in dropped)
@@ -155,7 +161,7 @@ def _duration_us(trace: Trace, storage: int) -> float:
     return 0.0 if recipe is None else recipe.duration_us
 
 
-def _recipe_lasts(trace: Trace, number: int, until: int) -> bool:
+def recipe_lasts(trace: Trace, number: int, until: int) -> bool:
     """Whether nothing writes a recipe's inputs from the op on to a place."""
     storage = trace.storages[number]
     if storage.recompute is None or storage.producer is None:
@@ -168,7 +174,7 @@ def _recipe_lasts(trace: Trace, number: int, until: int) -> bool:
     return True
 
 
-def _spent_inputs(trace: Trace, number: int, place: int) -> tuple[int, ...]:
+def spent_inputs(trace: Trace, number: int, place: int) -> tuple[int, ...]:
     """Inputs of a storage's recipe that the program has released before a place."""
     recipe = trace.storages[number].recompute
     assert recipe is not None
@@ -185,9 +191,9 @@ def _close(trace: Trace, direct: tuple[int, ...], place: int) -> tuple[tuple[int
         one = stack.pop()
         if one in dropped or one in held:
             continue
-        if trace.storages[one].movable and _recipe_lasts(trace, one, place):
+        if trace.storages[one].movable and recipe_lasts(trace, one, place):
             dropped[one] = None
-            stack.extend(_spent_inputs(trace, one, place))
+            stack.extend(spent_inputs(trace, one, place))
         else:
             held[one] = None
     return tuple(dropped), tuple(held)

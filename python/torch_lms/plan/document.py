@@ -123,9 +123,7 @@ class PlannedStorage:
 
     def as_decision(self) -> Decision:
         """What the simulator and the core need of it."""
-        return Decision(
-            storage=self.storage, decision=self.decision, out_after=self.out_after, in_after=self.in_after
-        )
+        return Decision(storage=self.storage, decision=self.decision, out_after=self.out_after, in_after=self.in_after)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -237,7 +235,6 @@ class Plan:
     def to_json(self) -> str:
         """The document as JSON text."""
         document = asdict(self)
-        document["timeline"]["copies"] = [asdict(copy) for copy in self.timeline.copies]
         return json.dumps({"format": FORMAT, "version": VERSION, **document}) + "\n"
 
     @classmethod
@@ -367,5 +364,3 @@ def _read_timeline(fields: Fields) -> PlanTimeline:
         plain_bytes=fields.integers("plain_bytes"),
         copies=fields.objects("copies", _read_copy),
     )
-
-

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, NoReturn, TypeVar
 
 from torch_lms.errors import PlanError
@@ -149,7 +150,7 @@ class Fields:
 
 def ascending(values: Sequence[int]) -> bool:
     """Whether each value is greater than the one before."""
-    return all(one < other for one, other in zip(values, values[1:], strict=False))
+    return all(one < other for one, other in pairwise(values))
 
 
 def _integer(value: Any, path: Path, least: int) -> int:

@@ -38,7 +38,7 @@ def find_demand(problem: Problem, choices: Mapping[int, str]) -> Demand:
     trace = problem.trace
     residency = Residency(trace, problem.decisions(choices))
     cycle = list(residency.cycle())
-    if residency.away:
+    if not residency.steady:
         cycle = list(residency.cycle())
     arrivals: dict[int, list[int]] = defaultdict(list)
     for place, events in enumerate(cycle):
@@ -77,8 +77,7 @@ def place_prefetches(
     placed: dict[int, int] = {}
     for needed, number in sorted(_needs(problem, choices, demand), reverse=True):
         size = problem.candidates[number].bytes
-        due_us = ends_us[needed - 1] + before_us[needed % places] * 0.0
-        free_us = min(free_us, due_us) - problem.trace.link.in_us(size)
+        free_us = min(free_us, float(ends_us[needed - 1])) - problem.trace.link.in_us(size)
         earliest = _earliest(problem.candidates[number].out_after, needed, places)
         begin = int(np.searchsorted(ends_us, free_us, side="right")) - 1
         begin = min(max(begin, earliest), needed - 1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from copy import copy
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +35,7 @@ class Problem:
         arrays: their figures.
         durations_us: of the ops.
         plain_bytes: in use at each place if all is kept.
+        served: decisions for storages that stay on the host; these are settled.
     """
 
     def __init__(
@@ -48,14 +51,49 @@ class Problem:
         self.limit_bytes = limit_bytes
         self.host_limit_bytes = host_limit_bytes
         self.swap, self.recompute = swap, recompute
+        self.served: tuple[Decision, ...] = ()
         self.candidates = find_candidates(trace, swap=swap, recompute=recompute)
         self.arrays = CandidateArrays(self.candidates)
         self.durations_us: NDArray[np.float64] = np.array([op.duration_us for op in trace.ops])
         self.plain_bytes = self.memory([])
 
+    def under(self, limit_bytes: int) -> Problem:
+        """The same under another limit."""
+        other = copy(self)
+        other.limit_bytes = limit_bytes
+        return other
+
+    def serving(self, served: Iterable[Decision]) -> Problem:
+        """The same with these storages on the host."""
+        other = copy(self)
+        other.served = tuple(served)
+        settled = {one.storage for one in other.served}
+        other.candidates = [one for one in self.candidates if one.storage not in settled]
+        other.arrays = CandidateArrays(other.candidates)
+        other.plain_bytes = other.memory(other.served)
+        return other
+
+    def keeping(self, anchors: Collection[int]) -> Problem:
+        """The same without the recompute of some storages."""
+        other = copy(self)
+        other.candidates = [replace(one, replay=None) if one.storage in anchors else one for one in self.candidates]
+        return other
+
     def memory(self, decisions: Iterable[Decision]) -> NDArray[np.float64]:
         """What decisions need at each place, in bytes."""
         return np.array(memory_bytes(self.trace, list(decisions)), dtype=np.float64)
+
+    def least_need(self) -> NDArray[np.float64]:
+        """What is in use at each place if all that may be swapped is away, in bytes."""
+        relief = np.zeros(len(self.durations_us) + 1)
+        for one in self.candidates:
+            if one.swappable:
+                relief[one.out_after + 1] += one.bytes
+                relief[one.end + 1] -= one.bytes
+                relief[0] += one.bytes if one.wrapped_end >= 0 else 0
+                relief[one.wrapped_end + 1] -= one.bytes if one.wrapped_end >= 0 else 0
+        found: NDArray[np.float64] = self.plain_bytes - np.cumsum(relief)[:-1]
+        return found
 
     def excess(self, choices: Mapping[int, str]) -> NDArray[np.float64]:
         """By how much choices exceed the limit at each place, in bytes; 0 where they do not."""
@@ -82,7 +120,8 @@ class Problem:
             made[one.storage, one.out_after] = given
             if kind == RECOMPUTE and one.replay is not None:
                 spent.update(self._drops(one.replay.dropped))
-        return sorted({**spent, **made}.values(), key=lambda one: (one.out_after or 0, one.storage))
+        settled = {(one.storage, -1): one for one in self.served}
+        return sorted({**spent, **made, **settled}.values(), key=lambda one: (one.out_after or 0, one.storage))
 
     def _drops(self, storages: Iterable[int]) -> dict[tuple[int, int], Decision]:
         drops = {}

@@ -82,6 +82,8 @@ class _Relief:
         self._windows = LinkWindows(np.tile(problem.durations_us, 2), problem.trace.link)
         self._batch = 1 + len(candidates) // _ROUNDS_AT_MOST
         self._arrays = arrays
+        self._on_host: set[int] = set()
+        self._host_left_bytes = np.inf if problem.host_limit_bytes is None else float(problem.host_limit_bytes)
         for number, kind in choices.items():
             self._close(number, kind)
 
@@ -98,9 +100,9 @@ class _Relief:
         chosen = np.argsort(best, kind="stable")[: self._batch]
         taken = False
         for number in (int(one) for one in chosen if best[one] < _NEVER):
-            if not self._still_helps(number):
-                continue
             swapped = swap_key[number] <= replay_key[number]
+            if not self._still_helps(number) or (swapped and not self._host_holds(number)):
+                continue
             kind = RECOMPUTE if not swapped else DROP_UNCHANGED if self._unchanged[number] else SWAP
             self.choices[number] = kind
             self._close(number, kind)
@@ -125,7 +127,7 @@ class _Relief:
         in_us = self._windows.exposed_in_us(arrays.size_bytes, np.minimum(in_first, self._back), self._back)
         in_us = np.where(self._returns, in_us, 0.0)
         return Offer(
-            swap_us=np.where(self._swappable, out_us + in_us, _NEVER),
+            swap_us=np.where(self._swappable & (arrays.size_bytes <= self._host_left_bytes), out_us + in_us, _NEVER),
             replay_us=self._replay_us,
             swap_bytes=arrays.size_bytes,
             replay_bytes=self._replay_bytes,
@@ -139,11 +141,18 @@ class _Relief:
             (self._need[: one.wrapped_end + 1] > 0).any()
         )
 
+    def _host_holds(self, number: int) -> bool:
+        one = self._problem.candidates[number]
+        return one.storage in self._on_host or one.bytes <= self._host_left_bytes
+
     def _close(self, number: int, kind: str) -> None:
         one = self._problem.candidates[number]
         self._open[number] = False
         if kind == RECOMPUTE:
             return
+        if one.storage not in self._on_host:
+            self._on_host.add(one.storage)
+            self._host_left_bytes -= one.bytes
         if not one.unchanged:
             self._windows.take_out(one.bytes, one.out_after + 1)
         if one.back_at is not None:

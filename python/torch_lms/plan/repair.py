@@ -16,10 +16,11 @@ from torch_lms.plan.relief import relieve
 from torch_lms.plan.simulator import simulate
 from torch_lms.plan.timeline import Timeline
 
-__all__ = ["Timed", "fit", "take_back", "time_choices"]
+__all__ = ["Timed", "fit", "host_fits", "take_back", "time_choices"]
 
 Floats = NDArray[np.float64]
 _REPAIRS_AT_MOST = 12
+_WORTH_WAITS = 0.002  # of a cycle: waits below that are not worth another simulation
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,14 @@ def fit(problem: Problem, choices: Choices) -> Choices:
     return choices
 
 
+def host_fits(problem: Problem, choices: Choices) -> bool:
+    """Whether the host can hold what these choices swap."""
+    if problem.host_limit_bytes is None:
+        return True
+    decisions = problem.decisions(choices)
+    return simulate(problem.trace, decisions).host_peak_bytes <= problem.host_limit_bytes
+
+
 def take_back(problem: Problem, choices: Choices) -> Choices:
     """Takes back the dearest choices that memory has room for."""
     room = problem.limit_bytes - problem.memory(problem.decisions(choices))
@@ -88,7 +97,7 @@ def time_choices(problem: Problem, choices: Choices) -> Timed:
         if found.better_than(best):
             best = found
         wait_us = np.array(found.timeline.wait_us)
-        if not wait_us.any():
+        if found.timeline.waits_us <= _WORTH_WAITS * found.timeline.step_us:
             break
     assert best is not None
     return best

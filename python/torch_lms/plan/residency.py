@@ -11,9 +11,11 @@ holds it.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from torch_lms.plan.decision import DROP_UNCHANGED, HOST, KEEP, RECOMPUTE, Decision
 from torch_lms.plan.trace import Recipe, Trace
@@ -30,7 +32,7 @@ class PlaceEvents:
     Attributes:
         memory_bytes: the most that is in use at once, without copies out that have not ended.
         arrivals: storages whose copies in begin; those for this place come last.
-        waited: storages that must have arrived before the op begins.
+        waited: storages, among those that come in by copies, that must have arrived before the op begins.
         replayed: storages that are made again, in order.
         served: storages that the op reads from the host, or writes there.
         leaving: storages that leave after the op, and whether by a copy.
@@ -77,29 +79,53 @@ class Residency:
                 self._planned_drops[given.storage] += 1
             if given.decision in (DROP_UNCHANGED, HOST):
                 self._copy_stays[given.storage] = True
+        for place, storages in self._return.items():
+            storages.sort(key=partial(self._next_use, place))
         self._dependents = self._dependents_of_written()
         self._state = [_ABSENT] * count
         self._serving = [False] * count
+        self._copied_in = [False] * count
+        self._lasting = [number for number, storage in enumerate(trace.storages) if storage.lasting]
         self._coming: list[int] = []
-        self._lasting_present = False
-        self._begin_cycle()
+        self._began: tuple[list[int], list[int]] = ([], [])
+        self._begin_lasting()
 
     def cycle(self) -> Iterator[PlaceEvents]:
         """The events of one cycle, by place. Call it again for the next one."""
-        if self._lasting_present:
-            self._begin_cycle()
-        self._lasting_present = True
+        self._begin_cycle()
+        self._began = self._now()
         for place in range(len(self._trace.ops)):
             yield self._step(place)
         self._end_cycle()
 
     @property
-    def away(self) -> bool:
-        """Whether a storage that lasts is away, or coming, where a cycle ends and the next begins."""
-        return bool(self._coming) or any(
-            storage.lasting and state != _DEVICE
-            for storage, state in zip(self._trace.storages, self._state, strict=True)
-        )
+    def steady(self) -> bool:
+        """Whether the last cycle ended as it began, so that the next one is like it."""
+        return self._began == self._now()
+
+    def _now(self) -> tuple[list[int], list[int]]:
+        return [self._state[number] for number in self._lasting], list(self._coming)
+
+    def _begin_lasting(self) -> None:
+        """Puts storages that last where a cycle is likely to leave them; a second cycle corrects what is not so."""
+        last_left = {one.storage: place for place in sorted(self._leave) for one in self._leave[place]}
+        kinds = {one.storage: one.decision for place in sorted(self._leave) for one in self._leave[place]}
+        last_back = {storage: place for place in sorted(self._return) for storage in self._return[place]}
+        for number in self._lasting:
+            left, uses = last_left.get(number, -1), self._trace.storages[number].uses
+            away = left >= (uses[-1] if uses else 0) or kinds.get(number) == HOST
+            back = last_back.get(number, -1) > left and kinds.get(number) != HOST
+            self._state[number] = _ON_HOST if away and not back else _DEVICE
+            self._serving[number] = away and kinds.get(number) == HOST
+            if away and back and last_back[number] == len(self._trace.ops) - 1:
+                self._coming.append(number)
+
+    def _next_use(self, place: int, storage: int) -> int:
+        uses = self._trace.storages[storage].uses
+        at = bisect_right(uses, place)
+        if at < len(uses):
+            return uses[at]
+        return (uses[0] if uses else 0) + len(self._trace.ops)
 
     def _dependents_of_written(self) -> dict[int, list[int]]:
         """For each storage that is written and that recipes in use read: the storages of these recipes."""
@@ -120,34 +146,31 @@ class Residency:
         self._released = [False] * count
         self._outside_bytes = 0
         for number, storage in enumerate(self._trace.storages):
-            if storage.lasting and self._lasting_present:
-                continue
-            self._state[number] = _DEVICE if storage.producer is None else _ABSENT
-            self._serving[number] = False
-        self._use_bytes = sum(
-            size for size, state in zip(self._bytes, self._state, strict=True) if state == _DEVICE
-        )
+            if not storage.lasting:
+                self._state[number] = _DEVICE if storage.producer is None else _ABSENT
+                self._serving[number] = False
+        self._use_bytes = sum(size for size, state in zip(self._bytes, self._state, strict=True) if state == _DEVICE)
         self._swapped_bytes = self._host_bytes = self._dropped_bytes = 0
         for number, size in enumerate(self._bytes):
             self._count_host(number, size if self._state[number] == _ON_HOST else 0)
             self._host_bytes += size if self._copy_stays[number] else 0
 
     def _end_cycle(self) -> None:
-        lasting = [storage.lasting for storage in self._trace.storages]
-        self._coming = [number for number in self._coming if lasting[number]]
-        for number, lasts in enumerate(lasting):
-            if not lasts:
-                self._state[number] = _ABSENT
+        self._coming = [number for number in self._coming if self._trace.storages[number].lasting]
 
     def _step(self, place: int) -> PlaceEvents:
         index = self._trace.by_place
         events = PlaceEvents(arrivals=self._coming)
         self._coming = []
         self._peak_bytes = self._use_bytes
-        for written in index.written[place]:
-            self._before_write(written, events)
+        if self._dependents:
+            for written in index.written[place]:
+                self._before_write(written, events)
         for used in index.used[place]:
-            self._need(used, events)
+            if self._state[used] != _DEVICE:
+                self._need(used, events)
+            elif self._copied_in[used]:
+                events.waited.append(used)
         for made in index.made[place]:
             self._make(made, place)
         self._peak_bytes = max(self._peak_bytes, self._use_bytes + self._outside_bytes)
@@ -230,6 +253,7 @@ class Residency:
             self._end_recipe(storage)
 
     def _bring(self, storage: int) -> None:
+        self._copied_in[storage] = True
         self._state[storage] = _DEVICE
         self._use_bytes += self._bytes[storage]
         self._count_host(storage, -self._bytes[storage])
@@ -260,7 +284,7 @@ class Residency:
 
     def _is_unchanged(self, storage: int) -> bool:
         given = self._trace.storages[storage]
-        return given.recurring and not given.writes
+        return given.lasting and not given.writes
 
     def _is_dropped(self, storage: int) -> bool:
         return self._state[storage] == _DROPPED
@@ -303,6 +327,6 @@ def memory_bytes(trace: Trace, decisions: Sequence[Decision]) -> list[int]:
     """The memory in use at each place in a steady cycle, if every copy out ends at once."""
     residency = Residency(trace, decisions)
     memory = [events.memory_bytes for events in residency.cycle()]
-    if residency.away:
+    if not residency.steady:
         memory = [events.memory_bytes for events in residency.cycle()]
     return memory

@@ -37,7 +37,7 @@ def simulate(trace: Trace, decisions: Iterable[Decision], limit_bytes: int | Non
     residency = Residency(trace, given)
     clock = _Clock(trace, limit_bytes)
     timeline = clock.cycle(residency)
-    if residency.away:  # the first cycle began with everything on the device; the second is steady
+    if clock.copying or not residency.steady:  # the next cycle begins otherwise than this one did
         timeline = clock.cycle(residency)
     return timeline
 
@@ -60,6 +60,11 @@ class _Clock:
         self._now_us = self._out_free_us = self._in_free_us = 0.0
         self._leaving: deque[tuple[float, int]] = deque()  # end and storage of copies out, in order
         self._leaving_bytes = 0
+
+    @property
+    def copying(self) -> bool:
+        """Whether a copy goes on when compute is done."""
+        return max(self._out_free_us, self._in_free_us) > self._now_us
 
     def cycle(self, residency: Residency) -> Timeline:
         """Runs one cycle; times in the timeline begin with it."""

@@ -194,7 +194,10 @@ class Trace:
     @cached_property
     def by_place(self) -> PlaceIndex:
         """The storages' events, by place."""
-        made, used, written, released = ([[] for _ in self.ops] for _ in range(4))
+        made: list[list[int]] = [[] for _ in self.ops]
+        used: list[list[int]] = [[] for _ in self.ops]
+        written: list[list[int]] = [[] for _ in self.ops]
+        released: list[list[int]] = [[] for _ in self.ops]
         for number, storage in enumerate(self.storages):
             if storage.producer is not None:
                 made[storage.producer].append(number)
@@ -258,7 +261,7 @@ class Trace:
             if source.producer is not None and source.producer >= storage.producer:
                 raise PlanError(f"expected storages made before place {storage.producer} at {where}, found {given}")
             if source.released is not None and source.released < storage.producer:
-                raise PlanError(f"expected storages that are held at place {storage.producer} at {where}, found {given}")
+                raise PlanError(f"expected storages held at place {storage.producer} at {where}, found {given}")
 
 
 def _read_trace(fields: Fields) -> Trace:

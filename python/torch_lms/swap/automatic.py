@@ -10,7 +10,7 @@ import torch
 
 from torch_lms._core import core, need_extension
 from torch_lms.errors import EnvError, LimitError
-from torch_lms.swap import intercepts, optimizers
+from torch_lms.swap import intercepts, optimizers, planning
 from torch_lms.swap.limits import Limit, parse_bytes, parse_limits
 
 __all__ = ["count_cpu_allocations", "disable", "enable", "is_enabled"]
@@ -25,6 +25,8 @@ def enable(
     host_limit: int | str | None = None,
     spill_dir: str | os.PathLike[str] | None = None,
     expandable_segments: bool = True,
+    swap: bool = True,
+    recompute: bool = True,
 ) -> None:
     """Keeps the memory of tensors within a limit from now on, in this whole process.
 
@@ -45,6 +47,9 @@ def enable(
         spill_dir: the directory for the CPU's spill files; by default that for temporary files.
         expandable_segments: let PyTorch's CUDA allocator grow its segments, so that memory freed in
             small pieces serves large requests. Left as it is if PYTORCH_CUDA_ALLOC_CONF says.
+        swap: let plans copy storages to the host. Without plans, and where they err, storages are
+            copied out on demand all the same.
+        recompute: let plans drop storages and run again the ops that made them.
 
     Raises:
         LimitError: for a size, a device or a directory that cannot be understood or is not there.
@@ -63,6 +68,11 @@ def enable(
         if expandable_segments:
             _expand_segments()
     intercepts.install()
+    if swap or recompute:
+        host_bytes = None if host_limit is None else parse_bytes(host_limit, total_bytes=core.total_bytes("cpu"))
+        planning.begin(
+            planning.Wishes(limits=limits, host_limit_bytes=host_bytes, swap=swap, recompute=recompute)
+        )
     for device, limit_bytes in limits.items():
         core.enable(device, limit_bytes, smallest)
     optimizers.install(limits)
@@ -82,6 +92,7 @@ def disable() -> None:
     if _enabled:
         _enabled = False
         optimizers.uninstall()
+        planning.end()
         core.disable()
 
 

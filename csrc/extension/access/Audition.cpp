@@ -1,0 +1,79 @@
+#include <extension/access/Audition.h>
+
+#include <utility>
+
+#include <ATen/Functions.h>
+#include <c10/util/Exception.h>
+
+#include <extension/access/BelowAutograd.h>
+#include <extension/base/ErrorText.h>
+
+namespace torch_lms {
+namespace {
+
+/// The same bytes as whole numbers: a NaN is equal to itself then, and 0 is not -0.
+at::Tensor bits_of(const at::Tensor& tensor) {
+  const at::Tensor plain = tensor.is_complex() ? at::view_as_real(tensor) : tensor;
+  switch (plain.element_size()) {
+    case 1:
+      return plain.view(at::kByte);
+    case 2:
+      return plain.view(at::kShort);
+    case 4:
+      return plain.view(at::kInt);
+    default:
+      return plain.view(at::kLong);
+  }
+}
+
+std::string compare(const std::vector<at::Tensor>& made, const std::vector<at::Tensor>& again) {
+  if (made.size() != again.size()) {
+    return "it made another number of tensors";
+  }
+  for (size_t i = 0; i < made.size(); ++i) {
+    if (made[i].defined() != again[i].defined()) {
+      return "it made another number of tensors";
+    }
+    if (!made[i].defined()) {
+      continue;
+    }
+    const bool alike = made[i].dtype() == again[i].dtype() &&
+                       made[i].strides() == again[i].strides() &&
+                       made[i].sizes() == again[i].sizes();
+    if (!alike || !at::equal(bits_of(made[i]), bits_of(again[i]))) {
+      return "it made other bits when it was run again";
+    }
+  }
+  return "";
+}
+
+} // namespace
+
+std::string Audition::try_out(const OpRecipe& recipe, const std::vector<at::Tensor>& made) {
+  const uint64_t kind = recipe.kind();
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto at = verdicts_.find(kind);
+    if (at != verdicts_.end()) {
+      return at->second;
+    }
+  }
+  std::string verdict;
+  bool remember = true;
+  try {
+    const BelowAutograd ours;
+    verdict = compare(made, recipe.run());
+  } catch (const c10::OutOfMemoryError&) {
+    verdict = "there was no room to try whether it makes the same again";
+    remember = false;
+  } catch (const std::exception& error) {
+    verdict = "it failed when it was run again: " + text_of(error);
+  }
+  if (remember) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    verdicts_[kind] = verdict;
+  }
+  return verdict;
+}
+
+} // namespace torch_lms

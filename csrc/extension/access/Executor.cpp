@@ -1,0 +1,255 @@
+#include <extension/access/Executor.h>
+
+#include <algorithm>
+#include <utility>
+
+#include <extension/access/Recorder.h>
+#include <extension/base/ForeignCall.h>
+#include <extension/transfer/PageoutBatch.h>
+
+namespace torch_lms {
+namespace {
+
+constexpr size_t kPlacesToLookAhead = 64;
+constexpr double kShareInStep = 0.95;
+constexpr int kBadCycles = 3;
+constexpr size_t kMostPlans = 8;
+
+/// Whether both cycles begin alike; nobody can tell them apart then.
+bool begin_alike(const CompiledPlan& one, const CompiledPlan& other) {
+  const size_t count = std::min<size_t>({16, one.ops.size(), other.ops.size()});
+  return std::equal(
+      one.ops.begin(),
+      one.ops.begin() + static_cast<std::ptrdiff_t>(count),
+      other.ops.begin(),
+      [](const PlannedOp& a, const PlannedOp& b) { return a.key == b.key; });
+}
+
+} // namespace
+
+void Executor::add(std::shared_ptr<const CompiledPlan> plan) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  plans_.erase(
+      std::remove_if(
+          plans_.begin(),
+          plans_.end(),
+          [&](const auto& known) { return begin_alike(*known, *plan); }),
+      plans_.end());
+  if (plans_.size() == kMostPlans) {
+    plans_.erase(plans_.begin());
+  }
+  plans_.push_back(std::move(plan));
+}
+
+void Executor::clear() {
+  std::vector<Bound> bound; // destroyed after unlocking
+  std::lock_guard<std::mutex> lock(mutex_);
+  active_.store(false, std::memory_order_release);
+  plans_.clear();
+  plan_ = nullptr;
+  bound.swap(bound_);
+  late_.clear();
+}
+
+/// `before`: what stood for the numbers of the same plan.
+void Executor::start_cycle_locked(std::vector<Bound>& before) {
+  seen_.clear();
+  next_ = 0;
+  found_ = 0;
+  const auto last = std::exchange(plan_, plans_.empty() ? nullptr : plans_.back());
+  bound_.assign(plan_ != nullptr ? plan_->recurring.size() : 0, Bound());
+  if (plan_ == last) {
+    for (size_t number = 0; number < bound_.size(); ++number) {
+      if (plan_->recurring[number]) {
+        bound_[number].entity = before[number].entity;
+      }
+    }
+  }
+  active_.store(plan_ != nullptr, std::memory_order_release);
+}
+
+bool Executor::end_cycle() {
+  std::vector<Bound> bound; // destroyed after unlocking
+  std::lock_guard<std::mutex> lock(mutex_);
+  const bool planned = plan_ != nullptr && !seen_.empty();
+  if (planned) {
+    const size_t most = std::max(seen_.size(), plan_->ops.size());
+    const double share = static_cast<double>(found_) / static_cast<double>(most);
+    share_.store(share, std::memory_order_relaxed);
+    bad_cycles_ = share < kShareInStep ? bad_cycles_ + 1 : 0;
+  }
+  const bool none = plans_.empty();
+  const bool bad = bad_cycles_ >= kBadCycles;
+  if (bad) {
+    bad_cycles_ = 0;
+  }
+  bound.swap(bound_);
+  late_.clear();
+  start_cycle_locked(bound);
+  return none || bad;
+}
+
+/// Under the mutex. -1 for an op that the plan does not know.
+int32_t Executor::place_of_locked(uint64_t key) {
+  const auto fits = [&](const CompiledPlan& plan, size_t place) {
+    return place < plan.ops.size() && plan.ops[place].key == key;
+  };
+  if (!fits(*plan_, next_) && next_ == seen_.size()) { // in step so far: another plan, perhaps
+    for (const auto& other : plans_) {
+      bool alike = fits(*other, next_);
+      for (size_t place = 0; alike && place < seen_.size(); ++place) {
+        alike = other->ops[place].key == seen_[place];
+      }
+      if (alike) {
+        plan_ = other;
+        bound_.assign(plan_->recurring.size(), Bound());
+        break;
+      }
+    }
+  }
+  seen_.push_back(key);
+  for (size_t place = next_; place < next_ + kPlacesToLookAhead; ++place) {
+    if (fits(*plan_, place)) {
+      next_ = place + 1;
+      ++found_;
+      return static_cast<int32_t>(place);
+    }
+  }
+  return -1;
+}
+
+/// Under the mutex.
+void Executor::bind_inputs_locked(const PlannedOp& op, Frame& frame) {
+  size_t at = 0;
+  for (Entity* entity : frame.pinned) {
+    if (entity->device().device() != plan_->device) {
+      continue;
+    }
+    if (at < op.inputs.size()) {
+      Bound& bound = bound_[static_cast<size_t>(op.inputs[at])];
+      if (bound.entity.expired()) {
+        bound.entity = entity_of(entity->shared_from_this());
+      }
+    }
+    ++at;
+  }
+}
+
+void Executor::begin_op(const at::RecordFunction& record, Frame& frame) {
+  const uint64_t key = key_of_op(record, frame);
+  bool makes_recipe = false;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    frame.place = plan_ != nullptr ? place_of_locked(key) : -1;
+    if (frame.place < 0) {
+      return;
+    }
+    const PlannedOp& op = plan_->ops[static_cast<size_t>(frame.place)];
+    if (op.binds) {
+      bind_inputs_locked(op, frame);
+    }
+    makes_recipe = op.makes_recipe;
+  }
+  if (makes_recipe) {
+    frame.recipe = recipes_.capture(record);
+  }
+}
+
+void Executor::end_op(const at::RecordFunction& record, Frame& frame) {
+  const std::shared_ptr<OpRecipe> recipe = std::move(frame.recipe);
+  std::shared_ptr<const CompiledPlan> plan;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    plan = plan_;
+  }
+  const auto place = static_cast<size_t>(frame.place);
+  if (frame.place < 0 || plan == nullptr || place >= plan->ops.size() || !plan->ops[place].binds) {
+    return;
+  }
+  std::vector<at::Tensor> made;
+  for (const c10::IValue& value : record.outputs()) {
+    append_tensors(value, made);
+  }
+  const std::vector<c10::StorageImpl*> fresh =
+      recipe != nullptr ? recipes_.note_made(recipe, made)
+                        : std::vector<c10::StorageImpl*>(made.size(), nullptr);
+  const std::vector<int32_t>& numbers = plan->ops[place].outputs;
+  size_t at = 0;
+  for (size_t i = 0; i < made.size(); ++i) {
+    const EntityPtr entity = made[i].defined() && made[i].has_storage()
+                                 ? pager_.find(*made[i].storage().unsafeGetStorageImpl())
+                                 : nullptr;
+    if (entity == nullptr || entity->device().device() != plan->device) {
+      continue;
+    }
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (at < numbers.size() && plan == plan_) {
+      bound_[static_cast<size_t>(numbers[at])] =
+          Bound{entity, fresh[i] != nullptr ? recipe : nullptr, i};
+    }
+    ++at;
+  }
+}
+
+/// In the order in which they were to come.
+void Executor::prefetch_late() {
+  for (;;) {
+    EntityPtr entity;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (late_.empty()) {
+        return;
+      }
+      entity = late_.front();
+    }
+    if (entity->state() == EntityState::kPagedOut && !entity->gone() &&
+        !pager_.prefetch_ahead(entity, 0)) {
+      return; // no room yet
+    }
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!late_.empty() && late_.front() == entity) {
+      late_.pop_front();
+    }
+  }
+}
+
+void Executor::after_op(Frame& frame) {
+  const int32_t place = std::exchange(frame.place, -1);
+  std::vector<Bound> drops;
+  std::vector<EntityPtr> pageouts;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (plan_ == nullptr || place < 0 || static_cast<size_t>(place) >= plan_->ops.size()) {
+      return;
+    }
+    const PlannedOp& op = plan_->ops[static_cast<size_t>(place)];
+    for (const int32_t number : op.drops) {
+      drops.push_back(std::move(bound_[static_cast<size_t>(number)])); // with its recipe
+      bound_[static_cast<size_t>(number)].entity = drops.back().entity;
+    }
+    for (const int32_t number : op.pageouts) {
+      if (EntityPtr entity = bound_[static_cast<size_t>(number)].entity.lock()) {
+        pageouts.push_back(std::move(entity));
+      }
+    }
+    for (const int32_t number : op.prefetches) {
+      if (EntityPtr entity = bound_[static_cast<size_t>(number)].entity.lock()) {
+        late_.push_back(std::move(entity));
+      }
+    }
+  }
+  if (!in_foreign_call()) {
+    for (const Bound& bound : drops) {
+      const EntityPtr entity = bound.entity.lock();
+      if (entity != nullptr && bound.recipe != nullptr) {
+        recipes_.drop(entity, bound.recipe, bound.output);
+      }
+    }
+    for (const EntityPtr& entity : pageouts) {
+      pager_.evict(entity);
+    }
+  }
+  prefetch_late();
+}
+
+} // namespace torch_lms

@@ -1,0 +1,104 @@
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include <ATen/record_function.h>
+
+#include <extension/access/Frame.h>
+#include <extension/access/Recipes.h>
+#include <extension/policy/Policy.h>
+
+namespace torch_lms {
+
+/// What happens after one op. Storages are named by the numbers of the cycle that was recorded.
+struct PlannedOp {
+  uint64_t key = 0; ///< See `RecordedOp`.
+  std::vector<int32_t> inputs; ///< On the plan's device, in order.
+  std::vector<int32_t> outputs;
+  std::vector<int32_t> drops;
+  std::vector<int32_t> pageouts;
+  std::vector<int32_t> prefetches;
+  bool binds = false; ///< Whether any of its storages is named by an action.
+  bool makes_recipe = false;
+};
+
+struct CompiledPlan {
+  c10::Device device{c10::kCPU};
+  std::vector<bool> recurring; ///< By number: whether it is the same one in every cycle.
+  std::vector<PlannedOp> ops;
+};
+
+/// Note [Plans and programs]
+/// A plan's actions are keyed by places in the cycle. An op is at a place if its name and the sizes
+/// of its storages are those of the recorded op; who comes out of step is found again nearby. What
+/// the program does otherwise costs a page-in or a replay where a storage is needed that has gone,
+/// or a page-out on demand where the limit is met. When more than one op in twenty has been out of
+/// step for a few cycles, the program is recorded anew.
+///
+/// Programs whose cycles differ (an evaluation between steps, a shape that changes) have a plan for
+/// each that has been recorded: the one whose first ops are the cycle's is carried out.
+
+/// Carries out plans.
+///
+/// Thread-safe: every method may be called from any thread. `after_op` drops, requests page-outs
+/// and starts prefetches, and waits for nothing; nothing is called under the mutex.
+class Executor {
+ public:
+  Executor(Pager& pager, Recipes& recipes) : pager_(pager), recipes_(recipes) {}
+
+  /// From the next cycle on; one that begins with the same ops goes.
+  void add(std::shared_ptr<const CompiledPlan> plan);
+  void clear();
+
+  /// Whether a plan is being carried out.
+  bool active() const noexcept {
+    return active_.load(std::memory_order_acquire);
+  }
+
+  /// An outermost op begins, and has pinned its inputs; ends; has let go of them.
+  void begin_op(const at::RecordFunction& record, Frame& frame);
+  void end_op(const at::RecordFunction& record, Frame& frame);
+  void after_op(Frame& frame);
+
+  /// A cycle has ended. Returns whether the program is to be recorded (again).
+  bool end_cycle();
+
+  /// Ops of the last whole cycle that were found in the plan, of all.
+  double share_in_step() const noexcept {
+    return share_.load(std::memory_order_relaxed);
+  }
+
+ private:
+  /// What stands for a number in this cycle.
+  struct Bound {
+    std::weak_ptr<Entity> entity;
+    std::shared_ptr<OpRecipe> recipe;
+    size_t output = 0;
+  };
+
+  int32_t place_of_locked(uint64_t key);
+  void bind_inputs_locked(const PlannedOp& op, Frame& frame);
+  void start_cycle_locked(std::vector<Bound>& before);
+  void prefetch_late();
+
+  Pager& pager_;
+  Recipes& recipes_;
+  std::atomic<bool> active_{false};
+  std::atomic<double> share_{0};
+  std::mutex mutex_; // guards what follows
+  std::vector<std::shared_ptr<const CompiledPlan>> plans_;
+  std::shared_ptr<const CompiledPlan> plan_; // of this cycle
+  std::vector<Bound> bound_;
+  std::vector<uint64_t> seen_; // keys of this cycle
+  size_t next_ = 0; // the place that is expected
+  size_t found_ = 0;
+  int bad_cycles_ = 0;
+  std::deque<EntityPtr> late_; // prefetches that have found no room
+};
+
+} // namespace torch_lms

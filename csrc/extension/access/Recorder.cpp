@@ -1,0 +1,220 @@
+#include <extension/access/Recorder.h>
+
+#include <algorithm>
+#include <cstring>
+#include <string_view>
+#include <utility>
+
+#include <c10/util/hash.h>
+#include <entity/OpClock.h>
+
+#include <extension/base/Interpreter.h>
+
+namespace torch_lms {
+namespace {
+
+constexpr int32_t kPlacesBetweenLooks = 8; // at who has died
+
+} // namespace
+
+uint64_t key_of_op(const at::RecordFunction& record, const Frame& frame) {
+  size_t key = std::hash<std::string_view>()(record.name());
+  for (const Entity* entity : frame.pinned) {
+    key = c10::hash_combine(key, entity->nbytes());
+  }
+  return key;
+}
+
+void Recorder::begin(Device& device, std::function<size_t()> take_peak_bytes) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  device_ = &device;
+  take_peak_bytes_ = std::move(take_peak_bytes);
+  thread_ = 0;
+  several_threads_ = false;
+  cycle_ = std::make_unique<RecordedCycle>();
+  cycle_->device = device.device().str();
+  marks_.clear();
+  entities_.clear();
+  alive_.clear();
+  numbers_.clear();
+  recording_.store(true, std::memory_order_release);
+}
+
+void Recorder::abandon() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  recording_.store(false, std::memory_order_release);
+  cycle_ = nullptr;
+  marks_.clear();
+  entities_.clear();
+}
+
+/// Under the mutex.
+int32_t Recorder::number_of(const EntityPtr& entity) {
+  const auto known = numbers_.emplace(entity.get(), static_cast<int32_t>(entities_.size()));
+  if (known.second) {
+    entities_.push_back(entity);
+    alive_.push_back(known.first->second);
+    RecordedStorage storage;
+    storage.nbytes = entity->nbytes();
+    storage.recurring = true; // unless an op turns out to make it
+    storage.why_not_recompute = "no op of this cycle made it";
+    cycle_->storages.push_back(std::move(storage));
+  }
+  return known.first->second;
+}
+
+void Recorder::begin_op(const at::RecordFunction& record, Frame& frame) {
+  frame.recipe = recipes_.capture(record, /*to_look_at=*/true);
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (cycle_ == nullptr) {
+    return;
+  }
+  RecordedOp op;
+  op.name = record.name();
+  op.key = key_of_op(record, frame);
+  frame.place = static_cast<int32_t>(cycle_->ops.size());
+  for (size_t i = 0; i < frame.pinned.size(); ++i) {
+    if (&frame.pinned[i]->device() == device_) {
+      op.inputs.push_back(number_of(entity_of(frame.pinned[i]->shared_from_this())));
+      op.written.push_back(i >= frame.wrote.size() || frame.wrote[i]);
+    }
+  }
+  cycle_->ops.push_back(std::move(op));
+  take_peak_bytes_();
+  marks_.emplace_back(device_->mark_time(), nullptr);
+}
+
+/// Under the mutex.
+void Recorder::note_released(int32_t place) {
+  alive_.erase(
+      std::remove_if(
+          alive_.begin(),
+          alive_.end(),
+          [&](int32_t number) {
+            const bool dead = entities_[static_cast<size_t>(number)]->gone();
+            if (dead) {
+              cycle_->storages[static_cast<size_t>(number)].released = place;
+            }
+            return dead;
+          }),
+      alive_.end());
+}
+
+void Recorder::end_op(const at::RecordFunction& record, Frame& frame, bool backward) {
+  const int32_t place = std::exchange(frame.place, -1);
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (cycle_ == nullptr || place < 0) {
+      frame.recipe = nullptr;
+      return;
+    }
+    RecordedOp& op = cycle_->ops[static_cast<size_t>(place)];
+    marks_[static_cast<size_t>(place)].second = device_->mark_time();
+    op.backward = backward;
+    op.allocated_bytes = device_->use().allocated_bytes;
+    op.paged_out_bytes = static_cast<size_t>(pager_.paged_out_bytes());
+    op.peak_bytes = take_peak_bytes_();
+    const uint64_t thread = backward ? 0 : OpClock::this_thread();
+    several_threads_ = several_threads_ || (thread != 0 && thread_ != 0 && thread != thread_);
+    thread_ = thread != 0 ? thread : thread_;
+  }
+  note_outputs(record, frame, place);
+  frame.recipe = nullptr;
+  if (place % kPlacesBetweenLooks == 0) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (cycle_ != nullptr) {
+      note_released(place);
+    }
+  }
+}
+
+void Recorder::note_outputs(const at::RecordFunction& record, Frame& frame, int32_t place) {
+  std::vector<at::Tensor> made;
+  for (const c10::IValue& value : record.outputs()) {
+    append_tensors(value, made);
+  }
+  std::string verdict = "its op cannot be run again with the same result";
+  std::vector<c10::StorageImpl*> fresh(made.size(), nullptr);
+  if (frame.recipe != nullptr) {
+    verdict = audition_.try_out(*frame.recipe, made);
+    fresh = recipes_.note_made(frame.recipe, made);
+  }
+  for (size_t i = 0; i < made.size(); ++i) {
+    const EntityPtr entity = made[i].defined() && made[i].has_storage()
+                                 ? pager_.find(*made[i].storage().unsafeGetStorageImpl())
+                                 : nullptr;
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (entity == nullptr || cycle_ == nullptr || &entity->device() != device_) {
+      continue;
+    }
+    const bool is_new = numbers_.count(entity.get()) == 0;
+    const int32_t number = number_of(entity);
+    cycle_->ops[static_cast<size_t>(place)].outputs.push_back(number);
+    RecordedStorage& storage = cycle_->storages[static_cast<size_t>(number)];
+    if (!is_new) {
+      continue;
+    }
+    storage.recurring = false;
+    storage.producer = place;
+    storage.output = static_cast<int32_t>(i);
+    storage.why_not_recompute = fresh[i] != nullptr || !verdict.empty() ? verdict : "it shares memory";
+    if (storage.why_not_recompute.empty()) {
+      note_recipe(frame, storage);
+    }
+    if (interpreter().where != nullptr) {
+      std::tie(storage.module, storage.line) = interpreter().where();
+    }
+  }
+}
+
+/// Under the mutex.
+void Recorder::note_recipe(Frame& frame, RecordedStorage& storage) {
+  for (const c10::Storage& input : frame.recipe->inputs()) {
+    const EntityPtr entity = input ? pager_.find(*input.unsafeGetStorageImpl()) : nullptr;
+    if (entity != nullptr && &entity->device() == device_) {
+      storage.ingredients.push_back(number_of(entity));
+    } else if (input) {
+      storage.outside_bytes += input.nbytes();
+    }
+  }
+}
+
+void Recorder::note_raw_access(const EntityPtr& entity) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto known = numbers_.find(entity.get());
+  if (cycle_ != nullptr && known != numbers_.end()) {
+    cycle_->storages[static_cast<size_t>(known->second)].raw_access = true;
+  }
+}
+
+std::unique_ptr<RecordedCycle> Recorder::end() {
+  std::unique_ptr<RecordedCycle> cycle;
+  std::vector<std::pair<std::shared_ptr<TimeMark>, std::shared_ptr<TimeMark>>> marks;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    recording_.store(false, std::memory_order_release);
+    if (cycle_ == nullptr) {
+      return nullptr;
+    }
+    note_released(static_cast<int32_t>(cycle_->ops.size()) - 1);
+    for (const int32_t number : alive_) {
+      cycle_->storages[static_cast<size_t>(number)].movable =
+          !entities_[static_cast<size_t>(number)]->fixed();
+    }
+    cycle = std::move(cycle_);
+    marks.swap(marks_);
+    entities_.clear();
+    numbers_.clear();
+    if (several_threads_) {
+      return nullptr;
+    }
+  }
+  for (size_t place = 0; place < cycle->ops.size(); ++place) {
+    if (marks[place].second != nullptr) {
+      cycle->ops[place].duration_us = marks[place].second->us_since(*marks[place].first);
+    }
+  }
+  return cycle;
+}
+
+} // namespace torch_lms

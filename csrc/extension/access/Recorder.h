@@ -1,0 +1,107 @@
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include <ATen/record_function.h>
+
+#include <extension/access/Audition.h>
+#include <extension/access/Frame.h>
+#include <extension/access/Recipes.h>
+
+namespace torch_lms {
+
+/// One op of a recorded cycle. Its place is its number in the cycle.
+struct RecordedOp {
+  std::string name;
+  uint64_t key = 0; ///< Of its name and its storages' sizes: what a later cycle's is compared with.
+  bool backward = false;
+  double duration_us = 0;
+  size_t allocated_bytes = 0; ///< When it ended.
+  size_t paged_out_bytes = 0; ///< The same.
+  size_t peak_bytes = 0; ///< At its own allocations; 0 if it made no large ones.
+  std::vector<int32_t> inputs; ///< Storages, in order, by number.
+  std::vector<bool> written; ///< Of these, which it may write to.
+  std::vector<int32_t> outputs;
+};
+
+/// One storage of a recorded cycle.
+struct RecordedStorage {
+  size_t nbytes = 0;
+  bool recurring = false; ///< It was there before the cycle began.
+  int32_t producer = -1; ///< The place of the op that made it.
+  int32_t output = -1; ///< As which of its tensors.
+  int32_t released = -1; ///< The place by which it had died.
+  bool movable = true;
+  bool raw_access = false; ///< Somebody took its address.
+  std::vector<int32_t> ingredients; ///< What its recipe reads, by number.
+  size_t outside_bytes = 0; ///< What it reads besides.
+  std::string why_not_recompute; ///< Empty if it has a recipe.
+  std::string module; ///< Of the program, where Python knows.
+  std::string line;
+};
+
+struct RecordedCycle {
+  std::string device;
+  std::vector<RecordedOp> ops;
+  std::vector<RecordedStorage> storages;
+};
+
+/// Records one cycle of a program: what its ops use and make, how long they take, and which of
+/// their outputs could be made again.
+///
+/// Thread-safe: every method may be called from any thread. Ops of several threads at once end the
+/// recording: their order means nothing. Blocks on a mutex, under which only the device's clock and
+/// allocator are asked; `end_op` runs an op (`Audition`).
+class Recorder {
+ public:
+  Recorder(Pager& pager, Recipes& recipes) : pager_(pager), recipes_(recipes) {}
+
+  /// From the next cycle on, for one cycle.
+  void begin(Device& device, std::function<size_t()> take_peak_bytes);
+  void abandon();
+  bool recording() const noexcept {
+    return recording_.load(std::memory_order_acquire);
+  }
+
+  /// An outermost op begins, and has pinned its inputs; ends, and has made its outputs. `line` tells
+  /// the program's place.
+  void begin_op(const at::RecordFunction& record, Frame& frame);
+  void end_op(const at::RecordFunction& record, Frame& frame, bool backward);
+  void note_raw_access(const EntityPtr& entity);
+
+  /// The cycle has ended. Waits for the device. Null if it was none.
+  std::unique_ptr<RecordedCycle> end();
+
+ private:
+  int32_t number_of(const EntityPtr& entity);
+  void note_outputs(const at::RecordFunction& record, Frame& frame, int32_t place);
+  void note_recipe(Frame& frame, RecordedStorage& storage);
+  void note_released(int32_t place);
+
+  Pager& pager_;
+  Recipes& recipes_;
+  Audition audition_;
+  std::atomic<bool> recording_{false};
+  std::mutex mutex_; // guards what follows
+  Device* device_ = nullptr;
+  std::function<size_t()> take_peak_bytes_;
+  uint64_t thread_ = 0;
+  bool several_threads_ = false;
+  std::unique_ptr<RecordedCycle> cycle_;
+  std::vector<std::pair<std::shared_ptr<TimeMark>, std::shared_ptr<TimeMark>>> marks_;
+  std::vector<EntityPtr> entities_; // by number; they hold no storage
+  std::vector<int32_t> alive_;
+  std::unordered_map<const Entity*, int32_t> numbers_;
+};
+
+/// The name and the sizes of what an op has pinned.
+uint64_t key_of_op(const at::RecordFunction& record, const Frame& frame);
+
+} // namespace torch_lms

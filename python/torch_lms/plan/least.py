@@ -1,0 +1,115 @@
+"""The least limit that a plan can keep, and the plans for limits so low that the methods find none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from torch_lms.plan.decision import HOST, RECOMPUTE, Decision
+from torch_lms.plan.greedy import greedy
+from torch_lms.plan.problem import Choices, Problem
+from torch_lms.plan.repair import fit, host_fits
+from torch_lms.plan.trace import Trace
+
+__all__ = ["everything_away", "least_choices", "least_limit", "pressed", "with_served"]
+
+_SHARES = (0.7, 0.5, 0.35, 0.25, 0.18, 0.12, 0.06, 0.0)
+
+
+def least_limit(trace: Trace, *, host_limit_bytes: int | None = None, swap: bool = True, recompute: bool = True) -> int:
+    """The least limit, in bytes, for which there is a plan.
+
+    Args:
+        trace: of the program.
+        host_limit_bytes: of the host's memory for swapped storages; None for no limit.
+        swap: whether storages may leave by a copy.
+        recompute: whether they may be dropped and made again.
+    """
+    problem = Problem(trace, 0, host_limit_bytes=host_limit_bytes, swap=swap, recompute=recompute)
+    found = []
+    for given in (problem, with_served(problem)):
+        found += [peak for choices in least_choices(given) if (peak := _peak_bytes(given, choices)) is not None]
+    return int(min(found))
+
+
+def _peak_bytes(problem: Problem, choices: Choices) -> float | None:
+    if not host_fits(problem, choices):
+        return None
+    return float(problem.memory(problem.decisions(choices)).max())
+
+
+def least_choices(problem: Problem) -> Iterator[Choices]:
+    """Choices that need little memory, whatever the limit of the problem; keeping everything is the first."""
+    yield {}
+    yield everything_away(problem)
+    if problem.swap and problem.host_limit_bytes is None:
+        return  # nothing needs less than what has all away that is not in use
+    plain_bytes = float(problem.plain_bytes.max())
+    for share in _SHARES:
+        lower = problem.under(int(share * plain_bytes))
+        yield fit(lower, greedy(lower))
+
+
+def everything_away(problem: Problem) -> Choices:
+    """All candidates away as long as they can be: by a copy where that is allowed, dropped elsewhere."""
+    choices: Choices = {}
+    for number, one in enumerate(problem.candidates):
+        if one.replay is not None and (one.back_at is None or not one.swappable):
+            choices[number] = RECOMPUTE
+        elif one.swappable:
+            choices[number] = problem.leave_kind(one)
+    return choices
+
+
+def pressed(problem: Problem) -> Choices:
+    """From everything away by copies, as many recomputes as memory allows, those first that gain the most time."""
+    choices = everything_away(problem)
+    gains = {
+        number: problem.trace.link.out_us(one.bytes) + problem.trace.link.in_us(one.bytes) - one.replay.total_us
+        for number, one in enumerate(problem.candidates)
+        if one.replay is not None and choices[number] != RECOMPUTE
+    }
+    order = sorted((number for number in gains if gains[number] > 0), key=lambda number: (-gains[number], number))
+    fits, fails = 0, len(order) + 1
+    while fails - fits > 1:
+        count = (fits + fails) // 2
+        tried = choices | dict.fromkeys(order[:count], RECOMPUTE)
+        if problem.excess(tried).any():
+            fails = count
+        else:
+            fits = count
+    return choices | dict.fromkeys(order[:fits], RECOMPUTE)
+
+
+def with_served(problem: Problem) -> Problem:
+    """The problem, with storages that ops read from the host where what one op uses does not fit the limit."""
+    if not problem.swap:
+        return problem
+    trace, need = problem.trace, problem.least_need()
+    served: dict[int, Decision] = {}
+    for place in (int(one) for one in np.argsort(-need, kind="stable")):
+        over_bytes = need[place] - problem.limit_bytes
+        if over_bytes <= 0:
+            break
+        present = [one for one in trace.by_place.used[place] if _servable(trace, one, place)]
+        over_bytes -= sum(trace.storages[one].bytes for one in present if one in served)
+        left = [one for one in present if one not in served]
+        for one in sorted(left, key=lambda one: (len(trace.storages[one].uses), -trace.storages[one].bytes, one)):
+            if over_bytes <= 0:
+                break
+            served[one] = Decision(storage=one, decision=HOST, out_after=_first_access(trace, one))
+            over_bytes -= trace.storages[one].bytes
+    return problem.serving(served.values()) if served else problem
+
+
+def _servable(trace: Trace, number: int, place: int) -> bool:
+    storage = trace.storages[number]
+    return storage.movable and bool(storage.bytes) and (storage.lasting or place > _first_access(trace, number))
+
+
+def _first_access(trace: Trace, number: int) -> int:
+    storage = trace.storages[number]
+    if storage.lasting:
+        return storage.uses[-1]
+    return storage.uses[0] if storage.producer is None else storage.producer

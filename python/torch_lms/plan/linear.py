@@ -1,0 +1,270 @@
+"""A linear program over fractions of keep, swap and recompute; its value is a bound that no plan beats.
+
+Note [The program]: for every stretch a fraction that is swapped and one that is recomputed. At each checkpoint j, in
+MiB and ms, with D_j the time since the one before (ops, replays at the earliest place at which they may happen, and a
+wait w_j):
+
+    held:      M_j = M_(j-1) + stretches that begin - stretches that end
+    backlog:   B_j >= B_(j-1) + swapped out since - out rate * D_j
+    ahead:     F_j <= F_(j-1) + in rate * D_j - swapped storages needed since
+    memory:    plain_j - M_j + B_j + F_j + spent inputs that are held <= limit
+    total:     all copies of a direction fit into the cycle
+
+Minimised are the replays and the waits. Backlog and ahead are fluid, and a replay that must come early gives no more
+memory than one that comes late: every plan that the simulator carries out is a point of this program, so its value is a
+bound. A spent input of a recipe, one that the program has released by then, is held or replayed too.
+
+Source: the rows are those of POFO (Beaumont et al., NeurIPS 2021), which rounds such a program in the same spirit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torch_lms.plan.anchors import find_anchors
+from torch_lms.plan.checkpoints import choose_checkpoints
+from torch_lms.plan.decision import RECOMPUTE
+from torch_lms.plan.problem import Choices, Problem
+from torch_lms.plan.rows import Rows, Solution
+from torch_lms.plan.spent import Spent, earliest_replays, find_spent
+
+__all__ = ["linear", "linear_bound_us", "scipy_is_there"]
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+_MIB = float(2**20)
+_WHOLE = 1e-4
+_COPY_PRICE = 0.02
+_LINK_RESERVE = 0.05
+
+
+def scipy_is_there() -> bool:
+    """Whether SciPy, which solves the program, is installed."""
+    return find_spec("scipy") is not None
+
+
+def linear_bound_us(problem: Problem) -> float | None:
+    """The least time of a cycle under the limit, by fractions; None if even these keep no limit.
+
+    Args:
+        problem: what is asked.
+    """
+    relaxed = _Program(problem, careful=False).rows.solve()
+    return None if relaxed is None else float(problem.durations_us.sum()) + max(relaxed.objective, 0.0) * 1e3
+
+
+def linear(problem: Problem, *, chain_bytes: float, seconds: float) -> Choices | None:
+    """Solves the program, then makes its fractions whole by a small integer program over those that are not.
+
+    Args:
+        problem: what is asked.
+        chain_bytes: that one replay may make again too early; see `find_anchors`.
+        seconds: at most for the integer program.
+
+    Returns:
+        None if even fractions keep no limit.
+    """
+    program = _Program(problem.keeping(find_anchors(problem, chain_bytes)), careful=True)
+    relaxed = program.rows.solve()
+    if relaxed is None:
+        return None
+    fractions = relaxed.values[program.fractions]
+    open_ones = program.fractions[(fractions > _WHOLE) & (fractions < 1 - _WHOLE)]
+    if not len(open_ones):
+        return program.choices(relaxed)
+    settled = np.setdiff1d(program.fractions, open_ones)
+    program.rows.settle(settled, np.round(relaxed.values[settled]))
+    return program.choices(program.rows.solve(whole=open_ones, seconds=seconds) or relaxed)
+
+
+class _Program:
+    """Builds the rows of [The program].
+
+    Args:
+        problem: what is asked.
+        careful: to plan, not to bound: relief ends where a storage may have to be made again, copies have a small price
+            and the link is a little slower.
+    """
+
+    def __init__(self, problem: Problem, *, careful: bool) -> None:
+        self._problem, self._careful = problem, careful
+        self._at = choose_checkpoints(problem.plain_bytes, problem.durations_us, problem.limit_bytes)
+        self._count = len(self._at)
+        needy = problem.plain_bytes > problem.limit_bytes
+        useful = problem.arrays.sums(needy.astype(np.float64)) > 0
+        self._numbers: list[int] = np.flatnonzero(useful).tolist()
+        self._earliest = earliest_replays(problem)
+        self._spent = find_spent(problem, self._earliest)
+        self.rows = Rows()
+        self._add_variables()
+        self._add_memory(needy)
+        self._add_link()
+        self._add_spent()
+        if problem.host_limit_bytes is not None:
+            self._add_host(problem.host_limit_bytes)
+
+    @property
+    def fractions(self) -> Ints:
+        """The variables that should be whole."""
+        chosen = [*self._swap.values(), *self._replay.values(), *self._drop.values()]
+        return np.array(chosen, dtype=np.int64)
+
+    def choices(self, solution: Solution) -> Choices:
+        """What a solution decides."""
+        made: Choices = {}
+        for number in self._numbers:
+            swapped = solution.values[self._swap[number]] if number in self._swap else 0.0
+            replayed = solution.values[self._replay[number]] if number in self._replay else 0.0
+            if swapped + replayed >= 0.5:
+                kind = self._problem.leave_kind(self._problem.candidates[number])
+                made[number] = RECOMPUTE if replayed > swapped else kind
+        return made
+
+    def _add_variables(self) -> None:
+        rows, candidates = self.rows, self._problem.candidates
+        self._swap: dict[int, int] = {}
+        self._replay: dict[int, int] = {}
+        for number in self._numbers:
+            one = candidates[number]
+            if one.swappable:
+                copy_us = 0.0 if one.back_at is None else self._problem.trace.link.in_us(one.bytes)
+                self._swap[number] = rows.variable(most=1.0, cost=_COPY_PRICE * copy_us / 1e3 if self._careful else 0.0)
+            if one.replay is not None:
+                self._replay[number] = rows.variable(most=1.0, cost=one.replay.own_us / 1e3)
+            if one.swappable and one.replay is not None:
+                rows.at_most({self._swap[number]: 1.0, self._replay[number]: 1.0}, 1.0)
+        self._drop = {
+            storage: rows.variable(most=1.0, cost=one.duration_us / 1e3)
+            for storage, one in self._spent.items()
+            if one.droppable
+        }
+        self._hold = {storage: rows.variable(most=1.0) for storage in self._spent}
+        self._waits = [rows.variable(cost=1.0) for _ in range(self._count + 1)]
+        self._held = [rows.variable(least=-np.inf) for _ in range(self._count)]
+        self._backlog = [rows.variable() for _ in range(self._count)]
+        self._ahead = [rows.variable() for _ in range(self._count)]
+
+    def _add_memory(self, needy: NDArray[np.bool_]) -> None:
+        """Rows ``held`` and ``memory``."""
+        steps: list[dict[int, float]] = [{} for _ in range(self._count)]
+        for number in self._numbers:
+            one = self._problem.candidates[number]
+            size = one.bytes / _MIB
+            swapped, replayed = ([given[number]] if number in given else [] for given in (self._swap, self._replay))
+            self._stretch(steps, swapped, one.out_after + 1, one.end + 1, size)
+            end = min(one.end + 1, self._earliest[number]) if self._careful else one.end + 1
+            self._stretch(steps, replayed, one.out_after + 1, end, size)
+            if one.wrapped_end >= 0:
+                self._stretch(steps, swapped, 0, one.wrapped_end + 1, size)
+        for storage, held in self._hold.items():
+            released = self._problem.trace.storages[storage].released
+            if released is not None:
+                size = self._problem.trace.storages[storage].bytes / _MIB
+                self._stretch(steps, [held], released + 1, self._spent[storage].needed, -size)
+        room = (self._problem.limit_bytes - self._problem.plain_bytes[self._at]) / _MIB
+        for place in range(self._count):
+            before = {self._held[place - 1]: 1.0} if place else {}
+            self.rows.equal({self._held[place]: -1.0, **before, **steps[place]}, 0.0)
+            if needy[self._at[place]]:
+                used = {self._held[place]: -1.0, self._backlog[place]: 1.0, self._ahead[place]: 1.0}
+                self.rows.at_most(used, float(room[place]))
+
+    def _stretch(self, steps: list[dict[int, float]], variables: list[int], first: int, end: int, size: float) -> None:
+        low, high = (int(one) for one in np.searchsorted(self._at, (first, end)))
+        if low >= high:
+            return
+        for variable in variables:
+            steps[low][variable] = steps[low].get(variable, 0.0) + size
+            if high < self._count:
+                steps[high][variable] = steps[high].get(variable, 0.0) - size
+
+    def _add_link(self) -> None:
+        """Rows ``backlog``, ``ahead`` and ``total``."""
+        link, places = self._problem.trace.link, len(self._problem.durations_us)
+        plain_ms, replays = self._spans()
+        share = (1.0 - _LINK_RESERVE if self._careful else 1.0) * 1e3 / _MIB
+        out_rate, in_rate = link.out_bytes_per_us * share, link.in_bytes_per_us * share
+        leaving: list[dict[int, float]] = [{} for _ in range(self._count + 1)]
+        needed: list[dict[int, float]] = [{} for _ in range(self._count + 1)]
+        all_out: dict[int, float] = {}
+        all_in: dict[int, float] = {}
+        for number, variable in self._swap.items():
+            one = self._problem.candidates[number]
+            if not one.unchanged:
+                leaving[int(np.searchsorted(self._at, one.out_after, side="right"))][variable] = one.bytes / _MIB
+                all_out[variable] = link.out_us(one.bytes) / 1e3
+            if one.back_at is not None:
+                needed[int(np.searchsorted(self._at, one.back_at % places))][variable] = one.bytes / _MIB
+                all_in[variable] = link.in_us(one.bytes) / 1e3
+        carried = self.rows.variable() if any(one.wrapped_end >= 0 for one in self._problem.candidates) else None
+        for j in range(self._count):
+            span = {self._waits[j]: 1.0, **replays[j]}
+            before = {self._backlog[j - 1]: 1.0} if j else {}
+            row = {**before, **leaving[j], self._backlog[j]: -1.0}
+            self.rows.at_most(_plus(row, span, -out_rate), out_rate * plain_ms[j])
+            ahead = {self._ahead[j - 1]: -1.0} if j else {} if carried is None else {carried: -1.0}
+            row = {**ahead, **needed[j], self._ahead[j]: 1.0}
+            self.rows.at_most(_plus(row, span, -in_rate), in_rate * plain_ms[j])
+        last = {**needed[-1], self._ahead[-1]: -1.0}
+        self.rows.at_most(_plus(last, {self._waits[-1]: 1.0, **replays[-1]}, -in_rate), in_rate * plain_ms[-1])
+        whole = dict.fromkeys(self._waits, 1.0)
+        for more in replays:
+            whole.update(more)
+        for used in (all_out, all_in):
+            self.rows.at_most(_plus(used, whole, -1.0), float(plain_ms.sum()))
+
+    def _spans(self) -> tuple[Floats, list[dict[int, float]]]:
+        """The ops' time before each checkpoint and after the last, and the replays that may happen there."""
+        places = np.arange(len(self._problem.durations_us))
+        group = np.searchsorted(self._at, places, side="right")
+        plain = np.bincount(group, weights=self._problem.durations_us, minlength=self._count + 1) / 1e3
+        replays: list[dict[int, float]] = [{} for _ in range(self._count + 1)]
+        for number, variable in self._replay.items():
+            replay = self._problem.candidates[number].replay
+            assert replay is not None
+            at = int(np.searchsorted(self._at, self._earliest[number], side="right"))
+            replays[at][variable] = replay.own_us / 1e3
+        for storage, variable in self._drop.items():
+            at = int(np.searchsorted(self._at, self._spent[storage].needed, side="right"))
+            replays[at][variable] = self._spent[storage].duration_us / 1e3
+        return plain, replays
+
+    def _add_spent(self) -> None:
+        """A spent input is held or replayed for each recipe that is used; one that is swapped stays swapped."""
+        tails = {one.storage: number for number, one in enumerate(self._problem.candidates) if one.back_at is None}
+        asked = [
+            (variable, given)
+            for number, variable in self._replay.items()
+            if (replay := self._problem.candidates[number].replay) is not None
+            for given in replay.direct
+        ]
+        spent: Mapping[int, Spent] = self._spent
+        asked += [(variable, given) for storage, variable in self._drop.items() for given in spent[storage].inputs]
+        for variable, given in asked:
+            ways = [self._hold[given], *([self._drop[given]] if given in self._drop else [])]
+            tail = self._swap.get(tails.get(given, -1))
+            self.rows.at_most({variable: 1.0, **dict.fromkeys([*ways, *([tail] if tail else [])], -1.0)}, 0.0)
+
+    def _add_host(self, host_limit_bytes: int) -> None:
+        """At each checkpoint the host holds what is swapped there."""
+        steps: list[dict[int, float]] = [{} for _ in range(self._count)]
+        for number, variable in self._swap.items():
+            one = self._problem.candidates[number]
+            self._stretch(steps, [variable], one.out_after + 1, one.end + 1, one.bytes / _MIB)
+            if one.wrapped_end >= 0:
+                self._stretch(steps, [variable], 0, one.wrapped_end + 1, one.bytes / _MIB)
+        held = [self.rows.variable(most=host_limit_bytes / _MIB) for _ in range(self._count)]
+        for place in range(self._count):
+            before = {held[place - 1]: 1.0} if place else {}
+            self.rows.equal({held[place]: -1.0, **before, **steps[place]}, 0.0)
+
+
+def _plus(row: dict[int, float], other: dict[int, float], factor: float) -> dict[int, float]:
+    found = dict(row)
+    for variable, value in other.items():
+        found[variable] = found.get(variable, 0.0) + factor * value
+    return found

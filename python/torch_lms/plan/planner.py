@@ -1,0 +1,201 @@
+"""From a trace and a limit to a plan: every method plans, the simulator judges, the fastest within the limit wins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch_lms.errors import LimitError
+from torch_lms.plan.anchors import find_anchors
+from torch_lms.plan.dawnpiper import dawnpiper
+from torch_lms.plan.decision import KEEP, Decision
+from torch_lms.plan.document import MethodResult, Plan, PlannedOp, PlanTimeline, Predicted
+from torch_lms.plan.greedy import greedy
+from torch_lms.plan.least import least_choices, least_limit, pressed, with_served
+from torch_lms.plan.linear import linear, linear_bound_us, scipy_is_there
+from torch_lms.plan.problem import Choices, Problem
+from torch_lms.plan.reasons import explain_decisions
+from torch_lms.plan.repair import Timed, fit, host_fits, take_back, time_choices
+from torch_lms.plan.simulator import simulate
+from torch_lms.plan.timeline import Timeline
+from torch_lms.plan.trace import Trace
+
+__all__ = ["make_plan"]
+
+_CHAIN_SHARE = 0.25  # of the limit: what one replay may make again before it is used
+_SHORT_CHAIN_SHARE = 0.12
+_LARGE = 4000  # candidates; beyond that each method gets one try
+_INTEGER_SECONDS = 0.5
+_GIB = 2**30
+
+
+def make_plan(
+    trace: Trace,
+    limit_bytes: int,
+    host_limit_bytes: int | None = None,
+    swap: bool = True,
+    recompute: bool = True,
+    others: Sequence[Plan] = (),
+) -> Plan:
+    """Decides for every storage of a cycle whether it is kept, swapped or made again.
+
+    Args:
+        trace: of the program.
+        limit_bytes: of the device's memory.
+        host_limit_bytes: of the host's memory for swapped storages; None for no limit.
+        swap: whether storages may leave by a copy.
+        recompute: whether they may be dropped and made again.
+        others: plans of the same cycle, for instance for lower limits; the new plan is never slower than one of them
+            that keeps the limit.
+
+    Raises:
+        LimitError: if no plan keeps the limit; it states the least limit that one keeps.
+    """
+    planning = _Planning(trace, limit_bytes, host_limit_bytes, swap, recompute)
+    best = planning.best(others)
+    if best is None:
+        least = least_limit(trace, host_limit_bytes=host_limit_bytes, swap=swap, recompute=recompute)
+        host = "" if host_limit_bytes is None else f" with {host_limit_bytes} bytes of host memory"
+        raise LimitError(
+            f"expected a limit of at least {least} bytes ({least / _GIB:.2f} GiB){host}, found {limit_bytes}: no plan "
+            "needs less; raise the limit or make the program's largest ops smaller"
+        )
+    return planning.plan(*best)
+
+
+class _Planning:
+    """One call of `make_plan`."""
+
+    def __init__(
+        self, trace: Trace, limit_bytes: int, host_limit_bytes: int | None, swap: bool, recompute: bool
+    ) -> None:
+        problem = Problem(trace, limit_bytes, host_limit_bytes=host_limit_bytes, swap=swap, recompute=recompute)
+        self.problem = with_served(problem)
+        self.plain = simulate(trace, [])
+        self.results: list[MethodResult] = []
+        self.bound_us = trace.plain_us
+
+    def best(self, others: Sequence[Plan]) -> tuple[str, Timed] | None:
+        """The winner's name and what it chose; None if nothing keeps the limit."""
+        if self.plain.peak_bytes <= self.problem.limit_bytes:
+            return "keep", Timed({}, [], simulate(self.problem.trace, [], self.problem.limit_bytes))
+        best: tuple[str, Timed] | None = None
+        for name, timed in (*self._by_methods(), *self._by_others(others)):
+            if self._keeps(timed) and (best is None or timed.better_than(best[1])):
+                best = name, timed
+        return best or self._pressed()
+
+    def _by_methods(self) -> Iterator[tuple[str, Timed]]:
+        limit_bytes = self.problem.limit_bytes
+        yield self._finish("greedy", greedy(self.problem))
+        yield self._finish("dawnpiper", dawnpiper(self.problem))
+        if len(self.problem.candidates) <= _LARGE or all(result.step_us is None for result in self.results):
+            calm = self.problem.keeping(find_anchors(self.problem, _CHAIN_SHARE * limit_bytes))
+            yield self._finish("greedy, short chains", greedy(calm), calm)
+        if not scipy_is_there():
+            self.results.append(MethodResult(name="linear", step_us=None, note="left out: SciPy is not installed"))
+            return
+        self.bound_us = linear_bound_us(self.problem) or self.bound_us
+        for name, share in (("linear", _CHAIN_SHARE), ("linear, short chains", _SHORT_CHAIN_SHARE)):
+            choices = linear(self.problem, chain_bytes=share * limit_bytes, seconds=_INTEGER_SECONDS)
+            if choices is None:
+                self.results.append(MethodResult(name=name, step_us=None, note="fractions keep no such limit"))
+            else:
+                yield self._finish(name, choices)
+            if len(self.problem.candidates) > _LARGE:
+                return
+
+    def _by_others(self, others: Sequence[Plan]) -> Iterator[tuple[str, Timed]]:
+        trace = self.problem.trace
+        for plan in others:
+            if plan.signature != trace.signature or len(plan.ops) != len(trace.ops):
+                continue
+            decisions = [one.as_decision() for one in plan.decisions if one.decision != KEEP]
+            timed = Timed({}, decisions, simulate(trace, decisions, self.problem.limit_bytes))
+            self._note("given", timed)
+            yield "given", timed
+
+    def _pressed(self) -> tuple[str, Timed] | None:
+        """What is left if the methods keep no limit: nearly everything leaves."""
+        best: tuple[str, Timed] | None = None
+        if self.problem.swap:
+            best = self._pressed_by(pressed(self.problem), best)
+        if best is None:
+            for choices in least_choices(self.problem):
+                best = self._pressed_by(choices, best)
+        if best is not None:
+            self._note(*best)
+        return best
+
+    def _pressed_by(self, choices: Choices, best: tuple[str, Timed] | None) -> tuple[str, Timed] | None:
+        if self.problem.excess(choices).any() or not host_fits(self.problem, choices):
+            return best
+        timed = time_choices(self.problem, take_back(self.problem, choices))
+        better = self._keeps(timed) and (best is None or timed.better_than(best[1]))
+        return ("pressed", timed) if better else best
+
+    def _finish(self, name: str, choices: Choices, problem: Problem | None = None) -> tuple[str, Timed]:
+        """What remains of a method's choices once they fit, with and without those that memory has room for."""
+        fitted = fit(problem or self.problem, choices)
+        left = take_back(self.problem, fitted)
+        timed = time_choices(self.problem, left)
+        if left is not fitted and len(self.problem.candidates) <= _LARGE:
+            more = time_choices(self.problem, fitted)
+            timed = more if more.better_than(timed) else timed
+        self._note(name, timed)
+        return name, timed
+
+    def _keeps(self, timed: Timed) -> bool:
+        host = self.problem.host_limit_bytes
+        return timed.timeline.feasible and (host is None or timed.timeline.host_peak_bytes <= host)
+
+    def _note(self, name: str, timed: Timed) -> None:
+        note, step_us = "", timed.timeline.step_us
+        if not timed.timeline.feasible:
+            note = f"exceeds the limit by {timed.timeline.excess_bytes} bytes"
+        elif not self._keeps(timed):
+            note = f"needs {timed.timeline.host_peak_bytes} bytes of host memory"
+        self.results.append(MethodResult(name=name, step_us=None if note else step_us, note=note))
+
+    def plan(self, method: str, timed: Timed) -> Plan:
+        """The document."""
+        trace, found = self.problem.trace, timed.timeline
+        predicted = Predicted(
+            plain_us=self.plain.step_us,
+            step_us=found.step_us,
+            lower_bound_us=min(self.bound_us, found.step_us),
+            peak_bytes=found.peak_bytes,
+            plain_peak_bytes=self.plain.peak_bytes,
+            out_bytes=found.out_bytes,
+            in_bytes=found.in_bytes,
+            recompute_us=found.recompute_us,
+            waits_us=found.waits_us,
+            host_peak_bytes=found.host_peak_bytes,
+        )
+        return Plan(
+            signature=trace.signature,
+            device=trace.device,
+            limit_bytes=self.problem.limit_bytes,
+            predicted=predicted,
+            method=method,
+            methods=tuple(self.results),
+            decisions=tuple(explain_decisions(self.problem, _worth(timed.decisions), found)),
+            ops=tuple(PlannedOp(name=op.name, phase=op.phase) for op in trace.ops),
+            timeline=_drawn(found, self.plain),
+        )
+
+
+def _worth(decisions: Sequence[Decision]) -> list[Decision]:
+    return [one for one in decisions if one.decision != KEEP]
+
+
+def _drawn(found: Timeline, plain: Timeline) -> PlanTimeline:
+    return PlanTimeline(
+        start_us=tuple(found.start_us),
+        end_us=tuple(found.end_us),
+        replay_us=tuple(found.replay_us),
+        memory_bytes=tuple(found.memory_bytes),
+        swapped_bytes=tuple(found.swapped_bytes),
+        dropped_bytes=tuple(found.dropped_bytes),
+        plain_bytes=tuple(plain.memory_bytes),
+        copies=tuple(found.copies),
+    )

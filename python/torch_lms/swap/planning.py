@@ -1,0 +1,136 @@
+"""Automatic mode's plans: a recorded cycle goes to a planner beside the program, and comes back as a plan."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch_lms._core import core
+from torch_lms.errors import PlanError
+from torch_lms.plan.document import Plan
+from torch_lms.plan.trace import Trace
+from torch_lms.swap.link import measure_link
+from torch_lms.swap.recording import compile_plan, trace_of
+
+__all__ = ["Wishes", "begin", "current_plan", "end", "last_trace", "start"]
+
+_MARGIN_SHARE = 32  # of the limit, which the allocator's rounding and small differences take
+_MARGIN_BYTES = 1 << 30
+_PATIENCE_SECONDS = 600
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wishes:
+    """What plans may do.
+
+    Attributes:
+        limits: of each device, in bytes.
+        host_limit_bytes: of the host's memory; None for the core's own limit.
+        swap: whether storages may be copied out.
+        recompute: whether they may be dropped and made again.
+    """
+
+    limits: Mapping[str, int]
+    host_limit_bytes: int | None = None
+    swap: bool = True
+    recompute: bool = True
+
+
+_wishes: Wishes | None = None
+_plan: Plan | None = None
+_trace: Trace | None = None
+_lock = threading.Lock()
+
+
+def begin(wishes: Wishes) -> None:
+    """From now on programs are recorded and planned for."""
+    global _wishes, _plan, _trace
+    with _lock:
+        _wishes, _plan, _trace = wishes, None, None
+    for device in wishes.limits:
+        measure_link(device)  # before there is a limit
+        core.plan_program(device)
+
+
+def end() -> None:
+    """No plan is made any more; what is being made is thrown away."""
+    global _wishes, _plan, _trace
+    with _lock:
+        _wishes, _plan, _trace = None, None, None
+
+
+def current_plan() -> Plan | None:
+    """The plan that automatic mode carries out; None while it has none.
+
+    It says for each storage what is done with it and why, and predicts the step's time and peak.
+    ``print`` shows it as a table, ``to_json`` and ``save`` keep it for ``python -m torch_lms explain``.
+    """
+    with _lock:
+        return _plan
+
+
+def last_trace() -> Trace | None:
+    """What the present plan was made of."""
+    with _lock:
+        return _trace
+
+
+def start() -> None:
+    """The core has recorded a cycle: plans it on a thread of its own."""
+    recording = core.take_recording()
+    with _lock:
+        wishes = _wishes
+    if recording is not None and wishes is not None:
+        planner = threading.Thread(target=_plan_beside, args=(recording, wishes), daemon=True, name="torch_lms planner")
+        planner.start()
+
+
+def _plan_beside(recording: Mapping[str, Any], wishes: Wishes) -> None:
+    global _plan, _trace
+    try:
+        limit_bytes = wishes.limits[recording["device"]]
+        trace = trace_of(recording, limit_bytes=limit_bytes, link=measure_link(recording["device"]))
+        plan = _make_plan(trace, limit_bytes - min(limit_bytes // _MARGIN_SHARE, _MARGIN_BYTES), wishes)
+        compiled = compile_plan(plan, recording)
+    except Exception as error:  # on a thread of ours: the program goes on with paging on demand
+        warnings.warn(f"torch_lms: expected a plan for this program, found {error}; it pages on demand", stacklevel=1)
+        return
+    with _lock:
+        if _wishes is not wishes:
+            return
+        _plan, _trace = plan, trace
+    core.add_plan(compiled)
+
+
+def _make_plan(trace: Trace, limit_bytes: int, wishes: Wishes) -> Plan:
+    """In a process of its own, so that it takes nothing from the program's threads."""
+    request = {
+        "trace": json.loads(trace.to_json()),
+        "limit_bytes": limit_bytes,
+        "host_limit_bytes": wishes.host_limit_bytes,
+        "swap": wishes.swap,
+        "recompute": wishes.recompute,
+    }
+    package = str(Path(__file__).parents[2])
+    environment = {key: value for key, value in os.environ.items() if key != "TORCH_LMS_CHAOS"}
+    environment["PYTHONPATH"] = os.pathsep.join([package, environment.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-m", "torch_lms.plan"],
+        input=json.dumps(request),
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=_PATIENCE_SECONDS,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise PlanError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "no answer of the planner")
+    return Plan.from_json(done.stdout)

@@ -1,0 +1,181 @@
+"""What the core has recorded of a program, as a trace; and a plan, as the core carries it out."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch_lms.plan.document import Plan
+from torch_lms.plan.trace import Cycle, Link, Recipe, Trace, TraceOp, TraceStorage
+
+__all__ = ["compile_plan", "trace_of"]
+
+_PLACES_BETWEEN_LOOKS = 8  # at who has died: see Recorder.cpp
+
+
+def trace_of(recording: Mapping[str, Any], *, limit_bytes: int, link: Link) -> Trace:
+    """The trace of a recorded cycle.
+
+    Args:
+        recording: from ``core.take_recording``.
+        limit_bytes: of the device when it was recorded.
+        link: between the device and the host.
+    """
+    ops, storages = recording["ops"], recording["storages"]
+    uses, writes = _places_of(ops, len(storages))
+    durations_us = _durations_us(ops)
+    made = [_storage(ops, durations_us, storage, uses[i], writes[i]) for i, storage in enumerate(storages)]
+    made = [_checked_recipe(storage, made) for storage in made]
+    live_bytes = _live_bytes(made, len(ops))
+    first_forward = _first_forward(ops, storages)
+    return Trace(
+        device=recording["device"],
+        signature=hashlib.sha256(repr([op["key"] for op in ops]).encode()).hexdigest()[:16],
+        link=link,
+        ops=tuple(
+            TraceOp(
+                name=op["name"],
+                phase="backward" if op["backward"] else "forward" if place >= first_forward else "other",
+                duration_us=durations_us[op["key"]],
+                other_bytes=max(0, max(op["allocated_bytes"], op["peak_bytes"]) + op["paged_out_bytes"] - live),
+            )
+            for place, (op, live) in enumerate(zip(ops, live_bytes, strict=True))
+        ),
+        storages=tuple(made),
+        cycle=Cycle(kind="training" if any(op["backward"] for op in ops) else "inference"),
+        limit_bytes=limit_bytes,
+    )
+
+
+def _places_of(ops: Sequence[Mapping[str, Any]], storages: int) -> tuple[list[list[int]], list[list[int]]]:
+    uses: list[list[int]] = [[] for _ in range(storages)]
+    writes: list[list[int]] = [[] for _ in range(storages)]
+    for place, op in enumerate(ops):
+        for number, written in zip(op["inputs"], op["written"], strict=True):
+            for places in (uses[number], writes[number]) if written else (uses[number],):
+                if not places or places[-1] != place:
+                    places.append(place)
+    return uses, writes
+
+
+def _durations_us(ops: Iterable[Mapping[str, Any]]) -> dict[int, float]:
+    """By op: the least of those alike, since some waited for room while the cycle was recorded."""
+    least: dict[int, float] = {}
+    for op in ops:
+        least[op["key"]] = min(op["duration_us"], least.get(op["key"], op["duration_us"]))
+    return least
+
+
+def _storage(
+    ops: Sequence[Mapping[str, Any]],
+    durations_us: Mapping[int, float],
+    storage: Mapping[str, Any],
+    uses: list[int],
+    writes: list[int],
+) -> TraceStorage:
+    producer = storage["producer"] if storage["producer"] >= 0 else None
+    if producer is None and not storage["recurring"]:
+        producer = uses[0]  # made where no op was seen to make it, before it was used first
+    uses = [place for place in uses if producer is None or place > producer]
+    released = _released(storage["released"], uses[-1] if uses else producer or 0)
+    why_not = storage["why_not_recompute"]
+    if storage["raw_access"]:
+        why_not = "its address was taken outside of ops"
+    return TraceStorage(
+        bytes=storage["bytes"],
+        recurring=storage["recurring"],
+        producer=producer,
+        released=released,
+        uses=tuple(uses),
+        writes=tuple(place for place in writes if place in set(uses)),
+        movable=storage["movable"],
+        why_not_movable="" if storage["movable"] else "it is pinned",
+        recompute=None
+        if why_not or producer is None
+        else Recipe(
+            duration_us=durations_us[ops[producer]["key"]],
+            inputs=tuple(dict.fromkeys(storage["ingredients"])),
+            outside_bytes=storage["outside_bytes"],
+        ),
+        why_not_recompute=why_not,
+        module=storage["module"],
+        line=storage["line"],
+    )
+
+
+def _released(noticed: int, last_access: int) -> int | None:
+    """Who has died is looked for now and then: nobody holds most storages longer than they are used."""
+    if noticed < 0:
+        return None
+    return max(last_access, noticed - _PLACES_BETWEEN_LOOKS + 1)
+
+
+def _checked_recipe(storage: TraceStorage, storages: Sequence[TraceStorage]) -> TraceStorage:
+    """Without its recipe if what it is made from, or itself, is written before it is used last."""
+    if storage.recompute is None:
+        return storage
+    why_not = "an op writes to it" if storage.writes else ""
+    first, last = storage.producer or 0, storage.last_access or 0
+    for number in storage.recompute.inputs:
+        if any(first < place <= last for place in storages[number].writes):
+            why_not = f"storage {number}, from which it is made, is written before it is used last"
+    if not why_not:
+        return storage
+    return TraceStorage(
+        **{name: getattr(storage, name) for name in storage.__slots__ if name not in ("recompute", "why_not_recompute")},
+        why_not_recompute=why_not,
+    )
+
+
+def _live_bytes(storages: Iterable[TraceStorage], places: int) -> list[int]:
+    changes = [0] * (places + 1)
+    for storage in storages:
+        changes[storage.producer or 0] += storage.bytes
+        changes[places if storage.released is None else storage.released + 1] -= storage.bytes
+    live, total = [], 0
+    for change in changes[:places]:
+        total += change
+        live.append(total)
+    return live
+
+
+def _first_forward(ops: Sequence[Mapping[str, Any]], storages: Sequence[Mapping[str, Any]]) -> int:
+    """Where an optimizer's step, which comes first in a cycle, is over: nothing that recurs is written any more."""
+    first = 0
+    for place, op in enumerate(ops):
+        if op["backward"]:
+            break
+        if any(
+            written and storages[number]["recurring"]
+            for number, written in zip(op["inputs"], op["written"], strict=True)
+        ):
+            first = place + 1
+    return first
+
+
+def compile_plan(plan: Plan, recording: Mapping[str, Any]) -> dict[str, Any]:
+    """The plan as ``core.add_plan`` takes it: each op of the recording with what follows it."""
+    actions = plan.actions()
+    moving = {one.storage for one in plan.decisions if one.out_after is not None}
+    dropped = {number for after in actions.values() for number in after.drop}
+    ops = []
+    for place, op in enumerate(recording["ops"]):
+        after = actions.get(place)
+        ops.append(
+            {
+                "key": op["key"],
+                "inputs": op["inputs"],
+                "outputs": op["outputs"],
+                "drops": after.drop if after else [],
+                "pageouts": after.pageout if after else [],
+                "prefetches": after.prefetch if after else [],
+                "binds": not moving.isdisjoint(op["inputs"]) or not moving.isdisjoint(op["outputs"]),
+                "makes_recipe": not dropped.isdisjoint(op["outputs"]),
+            }
+        )
+    return {
+        "device": recording["device"],
+        "ops": ops,
+        "recurring": [bool(storage["recurring"]) for storage in recording["storages"]],
+    }
