@@ -16,7 +16,7 @@ namespace py = pybind11;
 namespace torch_lms {
 namespace {
 
-py::dict as_dict(const RecordedOp& op) {
+py::dict as_dict(const TraceOp& op) {
   py::dict values;
   values["name"] = op.name;
   values["key"] = op.key;
@@ -31,7 +31,7 @@ py::dict as_dict(const RecordedOp& op) {
   return values;
 }
 
-py::dict as_dict(const RecordedStorage& storage) {
+py::dict as_dict(const TraceStorage& storage) {
   py::dict values;
   values["bytes"] = storage.nbytes;
   values["recurring"] = storage.recurring;
@@ -53,11 +53,11 @@ py::object take_recording() {
     return py::none();
   }
   py::list ops;
-  for (const RecordedOp& op : cycle->ops) {
+  for (const TraceOp& op : cycle->ops) {
     ops.append(as_dict(op));
   }
   py::list storages;
-  for (const RecordedStorage& storage : cycle->storages) {
+  for (const TraceStorage& storage : cycle->storages) {
     storages.append(as_dict(storage));
   }
   py::dict values;

@@ -17,7 +17,7 @@ namespace torch_lms {
 
 /// What happens after one op. Storages are named by the numbers of the cycle that was recorded.
 struct PlannedOp {
-  uint64_t key = 0; ///< See `RecordedOp`.
+  uint64_t key = 0; ///< See `TraceOp`.
   std::vector<int32_t> inputs; ///< On the plan's device, in order.
   std::vector<int32_t> outputs;
   std::vector<int32_t> drops;

@@ -49,6 +49,7 @@ struct Frame {
   std::vector<Entity*> served; ///< Of these, the ones used in their host copies.
   std::vector<Entity*> written; ///< Of these, the ones that the op may write to, while it begins.
   std::vector<bool> wrote; ///< Whether the op may write to each of `pinned`, while it is recorded.
+  uint64_t recording = 0; ///< In which the outermost op began.
   int32_t place = -1; ///< Of the outermost op in the cycle, if it has one.
   std::shared_ptr<OpRecipe> recipe; ///< Of the outermost op, if somebody wants it.
   std::vector<EntityPtr> given_out; ///< Whose addresses the thread has been given, and pinned.

@@ -192,10 +192,14 @@ c10::IValue OpRecipe::value(const c10::IValue& taken, size_t* next) const {
 
 std::vector<at::Tensor> OpRecipe::run() const {
   const BelowAutograd ours;
-  c10::OptionalStreamGuard on_stream;
-  if (stream_.has_value()) {
-    on_stream.reset_stream(*stream_);
+  if (!stream_.has_value()) {
+    return call();
   }
+  const c10::StreamGuard on_stream(*stream_);
+  return call();
+}
+
+std::vector<at::Tensor> OpRecipe::call() const {
   std::vector<c10::IValue> stack;
   size_t next = 0;
   for (const c10::IValue& taken : arguments_) {

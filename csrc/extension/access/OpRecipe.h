@@ -74,6 +74,7 @@ class OpRecipe {
   bool take(const c10::IValue& value);
   bool take_tensor(const at::Tensor& tensor);
   at::Tensor tensor(size_t index) const;
+  std::vector<at::Tensor> call() const;
   c10::IValue value(const c10::IValue& taken, size_t* next) const;
 
   const c10::OperatorHandle op_;

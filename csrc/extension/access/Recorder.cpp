@@ -31,6 +31,7 @@ void Recorder::begin(Device& device, std::function<size_t()> take_peak_bytes) {
   take_peak_bytes_ = std::move(take_peak_bytes);
   thread_ = 0;
   several_threads_ = false;
+  ++generation_;
   cycle_ = std::make_unique<RecordedCycle>();
   cycle_->device = device.device().str();
   marks_.clear();
@@ -54,7 +55,7 @@ int32_t Recorder::number_of(const EntityPtr& entity) {
   if (known.second) {
     entities_.push_back(entity);
     alive_.push_back(known.first->second);
-    RecordedStorage storage;
+    TraceStorage storage;
     storage.nbytes = entity->nbytes();
     storage.recurring = true; // unless an op turns out to make it
     storage.why_not_recompute = "no op of this cycle made it";
@@ -69,10 +70,11 @@ void Recorder::begin_op(const at::RecordFunction& record, Frame& frame) {
   if (cycle_ == nullptr) {
     return;
   }
-  RecordedOp op;
+  TraceOp op;
   op.name = record.name();
   op.key = key_of_op(record, frame);
   frame.place = static_cast<int32_t>(cycle_->ops.size());
+  frame.recording = generation_;
   for (size_t i = 0; i < frame.pinned.size(); ++i) {
     if (&frame.pinned[i]->device() == device_) {
       op.inputs.push_back(number_of(entity_of(frame.pinned[i]->shared_from_this())));
@@ -104,11 +106,11 @@ void Recorder::end_op(const at::RecordFunction& record, Frame& frame, bool backw
   const int32_t place = std::exchange(frame.place, -1);
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (cycle_ == nullptr || place < 0) {
+    if (place < 0 || !records_locked(frame)) {
       frame.recipe = nullptr;
       return;
     }
-    RecordedOp& op = cycle_->ops[static_cast<size_t>(place)];
+    TraceOp& op = cycle_->ops[static_cast<size_t>(place)];
     marks_[static_cast<size_t>(place)].second = device_->mark_time();
     op.backward = backward;
     op.allocated_bytes = device_->use().allocated_bytes;
@@ -122,7 +124,7 @@ void Recorder::end_op(const at::RecordFunction& record, Frame& frame, bool backw
   frame.recipe = nullptr;
   if (place % kPlacesBetweenLooks == 0) {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (cycle_ != nullptr) {
+    if (records_locked(frame)) {
       note_released(place);
     }
   }
@@ -144,13 +146,13 @@ void Recorder::note_outputs(const at::RecordFunction& record, Frame& frame, int3
                                  ? pager_.find(*made[i].storage().unsafeGetStorageImpl())
                                  : nullptr;
     std::lock_guard<std::mutex> lock(mutex_);
-    if (entity == nullptr || cycle_ == nullptr || &entity->device() != device_) {
+    if (entity == nullptr || !records_locked(frame) || &entity->device() != device_) {
       continue;
     }
     const bool is_new = numbers_.count(entity.get()) == 0;
     const int32_t number = number_of(entity);
     cycle_->ops[static_cast<size_t>(place)].outputs.push_back(number);
-    RecordedStorage& storage = cycle_->storages[static_cast<size_t>(number)];
+    TraceStorage& storage = cycle_->storages[static_cast<size_t>(number)];
     if (!is_new) {
       continue;
     }
@@ -168,7 +170,7 @@ void Recorder::note_outputs(const at::RecordFunction& record, Frame& frame, int3
 }
 
 /// Under the mutex.
-void Recorder::note_recipe(Frame& frame, RecordedStorage& storage) {
+void Recorder::note_recipe(Frame& frame, TraceStorage& storage) {
   for (const c10::Storage& input : frame.recipe->inputs()) {
     const EntityPtr entity = input ? pager_.find(*input.unsafeGetStorageImpl()) : nullptr;
     if (entity != nullptr && &entity->device() == device_) {

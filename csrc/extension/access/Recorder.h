@@ -18,7 +18,7 @@
 namespace torch_lms {
 
 /// One op of a recorded cycle. Its place is its number in the cycle.
-struct RecordedOp {
+struct TraceOp {
   std::string name;
   uint64_t key = 0; ///< Of its name and its storages' sizes: what a later cycle's is compared with.
   bool backward = false;
@@ -32,7 +32,7 @@ struct RecordedOp {
 };
 
 /// One storage of a recorded cycle.
-struct RecordedStorage {
+struct TraceStorage {
   size_t nbytes = 0;
   bool recurring = false; ///< It was there before the cycle began.
   int32_t producer = -1; ///< The place of the op that made it.
@@ -49,8 +49,8 @@ struct RecordedStorage {
 
 struct RecordedCycle {
   std::string device;
-  std::vector<RecordedOp> ops;
-  std::vector<RecordedStorage> storages;
+  std::vector<TraceOp> ops;
+  std::vector<TraceStorage> storages;
 };
 
 /// Records one cycle of a program: what its ops use and make, how long they take, and which of
@@ -80,9 +80,13 @@ class Recorder {
   std::unique_ptr<RecordedCycle> end();
 
  private:
+  /// Whether the cycle is recorded still in which the frame's op began.
+  bool records_locked(const Frame& frame) const {
+    return cycle_ != nullptr && frame.recording == generation_;
+  }
   int32_t number_of(const EntityPtr& entity);
   void note_outputs(const at::RecordFunction& record, Frame& frame, int32_t place);
-  void note_recipe(Frame& frame, RecordedStorage& storage);
+  void note_recipe(Frame& frame, TraceStorage& storage);
   void note_released(int32_t place);
 
   Pager& pager_;
@@ -92,6 +96,7 @@ class Recorder {
   std::mutex mutex_; // guards what follows
   Device* device_ = nullptr;
   std::function<size_t()> take_peak_bytes_;
+  uint64_t generation_ = 0; // of recordings
   uint64_t thread_ = 0;
   bool several_threads_ = false;
   std::unique_ptr<RecordedCycle> cycle_;

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from torch_lms.cli.arguments import make_parser, train_options
 from torch_lms.cli.doctor import doctor
+from torch_lms.cli.explain import run_explain, run_plan
 from torch_lms.cli.partition import run_partition
 from torch_lms.cli.pipeline import run_pipeline
 from torch_lms.cli.profile import run_profile
@@ -17,7 +18,7 @@ from torch_lms.errors import LmsError
 
 __all__ = ["run"]
 
-_COMMANDS = {"partition": run_partition, "profile": run_profile}
+_COMMANDS = {"explain": run_explain, "partition": run_partition, "plan": run_plan, "profile": run_profile}
 
 
 def run(arguments: Sequence[str] | None) -> int:

@@ -1,4 +1,4 @@
-"""A plan as a document: what is decided for every storage and why, what it was predicted to cost, and how to draw it."""
+"""A plan as a document: what is decided for every storage and why, what it should cost, and how to draw it."""
 
 from __future__ import annotations
 
@@ -222,6 +222,9 @@ class Plan:
                 (after.drop if one.decision == RECOMPUTE else after.pageout).append(one.storage)
             if one.in_after is not None:
                 found[one.in_after].prefetch.append(one.storage)
+        starts = {copy.storage: copy.start_us for copy in self.timeline.copies if copy.direction == IN}
+        for after in found.values():  # the core begins them in this order
+            after.prefetch.sort(key=lambda storage: starts.get(storage, 0.0))
         return dict(sorted(found.items()))
 
     def unchanged(self) -> frozenset[int]:
@@ -269,15 +272,15 @@ class Plan:
         """What is decided in total, and what it is predicted to cost, as a short table."""
         known = self.predicted
         lines = [
-            f"limit {self.limit_bytes / _GIB:.2f} GiB, predicted peak {known.peak_bytes / _GIB:.2f} of "
-            f"{known.plain_peak_bytes / _GIB:.2f} GiB, method {self.method}",
+            f"limit {_gib(self.limit_bytes)}, predicted peak {_gib(known.peak_bytes)} of "
+            f"{_gib(known.plain_peak_bytes)}, method {self.method}",
             f"step {known.step_us / 1e3:.1f} ms (plain {known.plain_us / 1e3:.1f}, "
             f"bound {known.lower_bound_us / 1e3:.1f}): recompute {known.recompute_us / 1e3:.1f}, "
-            f"waits {known.waits_us / 1e3:.1f}, out {known.out_bytes / _GIB:.2f} GiB, in {known.in_bytes / _GIB:.2f} GiB",
+            f"waits {known.waits_us / 1e3:.1f}, out {_gib(known.out_bytes)}, in {_gib(known.in_bytes)}",
         ]
         if self.measured is not None:
             found = self.measured
-            lines.append(f"measured: {found.step_us / 1e3:.1f} ms, peak {found.peak_bytes / _GIB:.2f} GiB")
+            lines.append(f"measured: {found.step_us / 1e3:.1f} ms, peak {_gib(found.peak_bytes)}")
         lines.append(f"{'decision':<16}{'storages':>10}{'GiB':>10}{'price (ms)':>12}")
         for kind in DECISIONS:
             mine = [one for one in self.decisions if one.decision == kind]
@@ -285,6 +288,10 @@ class Plan:
                 size, price = sum(one.bytes for one in mine), sum(one.price_us for one in mine)
                 lines.append(f"{kind:<16}{len(mine):>10}{size / _GIB:>10.2f}{price / 1e3:>12.2f}")
         return "\n".join(lines)
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / _GIB:.2f} GiB"
 
 
 def _read_plan(fields: Fields) -> Plan:

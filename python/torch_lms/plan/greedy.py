@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from numpy.typing import NDArray
 
 from torch_lms.plan.problem import Choices, Problem
 from torch_lms.plan.relief import Offer, relieve
 
-__all__ = ["greedy", "least_loss"]
+__all__ = ["exact_greedy", "greedy", "least_loss"]
 
 Floats = NDArray[np.float64]
 _TINY = 1e-9
@@ -21,6 +23,20 @@ def greedy(problem: Problem) -> Choices:
         problem: what is asked.
     """
     return relieve(problem, {}, problem.excess({}), least_loss)
+
+
+def exact_greedy(problem: Problem) -> Choices:
+    """The same, where bytes beyond the excess count for nothing: for programs of few, large storages.
+
+    Args:
+        problem: what is asked.
+    """
+    return relieve(problem, {}, problem.excess({}), _least_waste)
+
+
+def _least_waste(offer: Offer) -> tuple[Floats, Floats]:
+    swap_bytes, replay_bytes = (np.minimum(one, offer.most_bytes) for one in (offer.swap_bytes, offer.replay_bytes))
+    return least_loss(replace(offer, swap_bytes=swap_bytes, replay_bytes=replay_bytes))
 
 
 def least_loss(offer: Offer) -> tuple[Floats, Floats]:

@@ -200,7 +200,8 @@ class _Program:
             if one.back_at is not None:
                 needed[int(np.searchsorted(self._at, one.back_at % places))][variable] = one.bytes / _MIB
                 all_in[variable] = link.in_us(one.bytes) / 1e3
-        carried = self.rows.variable() if any(one.wrapped_end >= 0 for one in self._problem.candidates) else None
+        wraps = any((one.back_at or 0) >= places for one in self._problem.candidates)
+        carried = self.rows.variable() if wraps else None  # what the cycle before has brought in
         for j in range(self._count):
             span = {self._waits[j]: 1.0, **replays[j]}
             before = {self._backlog[j - 1]: 1.0} if j else {}

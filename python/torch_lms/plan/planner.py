@@ -9,7 +9,7 @@ from torch_lms.plan.anchors import find_anchors
 from torch_lms.plan.dawnpiper import dawnpiper
 from torch_lms.plan.decision import KEEP, Decision
 from torch_lms.plan.document import MethodResult, Plan, PlannedOp, PlanTimeline, Predicted
-from torch_lms.plan.greedy import greedy
+from torch_lms.plan.greedy import exact_greedy, greedy
 from torch_lms.plan.least import least_choices, least_limit, pressed, with_served
 from torch_lms.plan.linear import linear, linear_bound_us, scipy_is_there
 from torch_lms.plan.problem import Choices, Problem
@@ -77,7 +77,7 @@ class _Planning:
     def best(self, others: Sequence[Plan]) -> tuple[str, Timed] | None:
         """The winner's name and what it chose; None if nothing keeps the limit."""
         if self.plain.peak_bytes <= self.problem.limit_bytes:
-            return "keep", Timed({}, [], simulate(self.problem.trace, [], self.problem.limit_bytes))
+            return "keep", Timed({}, [], self.plain)
         best: tuple[str, Timed] | None = None
         for name, timed in (*self._by_methods(), *self._by_others(others)):
             if self._keeps(timed) and (best is None or timed.better_than(best[1])):
@@ -85,24 +85,26 @@ class _Planning:
         return best or self._pressed()
 
     def _by_methods(self) -> Iterator[tuple[str, Timed]]:
-        limit_bytes = self.problem.limit_bytes
-        yield self._finish("greedy", greedy(self.problem))
-        yield self._finish("dawnpiper", dawnpiper(self.problem))
-        if len(self.problem.candidates) <= _LARGE or all(result.step_us is None for result in self.results):
-            calm = self.problem.keeping(find_anchors(self.problem, _CHAIN_SHARE * limit_bytes))
+        problem, limit_bytes = self.problem, self.problem.limit_bytes
+        small = len(problem.candidates) <= _LARGE
+        yield self._finish("greedy", greedy(problem))
+        yield self._finish("dawnpiper", dawnpiper(problem))
+        if small:
+            yield self._finish("greedy, exact", exact_greedy(problem))
+        if small or all(result.step_us is None for result in self.results):
+            calm = problem.keeping(find_anchors(problem, _CHAIN_SHARE * limit_bytes))
             yield self._finish("greedy, short chains", greedy(calm), calm)
         if not scipy_is_there():
             self.results.append(MethodResult(name="linear", step_us=None, note="left out: SciPy is not installed"))
             return
-        self.bound_us = linear_bound_us(self.problem) or self.bound_us
-        for name, share in (("linear", _CHAIN_SHARE), ("linear, short chains", _SHORT_CHAIN_SHARE)):
-            choices = linear(self.problem, chain_bytes=share * limit_bytes, seconds=_INTEGER_SECONDS)
+        self.bound_us = linear_bound_us(problem) or self.bound_us
+        shares = {"linear": _CHAIN_SHARE, "linear, short chains": _SHORT_CHAIN_SHARE}
+        for name, share in list(shares.items())[: len(shares) if small else 1]:
+            choices = linear(problem, chain_bytes=share * limit_bytes, seconds=_INTEGER_SECONDS)
             if choices is None:
                 self.results.append(MethodResult(name=name, step_us=None, note="fractions keep no such limit"))
             else:
                 yield self._finish(name, choices)
-            if len(self.problem.candidates) > _LARGE:
-                return
 
     def _by_others(self, others: Sequence[Plan]) -> Iterator[tuple[str, Timed]]:
         trace = self.problem.trace

@@ -54,7 +54,12 @@ def _replay_us(problem: Problem, events: PlaceEvents) -> float:
 
 
 def place_prefetches(
-    problem: Problem, choices: Mapping[int, str], demand: Demand, wait_us: Floats | None = None
+    problem: Problem,
+    choices: Mapping[int, str],
+    demand: Demand,
+    *,
+    lead_us: float = 0.0,
+    wait_us: Floats | None = None,
 ) -> dict[int, int]:
     """For each swapped choice the place after which it may come in.
 
@@ -62,6 +67,7 @@ def place_prefetches(
         problem: what is asked.
         choices: made for its candidates.
         demand: of these choices.
+        lead_us: by which copies should end before they must.
         wait_us: by which compute is known to wait before each op; nothing by default.
 
     Returns:
@@ -77,7 +83,7 @@ def place_prefetches(
     placed: dict[int, int] = {}
     for needed, number in sorted(_needs(problem, choices, demand), reverse=True):
         size = problem.candidates[number].bytes
-        free_us = min(free_us, float(ends_us[needed - 1])) - problem.trace.link.in_us(size)
+        free_us = min(free_us, float(ends_us[needed - 1]) - lead_us) - problem.trace.link.in_us(size)
         earliest = _earliest(problem.candidates[number].out_after, needed, places)
         begin = int(np.searchsorted(ends_us, free_us, side="right")) - 1
         begin = min(max(begin, earliest), needed - 1)

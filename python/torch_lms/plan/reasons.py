@@ -29,7 +29,7 @@ class _Reasons:
         self._replays = Counter(storage for place in timeline.replayed for storage in place)
         self._candidates = {(one.storage, one.out_after): one for one in problem.candidates}
         self._able = {one.storage: one for one in problem.candidates}
-        self._fits = not problem.excess({}).any()
+        self._fits = float(problem.plain_bytes.max()) <= problem.limit_bytes
 
     def planned(self, given: Decision) -> PlannedStorage:
         """A decision with its reason and price."""

@@ -28,6 +28,7 @@ class Offer:
         replay_us: time lost by a recompute; infinite where it may not.
         swap_bytes: saved by a swap.
         replay_bytes: saved by a recompute, less what it holds.
+        most_bytes: above the limit at any place.
         needy: the share of the places above the limit that it relieves.
         slack_us: free time between its copies.
     """
@@ -36,6 +37,7 @@ class Offer:
     replay_us: Floats
     swap_bytes: Floats
     replay_bytes: Floats
+    most_bytes: float
     needy: Floats
     slack_us: Floats
 
@@ -131,6 +133,7 @@ class _Relief:
             replay_us=self._replay_us,
             swap_bytes=arrays.size_bytes,
             replay_bytes=self._replay_bytes,
+            most_bytes=float(self._need.max()),
             needy=share,
             slack_us=arrays.sums(self._problem.durations_us),
         )

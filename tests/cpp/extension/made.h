@@ -1,0 +1,80 @@
+#pragma once
+
+#include <utility>
+
+#include <ATen/record_function.h>
+
+#include "rig.h"
+
+// Storages that ops have made, with their recipes.
+
+struct Made {
+  at::Tensor tensor;
+  torch_lms::EntityPtr entity;
+  std::shared_ptr<torch_lms::OpRecipe> recipe;
+
+  bool drop() const {
+    return recipe != nullptr && lms().recipes.drop(entity, recipe, 0);
+  }
+};
+
+/// Takes the recipe of the calling thread's next op.
+class NextRecipe {
+ public:
+  NextRecipe()
+      : handle_(at::addThreadLocalCallback(
+            at::RecordFunctionCallback(&begin, &end)
+                .needsInputs(true)
+                .scopes({at::RecordScope::FUNCTION}))) {
+    depth() = 0;
+    recipe() = nullptr;
+  }
+  ~NextRecipe() {
+    at::removeCallback(handle_);
+    recipe() = nullptr;
+  }
+  NextRecipe(const NextRecipe&) = delete;
+  NextRecipe& operator=(const NextRecipe&) = delete;
+
+  std::shared_ptr<torch_lms::OpRecipe> take() {
+    return std::exchange(recipe(), nullptr);
+  }
+
+ private:
+  static int& depth() {
+    static thread_local int depth = 0;
+    return depth;
+  }
+  static std::shared_ptr<torch_lms::OpRecipe>& recipe() {
+    static thread_local std::shared_ptr<torch_lms::OpRecipe> recipe;
+    return recipe;
+  }
+  static std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& record) {
+    if (depth()++ == 0) {
+      recipe() = lms().recipes.capture(record);
+    }
+    return nullptr;
+  }
+  static void end(const at::RecordFunction&, at::ObserverContext*) {
+    --depth();
+  }
+
+  const at::CallbackHandle handle_;
+};
+
+/// What one op makes.
+template <typename Op>
+Made made_by(Op&& op) {
+  Made made;
+  {
+    NextRecipe next;
+    made.tensor = op();
+    made.recipe = next.take();
+  }
+  c10::StorageImpl& storage = *made.tensor.storage().unsafeGetStorageImpl();
+  made.entity = lms().pager.find_or_track(storage, /*by_hand=*/true);
+  if (made.recipe != nullptr && lms().recipes.note_made(made.recipe, {made.tensor})[0] == nullptr) {
+    made.recipe = nullptr;
+  }
+  return made;
+}

@@ -1,0 +1,241 @@
+// Storages that are dropped and made again: in chains, before what they are made from is written,
+// by several threads at once, and where their op fails.
+
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/rand_like.h>
+#include <entity/Error.h>
+#include <extension/base/Compat.h>
+#include <torch/library.h>
+
+#include "made.h"
+
+namespace torch_lms {
+namespace {
+
+std::atomic<bool> fails{false};
+
+at::Tensor twice(const at::Tensor& tensor) {
+  TORCH_CHECK(!fails.load(), "the op was told to fail");
+  return tensor.mul(2);
+}
+
+TORCH_LIBRARY(lms_test, library) {
+  library.def("twice(Tensor self) -> Tensor", &twice);
+}
+
+at::Tensor call_twice(const at::Tensor& tensor) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("lms_test::twice", "")
+                             .typed<at::Tensor(const at::Tensor&)>();
+  return op.call(tensor);
+}
+
+/// Ops are observed from before anything is dropped.
+struct Observed {
+  Settled settled;
+  Observer::Request request{lms().observer};
+};
+
+int64_t recomputations() {
+  return lms().pager.stats().recomputations.load();
+}
+
+TEST(what_has_been_dropped_comes_back_with_the_next_op) {
+  const Observed observed;
+  const at::Tensor input = tensor_of(3);
+  const Made made = made_by([&] { return input.mul(5); });
+  REQUIRE(made.drop());
+  CHECK_EQ(state(made.tensor), "dropped");
+  CHECK(!made.drop());
+  CHECK(holds(made.tensor, 15));
+  CHECK_EQ(state(made.tensor), "resident");
+  CHECK_EQ(recomputations(), 1);
+  CHECK(go_out(made.tensor)); // as any other
+  CHECK(holds(made.tensor, 15));
+}
+
+TEST(a_view_of_what_has_been_dropped_moves_nothing_until_it_is_read) {
+  const Observed observed;
+  const at::Tensor input = tensor_of(3);
+  const Made made = made_by([&] { return input.mul(5); });
+  REQUIRE(made.drop());
+  const at::Tensor view = made.tensor.view({64, 128}).select(0, 3).t();
+  CHECK_EQ(state(made.tensor), "dropped");
+  CHECK(holds(view, 15));
+}
+
+TEST(a_long_chain_is_made_again_from_its_beginning) {
+  const Observed observed;
+  at::Tensor first = tensor_of(1);
+  std::vector<Made> chain;
+  for (int i = 0; i < 3000; ++i) {
+    const at::Tensor& before = chain.empty() ? first : chain.back().tensor;
+    chain.push_back(made_by([&] { return before.slice(0, 0, 256).add(1); }));
+    if (chain.size() > 1) {
+      REQUIRE(chain[chain.size() - 2].drop());
+    }
+  }
+  REQUIRE(chain.back().drop());
+  for (Made& made : chain) { // nobody else keeps what lies between
+    made.recipe = nullptr;
+    if (&made != &chain.back()) {
+      made.tensor = at::Tensor();
+    }
+  }
+  CHECK(holds(chain.back().tensor, 3001));
+  CHECK_EQ(recomputations(), 3000);
+}
+
+TEST(what_it_is_made_from_may_have_left_the_device) {
+  const Observed observed;
+  const at::Tensor input = tensor_of(3);
+  const Made made = made_by([&] { return input.mul(5); });
+  REQUIRE(made.drop());
+  REQUIRE(go_out(input));
+  CHECK(holds(made.tensor, 15));
+  CHECK_EQ(state(input), "resident");
+}
+
+TEST(it_comes_back_before_what_it_is_made_from_is_written) {
+  const Observed observed;
+  const at::Tensor input = tensor_of(3);
+  const Made made = made_by([&] { return input.mul(5); });
+  REQUIRE(made.drop());
+  input.add_(1);
+  CHECK_EQ(state(made.tensor), "resident");
+  CHECK(holds(made.tensor, 15));
+  CHECK(holds(input, 4));
+  CHECK(!made.drop()); // it cannot be made again any more
+}
+
+TEST(it_comes_back_before_what_it_is_made_from_is_written_through_an_address) {
+  if (!compat::kHasMaterializer) {
+    return; // nothing tells of that
+  }
+  const Observed observed;
+  const at::Tensor input = tensor_of(3);
+  lms().pager.find_or_track(*input.storage().unsafeGetStorageImpl(), /*by_hand=*/true);
+  const Made made = made_by([&] { return input.mul(5); });
+  REQUIRE(made.drop());
+  input.mutable_data_ptr<int64_t>()[0] = 8;
+  CHECK_EQ(state(made.tensor), "resident");
+  CHECK(holds(made.tensor, 15));
+}
+
+TEST(a_raw_address_of_what_has_been_dropped_has_the_bytes) {
+  if (!compat::kHasMaterializer) {
+    return;
+  }
+  const Observed observed;
+  const at::Tensor input = tensor_of(3);
+  const Made made = made_by([&] { return input.mul(5); });
+  REQUIRE(made.drop());
+  CHECK_EQ(made.tensor.mutable_data_ptr<int64_t>()[7], 15);
+}
+
+TEST(it_can_be_written_itself) {
+  const Observed observed;
+  const at::Tensor input = tensor_of(3);
+  const Made made = made_by([&] { return input.mul(5); });
+  REQUIRE(made.drop());
+  made.tensor.add_(1);
+  CHECK(holds(made.tensor, 16));
+  CHECK(!made.drop());
+}
+
+TEST(what_it_is_made_from_is_kept_as_long_as_it_is_dropped) {
+  const Observed observed;
+  at::Tensor input = tensor_of(3);
+  const c10::weak_intrusive_ptr<c10::StorageImpl> storage(
+      c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(input.storage().unsafeGetStorageImpl()));
+  Made made = made_by([&] { return input.mul(5); });
+  REQUIRE(made.drop());
+  made.recipe = nullptr;
+  input = at::Tensor();
+  CHECK(!storage.expired());
+  CHECK(holds(made.tensor, 15));
+  CHECK(storage.expired());
+}
+
+TEST(what_dies_dropped_leaves_nothing) {
+  const Observed observed;
+  at::Tensor input = tensor_of(3);
+  const c10::weak_intrusive_ptr<c10::StorageImpl> storage(
+      c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(input.storage().unsafeGetStorageImpl()));
+  {
+    Made made = made_by([&] { return input.mul(5); });
+    REQUIRE(made.drop());
+  }
+  input = at::Tensor();
+  CHECK(storage.expired());
+  CHECK_EQ(lms().pager.paged_out_storages(), 0);
+}
+
+TEST(an_op_gets_the_error_of_what_cannot_be_made_and_can_try_again) {
+  const Observed observed;
+  const at::Tensor input = tensor_of(3);
+  const Made made = made_by([&] { return call_twice(input); });
+  REQUIRE(made.drop());
+  fails = true;
+  CHECK_THROWS(holds(made.tensor, 6), c10::Error, "told to fail");
+  CHECK_EQ(state(made.tensor), "dropped");
+  fails = false;
+  if (compat::kHasMaterializer) { // else PyTorch goes on refusing it
+    CHECK(holds(made.tensor, 6));
+  }
+}
+
+TEST(threads_that_need_it_at_once_find_it_made_once) {
+  const Observed observed;
+  for (int round = 0; round < 50; ++round) {
+    const at::Tensor input = tensor_of(round);
+    const Made between = made_by([&] { return input.mul(5); });
+    const Made made = made_by([&] { return between.tensor.add(1); });
+    REQUIRE(between.drop());
+    REQUIRE(made.drop());
+    const int64_t before = recomputations();
+    in_threads(4, [&](int thread) {
+      CHECK(holds(thread % 2 == 0 ? made.tensor : between.tensor, 5 * round + 1 - thread % 2));
+    });
+    CHECK_EQ(recomputations() - before, 2);
+  }
+}
+
+TEST(a_write_and_a_drop_at_once_lose_nothing) {
+  const Observed observed;
+  for (int round = 0; round < 200; ++round) {
+    const at::Tensor input = tensor_of(3);
+    const Made made = made_by([&] { return input.mul(5); });
+    in_threads(2, [&](int thread) {
+      if (thread == 0) {
+        input.add_(1);
+      } else {
+        made.drop();
+      }
+    });
+    CHECK(holds(made.tensor, 15));
+    CHECK(holds(input, 4));
+  }
+}
+
+TEST(the_end_of_paging_brings_it_back) {
+  const at::Tensor input = tensor_of(3);
+  Made made;
+  {
+    const Observed observed;
+    made = made_by([&] { return input.mul(5); });
+    REQUIRE(made.drop());
+  }
+  CHECK_EQ(state(made.tensor), "resident");
+  CHECK(holds(made.tensor, 15));
+}
+
+TEST(what_chance_or_nobody_has_filled_has_no_recipe) {
+  const Observed observed;
+  const at::Tensor input = at::ones({4096});
+  CHECK(made_by([&] { return at::rand_like(input); }).recipe == nullptr);
+  CHECK(made_by([&] { return at::empty_like(input); }).recipe == nullptr);
+}
+
+} // namespace
+} // namespace torch_lms

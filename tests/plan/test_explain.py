@@ -1,0 +1,92 @@
+"""Plans for people: the picture, the table, and the commands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tests.plan.traces import gpt_trace
+from torch_lms.cli import main
+from torch_lms.plan import KEEP, Plan, make_plan, simulate
+from torch_lms.plan.explain import draw_plan
+
+TRACE = gpt_trace(layers=2, width=256, tokens=1024, vocabulary=1000)
+LIMIT = int(simulate(TRACE, []).peak_bytes * 0.5)
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return make_plan(TRACE, LIMIT)
+
+
+@pytest.fixture
+def trace_file(tmp_path: Path) -> Path:
+    TRACE.save(tmp_path / "trace.json")
+    return tmp_path / "trace.json"
+
+
+def test_the_picture_names_its_parts(plan: Plan, tmp_path: Path) -> None:
+    drawn = draw_plan(plan, tmp_path / "plan.svg").read_text()
+    assert drawn.startswith("<?xml")
+    for words in ("limit", "in use", "swapped", "dropped", "forward", "backward", "Memory (GiB)"):
+        assert f"<!-- {words} -->" in drawn, words
+    assert ("<!-- replay -->" in drawn) == bool(plan.predicted.recompute_us)
+
+
+def test_a_plan_that_keeps_all_is_drawn_too(tmp_path: Path) -> None:
+    kept = make_plan(TRACE, 10 * LIMIT)
+    drawn = draw_plan(kept, tmp_path / "plan.svg").read_text()
+    assert "<!-- replay -->" not in drawn
+    assert "<!-- limit -->" in drawn
+
+
+def test_the_table_lists_what_leaves(plan: Plan) -> None:
+    console = Console(width=200, record=True, quiet=False, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(plan.table(3))
+    shown = console.export_text()
+    leaving = sorted((one for one in plan.decisions if one.decision != KEEP), key=lambda one: -one.bytes)
+    assert leaving[0].op in shown
+    assert "The 3 largest storages that leave" in shown
+    for one in plan.methods:
+        assert one.name in shown
+
+
+def test_plan_and_explain_commands(trace_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written, picture = tmp_path / "plan.json", tmp_path / "plan.svg"
+    assert main(["plan", str(trace_file), f"--limit={LIMIT}", f"--output={written}"]) == 0
+    assert "step " in capsys.readouterr().out
+    assert Plan.load(written).limit_bytes == LIMIT
+    assert main(["explain", str(written), f"--output={picture}"]) == 0
+    shown = capsys.readouterr().out
+    assert f"wrote {picture}" in shown
+    assert picture.stat().st_size > 0
+
+
+def test_explain_plans_a_trace_first(trace_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", str(trace_file), f"--limit={LIMIT}", "--no-swap", "--most=0"]) == 0
+    shown = capsys.readouterr().out
+    assert "recompute" in shown
+    assert "drop_unchanged" not in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["explain", "{trace}"], "expected a plan, or a trace and --limit"),
+        (["explain", "{missing}"], "expected a document in"),
+        (["plan", "{trace}", "--limit=1"], "expected a limit of at least"),
+        (["plan", "{trace}", "--limit=much"], "expected a size such as"),
+        (["plan", "{trace}", "--limit=1", "--host-limit=0", "--no-recompute"], "bytes of host memory"),
+        (["plan", "{picture}", "--limit=1GiB"], "expected torch_lms.trace as JSON"),
+    ],
+)
+def test_wrong_words_are_told(
+    words: list[str], message: str, trace_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture = tmp_path / "picture.json"
+    picture.write_text("<svg>")
+    given = [word.format(trace=trace_file, missing=tmp_path / "none.json", picture=picture) for word in words]
+    assert main(given) == 1
+    assert message in " ".join(capsys.readouterr().err.split())

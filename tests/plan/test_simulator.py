@@ -1,0 +1,276 @@
+"""The simulator against traces that were worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.plan.random_traces import traces
+from torch_lms.errors import PlanError
+from torch_lms.plan import (
+    DROP_UNCHANGED,
+    HOST,
+    RECOMPUTE,
+    SWAP,
+    Decision,
+    Link,
+    Recipe,
+    Trace,
+    TraceOp,
+    TraceStorage,
+    simulate,
+)
+from torch_lms.plan.problem import Problem
+from torch_lms.plan.repair import time_choices
+
+SLOW = Link(out_bytes_per_us=1.0, in_bytes_per_us=1.0)
+
+
+def trace_of(durations: list[float], *storages: TraceStorage, link: Link = SLOW) -> Trace:
+    ops = tuple(TraceOp(name=f"op{at}", phase="forward", duration_us=time) for at, time in enumerate(durations))
+    return Trace(device="cpu", signature="0", link=link, ops=ops, storages=storages)
+
+
+def made(
+    place: int, size: int, *uses: int, recipe: Recipe | None = None, released: int | None = None
+) -> TraceStorage:
+    return TraceStorage(bytes=size, producer=place, uses=uses, recompute=recipe, released=released)
+
+
+# One storage of 20 bytes, made at 0 and used at 3; the link moves a byte a microsecond.
+ONE = trace_of([10, 30, 30, 10], made(0, 20, 3, recipe=Recipe(duration_us=7)))
+
+
+def swap(storage: int, out_after: int, in_after: int | None = None) -> Decision:
+    return Decision(storage=storage, decision=SWAP, out_after=out_after, in_after=in_after)
+
+
+def drop(storage: int, out_after: int) -> Decision:
+    return Decision(storage=storage, decision=RECOMPUTE, out_after=out_after)
+
+
+def test_without_decisions_ops_follow_each_other() -> None:
+    found = simulate(ONE, [])
+    assert found.step_us == 80
+    assert found.memory_bytes == [20, 20, 20, 20]
+    assert found.end_us == [10, 40, 70, 80]
+
+
+def test_swap_on_demand_waits_for_its_copy_in() -> None:
+    found = simulate(ONE, [swap(0, 0)])
+    assert [(copy.direction, copy.start_us, copy.end_us) for copy in found.copies] == [("out", 10, 30), ("in", 70, 90)]
+    assert found.memory_bytes == [20, 20, 0, 20]  # at place 1 the copy out still goes on
+    assert found.planned_bytes == [20, 0, 0, 20]
+    assert found.swapped_bytes == [0, 20, 20, 0]
+    assert (found.step_us, found.waits_us, found.wait_of) == (100, 20, {0: 20})
+    assert (found.out_bytes, found.in_bytes, found.host_peak_bytes) == (20, 20, 20)
+
+
+def test_prefetched_swap_costs_no_time_but_memory() -> None:
+    found = simulate(ONE, [swap(0, 0, 1)])
+    assert [(copy.start_us, copy.end_us) for copy in found.copies] == [(10, 30), (40, 60)]
+    assert found.planned_bytes == [20, 0, 20, 20]
+    assert (found.step_us, found.waits_us) == (80, 0)
+
+
+def test_copies_of_one_direction_follow_each_other() -> None:
+    trace = trace_of([10, 10, 100, 10], made(0, 20, 3), made(1, 30, 3))
+    found = simulate(trace, [swap(0, 0), swap(1, 1)])
+    assert [(copy.start_us, copy.end_us) for copy in found.copies] == [(10, 30), (30, 60), (120, 140), (140, 170)]
+    assert found.step_us == 180
+
+
+def test_latency_is_part_of_each_copy() -> None:
+    trace = trace_of([10, 30, 30, 10], made(0, 20, 3), link=Link(out_bytes_per_us=1, in_bytes_per_us=2, latency_us=3))
+    found = simulate(trace, [swap(0, 0)])
+    assert [(copy.start_us, copy.end_us) for copy in found.copies] == [(10, 33), (70, 83)]
+
+
+def test_an_allocation_waits_for_copies_out() -> None:
+    trace = trace_of([10, 30, 30, 10], made(0, 20, 3), made(1, 15, 1 + 1, released=2))
+    found = simulate(trace, [swap(0, 0)], limit_bytes=20)
+    assert found.start_us[1] == 30  # not 10: 20 and 15 bytes do not fit beside each other
+    assert found.feasible
+    assert found.peak_bytes == 20
+    assert found.wait_of[0] == 40  # 20 for its copy out, 20 for its copy in
+    assert found.step_us == 120
+
+
+def test_a_copy_in_waits_for_the_room_that_its_place_has() -> None:
+    trace = trace_of([10, 10, 10, 100, 10], made(0, 20, 4), made(1, 40, 4))
+    found = simulate(trace, [swap(0, 0, 2), swap(1, 1)], limit_bytes=60)
+    assert found.copies[0].direction == "out"
+    assert (found.copies[0].start_us, found.copies[0].end_us) == (10, 30)
+    back = next(copy for copy in found.copies if copy.direction == "in")
+    assert back.start_us == found.end_us[2] == 30
+
+
+def test_what_can_never_fit_is_told() -> None:
+    found = simulate(ONE, [], limit_bytes=15)
+    assert (found.feasible, found.excess_bytes) == (False, 5)
+
+
+def test_a_drop_frees_at_once_and_its_replay_takes_compute() -> None:
+    found = simulate(ONE, [drop(0, 0)])
+    assert found.memory_bytes == [20, 0, 0, 20]
+    assert found.dropped_bytes == [0, 20, 20, 0]
+    assert (found.step_us, found.recompute_us, found.replay_us) == (87, 7, [0, 0, 0, 7])
+    assert found.replayed == [[], [], [], [0]]
+    assert not found.copies
+
+
+def chain(*, released: int | None = None) -> Trace:
+    """Storages 0, 1 and 2 of 10, 20 and 40 bytes, each made from the one before; 2 is used at the end."""
+    return trace_of(
+        [1, 1, 1, 10, 1],
+        made(0, 10, 1, recipe=Recipe(duration_us=3), released=released),
+        made(1, 20, 2, recipe=Recipe(duration_us=4, inputs=(0,)), released=released),
+        made(2, 40, 4, recipe=Recipe(duration_us=5, inputs=(1,))),
+    )
+
+
+def test_a_chain_is_replayed_from_its_start() -> None:
+    found = simulate(chain(), [drop(0, 1), drop(1, 2), drop(2, 2)])
+    assert found.replayed[4] == [0, 1, 2]
+    assert found.recompute_us == 12
+    assert found.memory_bytes == [10, 30, 60, 0, 70]  # each stays once it is made again
+
+
+def test_a_recipe_keeps_its_released_input() -> None:
+    found = simulate(chain(released=2), [drop(2, 2)])
+    assert found.memory_bytes == [10, 30, 70, 20, 60]  # 1 stays for the recipe of 2, 0 went at 2
+    assert simulate(chain(released=2), []).memory_bytes == [10, 30, 70, 40, 40]
+
+
+def test_released_inputs_may_be_dropped_and_go_one_by_one() -> None:
+    found = simulate(chain(released=2), [drop(0, 1), drop(1, 2), drop(2, 2)])
+    assert found.memory_bytes[3] == 0
+    assert found.replayed[4] == [0, 1, 2]
+    assert found.memory_bytes[4] == 60  # 0 is gone when 2 is made: 20 and 40
+
+
+def test_a_swapped_input_comes_in_for_a_replay() -> None:
+    found = simulate(chain(), [swap(1, 2), drop(2, 2)])
+    assert found.waits_us == 30  # out until 23, in until 43, where place 4 could begin at 13
+    assert found.recompute_us == 5
+    assert [copy.storage for copy in found.copies] == [1, 1]
+
+
+def test_what_a_recipe_keeps_outside_is_counted_until_the_return() -> None:
+    kept = trace_of([1, 1, 1, 1], made(0, 10, 2, recipe=Recipe(duration_us=1, outside_bytes=4)))
+    assert simulate(kept, [drop(0, 0)]).memory_bytes == [14, 4, 14, 10]
+    assert simulate(kept, []).memory_bytes == [10, 10, 10, 10]
+
+
+def test_a_dropped_storage_comes_back_before_its_input_is_written() -> None:
+    source = TraceStorage(bytes=8, recurring=True, uses=(0, 2), writes=(2,))
+    trace = trace_of([1, 1, 1, 1, 1], source, made(0, 10, 4, recipe=Recipe(duration_us=6, inputs=(0,))))
+    found = simulate(trace, [drop(1, 0)])
+    assert found.replayed == [[], [], [1], [], []]
+    assert found.memory_bytes == [18, 8, 18, 18, 18]
+    again = simulate(trace, [drop(1, 0), drop(1, 2)])
+    assert again.replayed == found.replayed  # its recipe is no good after the write: it stays
+
+
+def test_an_op_that_writes_its_own_input_has_no_recipe() -> None:
+    source = TraceStorage(bytes=8, recurring=True, uses=(0,), writes=(0,))
+    trace = trace_of([1, 1, 1], source, made(0, 10, 2, recipe=Recipe(duration_us=6, inputs=(0,))))
+    assert simulate(trace, [drop(1, 0)]).memory_bytes == [18, 18, 18]
+
+
+def test_a_storage_may_be_dropped_twice() -> None:
+    trace = trace_of([1, 5, 1, 5, 1], made(0, 10, 2, 4, recipe=Recipe(duration_us=2)))
+    found = simulate(trace, [drop(0, 0), drop(0, 2)])
+    assert found.memory_bytes == [10, 0, 10, 0, 10]
+    assert found.recompute_us == 4
+
+
+def test_a_lasting_storage_is_away_from_its_last_use_to_the_first_of_the_next_cycle() -> None:
+    weight = TraceStorage(bytes=20, recurring=True, uses=(2,), writes=(2,))
+    trace = trace_of([30, 30, 10, 30], weight)
+    found = simulate(trace, [swap(0, 2, 0)])
+    assert found.planned_bytes == [0, 20, 20, 0]
+    assert found.step_us == 100
+    late = simulate(trace, [swap(0, 2, 3)])  # begins at the end of the cycle before
+    assert late.planned_bytes == [20, 20, 20, 0]
+    assert late.step_us == 100
+
+
+def test_a_link_that_is_always_busy_is_as_long_as_the_step() -> None:
+    weight = TraceStorage(bytes=500, recurring=True, uses=(0,), writes=(0,))
+    found = simulate(trace_of([10, 10], weight), [swap(0, 0)])
+    assert found.step_us >= 500
+
+
+def test_unchanged_storages_leave_without_a_copy() -> None:
+    weight = TraceStorage(bytes=20, recurring=True, uses=(1,))
+    found = simulate(trace_of([30, 10, 30], weight), [Decision(storage=0, decision=DROP_UNCHANGED, out_after=1)])
+    assert (found.out_bytes, found.in_bytes) == (0, 20)
+    assert found.planned_bytes == [0, 20, 0]
+    assert found.host_peak_bytes == 20
+
+
+def test_a_storage_served_from_the_host_never_comes_in() -> None:
+    weight = TraceStorage(bytes=20, recurring=True, uses=(1,))
+    found = simulate(trace_of([30, 10, 30], weight), [Decision(storage=0, decision=HOST, out_after=1)])
+    assert found.memory_bytes == [0, 0, 0]
+    assert found.served_us == [0, 20, 0]
+    assert found.step_us == 90
+
+
+@pytest.mark.parametrize(
+    ("decision", "message"),
+    [
+        (swap(1, 0), "expected storages from 0 to 0, found 1"),
+        (swap(0, 9), "expected a place from 0 to 3 as out_after"),
+        (Decision(storage=0, decision=DROP_UNCHANGED, out_after=0), "expected a storage that lasts"),
+    ],
+)
+def test_decisions_that_make_no_sense_are_refused(decision: Decision, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        simulate(ONE, [decision])
+
+
+def test_storages_that_cannot_leave_are_refused() -> None:
+    pinned = TraceStorage(bytes=1, producer=0, uses=(2,), movable=False, why_not_movable="it is pinned")
+    with pytest.raises(PlanError, match="it is pinned; keep it"):
+        simulate(trace_of([1, 1, 1], pinned), [swap(0, 0)])
+    with pytest.raises(PlanError, match="expected a storage with a recipe"):
+        simulate(trace_of([1, 1, 1], made(0, 1, 2)), [drop(0, 0)])
+
+
+@given(trace=traces(), data=st.data())
+@settings(max_examples=300, deadline=None)
+def test_a_higher_limit_is_never_slower(trace: Trace, data: st.DataObject) -> None:
+    problem = Problem(trace, 10**9)
+    kinds = {
+        number: [None] + [RECOMPUTE] * (one.replay is not None) + [problem.leave_kind(one)]
+        for number, one in enumerate(problem.candidates)
+    }
+    drawn = {number: data.draw(st.sampled_from(mine)) for number, mine in kinds.items()}
+    decisions = time_choices(problem, {number: kind for number, kind in drawn.items() if kind}).decisions
+    limits = sorted(data.draw(st.lists(st.integers(1, 400), min_size=2, max_size=4)))
+    steps = [simulate(trace, decisions, limit).step_us for limit in limits]
+    free = simulate(trace, decisions)
+    assert all(one >= other - 1e-9 for one, other in zip(steps, [*steps[1:], free.step_us], strict=True))
+    for limit in limits:
+        found = simulate(trace, decisions, limit)
+        assert found.feasible == (max(found.planned_bytes) <= limit)
+        if found.feasible:
+            assert found.peak_bytes <= limit
+    assert free.step_us >= trace.plain_us + free.recompute_us - 1e-6
+
+
+@given(trace=traces())
+@settings(max_examples=200, deadline=None)
+def test_plain_memory_is_that_of_the_storages_that_exist(trace: Trace) -> None:
+    expected = [op.other_bytes for op in trace.ops]
+    for storage in trace.storages:
+        first = storage.producer or 0
+        last = len(trace.ops) - 1 if storage.released is None else storage.released
+        for place in range(first, last + 1):
+            expected[place] += storage.bytes
+    found = simulate(trace, [])
+    assert found.memory_bytes == expected
+    assert found.step_us == pytest.approx(trace.plain_us)
