@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch_lms.partition.balanced import create_balanced_partition
-    from torch_lms.swap import SwapEnv, disable, enable, memory_summary, pageout, pin, prefetch, stats, wait
+    from torch_lms.swap import SwapEnv, current_plan, disable, enable, memory_summary, pageout, pin, prefetch, stats, wait
 
 __all__ = [
     "SwapEnv",
     "create_balanced_partition",
+    "current_plan",
     "disable",
     "enable",
     "memory_summary",
@@ -33,7 +34,7 @@ __version__ = "0.1.0"
 
 # Imported on first use: profiles and partitions also work where there is no compiled core.
 _HOME = {**dict.fromkeys(__all__, "torch_lms.swap"), "create_balanced_partition": "torch_lms.partition.balanced"}
-_PACKAGES = ("errors", "partition", "pipeline", "profile", "swap")
+_PACKAGES = ("errors", "partition", "pipeline", "plan", "profile", "swap")
 
 
 def __getattr__(name: str) -> Any:

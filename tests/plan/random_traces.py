@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch_lms.plan import DROP_UNCHANGED, KEEP, RECOMPUTE, SWAP, Decision, Link, Recipe, Trace, TraceOp, TraceStorage
 from torch_lms.plan.problem import Problem
 
+
 def random_trace(seed: int, *, most_ops: int = 8, most_storages: int = 4) -> Trace:
     """A trace with recipes, writes, releases and storages that last."""
     random = Random(seed)

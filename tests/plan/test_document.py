@@ -95,10 +95,13 @@ def test_documents_that_make_no_sense_are_refused(path: str, value: Any, message
 @given(document=mutated(json.loads(SHORT.to_json())))
 @settings(max_examples=300, deadline=None)
 def test_a_changed_document_is_refused_or_is_another_plan(document: dict[str, Any]) -> None:
+    message = ""
     try:
         plan = Plan.from_json(json.dumps(document))
     except PlanError as error:
-        assert "expected " in str(error)
+        message = str(error)
+    if message:
+        assert message.startswith("expected ")
     else:
         assert Plan.from_json(plan.to_json()) == plan
 

@@ -32,9 +32,7 @@ def trace_of(durations: list[float], *storages: TraceStorage, link: Link = SLOW)
     return Trace(device="cpu", signature="0", link=link, ops=ops, storages=storages)
 
 
-def made(
-    place: int, size: int, *uses: int, recipe: Recipe | None = None, released: int | None = None
-) -> TraceStorage:
+def made(place: int, size: int, *uses: int, recipe: Recipe | None = None, released: int | None = None) -> TraceStorage:
     return TraceStorage(bytes=size, producer=place, uses=uses, recompute=recipe, released=released)
 
 

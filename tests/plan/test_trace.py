@@ -93,7 +93,7 @@ def test_a_trace_is_saved_and_loaded(tmp_path: Path) -> None:
         ("ops.0.duration_us", "fast", "at torch_lms.trace.ops[0].duration_us, found 'fast'"),
         ("storages.0.recurring", 1, "expected true or false at torch_lms.trace.storages[0].recurring, found 1"),
         ("storages.1.uses", [2, 1], "in ascending order, found (2, 1)"),
-        ("storages.1.uses", [1, 9], "expected places from 0 to 2 at storages[1].uses"),
+        ("storages.0.uses", [2, 9], "expected places from 0 to 2 at storages[0].uses"),
         ("storages.1.uses.0", None, "at torch_lms.trace.storages[1].uses[0], found None"),
         ("storages.1.writes", [0], "expected writes among the uses"),
         ("storages.1.producer", 1, "expected uses after the producer 1, found 1"),
@@ -121,10 +121,13 @@ def test_text_that_is_no_trace_is_refused(text: str) -> None:
 @given(document=mutated(json.loads(random_trace(3).to_json())))
 @settings(max_examples=400, deadline=None)
 def test_a_changed_document_is_refused_or_is_another_trace(document: dict[str, Any]) -> None:
+    message = ""
     try:
         trace = Trace.from_json(json.dumps(document))
     except PlanError as error:
-        assert "expected " in str(error)
+        message = str(error)
+    if message:
+        assert message.startswith("expected ")
     else:
         assert Trace.from_json(trace.to_json()) == trace
 

@@ -15,7 +15,11 @@ PACKAGE = PACKAGE_ROOT / "torch_lms"
 
 # Modules that the fork's runtime never gets to, and functions behind `need_extension`.
 NOT_REACHED = {"intercepts.py", "discovery.py"}
-BEHIND_NEED_EXTENSION = {"enable", "disable", "enable_chaos", "attention", "memory_report"}
+BEHIND_NEED_EXTENSION = {"enable", "disable", "enable_chaos", "attention", "memory_report"} | {
+    "add_plan",
+    "plan_program",
+    "take_recording",
+}
 
 
 def functions_of(path: Path) -> dict[str, ast.FunctionDef]:

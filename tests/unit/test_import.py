@@ -18,6 +18,7 @@ PACKAGE = PACKAGE_ROOT / "torch_lms"
 PUBLIC_NAMES = [
     "SwapEnv",
     "create_balanced_partition",
+    "current_plan",
     "disable",
     "enable",
     "memory_summary",
@@ -29,7 +30,7 @@ PUBLIC_NAMES = [
 ]
 
 # Each may import those in front of it, never those behind it.
-LAYERS = ["errors", "_torch_compat", "_fork", "_core", "swap", "profile", "partition", "pipeline", "cli"]
+LAYERS = ["errors", "plan", "_torch_compat", "_fork", "_core", "swap", "profile", "partition", "pipeline", "cli"]
 
 
 def test_the_package_has_exactly_its_public_names() -> None:

@@ -242,7 +242,11 @@ bool Policy::fill_budget(Device& device, size_t nbytes) {
     device.grant(0, options_.large_bytes);
     return false;
   }
-  device.grant(most - used - nbytes, asleep ? SIZE_MAX : options_.large_bytes);
+  // Awake, the peak of a cycle is to be known within a small share of the limit.
+  const size_t left = most - used - nbytes;
+  device.grant(
+      asleep ? left : std::min(left, limit / options_.peak_share),
+      asleep ? SIZE_MAX : options_.large_bytes);
   return true;
 }
 

@@ -36,7 +36,7 @@ def least_limit(trace: Trace, *, host_limit_bytes: int | None = None, swap: bool
 def _peak_bytes(problem: Problem, choices: Choices) -> float | None:
     if not host_fits(problem, choices):
         return None
-    return float(problem.memory(problem.decisions(choices)).max())
+    return float(problem.need(choices).max())
 
 
 def least_choices(problem: Problem) -> Iterator[Choices]:

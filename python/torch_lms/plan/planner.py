@@ -5,26 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from torch_lms.errors import LimitError
-from torch_lms.plan.anchors import find_anchors
-from torch_lms.plan.dawnpiper import dawnpiper
 from torch_lms.plan.decision import KEEP, Decision
 from torch_lms.plan.document import MethodResult, Plan, PlannedOp, PlanTimeline, Predicted
-from torch_lms.plan.greedy import exact_greedy, greedy
 from torch_lms.plan.least import least_choices, least_limit, pressed, with_served
-from torch_lms.plan.linear import linear, linear_bound_us, scipy_is_there
+from torch_lms.plan.linear import linear_bound_us, scipy_is_there
+from torch_lms.plan.methods import Method, carry_through, linear_methods, simple_methods
 from torch_lms.plan.problem import Choices, Problem
 from torch_lms.plan.reasons import explain_decisions
-from torch_lms.plan.repair import Timed, fit, host_fits, take_back, time_choices
+from torch_lms.plan.repair import Timed, host_fits, take_back, time_choices
 from torch_lms.plan.simulator import simulate
 from torch_lms.plan.timeline import Timeline
 from torch_lms.plan.trace import Trace
 
 __all__ = ["make_plan"]
 
-_CHAIN_SHARE = 0.25  # of the limit: what one replay may make again before it is used
-_SHORT_CHAIN_SHARE = 0.12
-_LARGE = 4000  # candidates; beyond that each method gets one try
-_INTEGER_SECONDS = 0.5
 _GIB = 2**30
 
 
@@ -85,26 +79,26 @@ class _Planning:
         return best or self._pressed()
 
     def _by_methods(self) -> Iterator[tuple[str, Timed]]:
-        problem, limit_bytes = self.problem, self.problem.limit_bytes
-        small = len(problem.candidates) <= _LARGE
-        yield self._finish("greedy", greedy(problem))
-        yield self._finish("dawnpiper", dawnpiper(problem))
-        if small:
-            yield self._finish("greedy, exact", exact_greedy(problem))
-        if small or all(result.step_us is None for result in self.results):
-            calm = problem.keeping(find_anchors(problem, _CHAIN_SHARE * limit_bytes))
-            yield self._finish("greedy, short chains", greedy(calm), calm)
+        yield from self._carried(simple_methods(self.problem))
+        if all(result.step_us is None for result in self.results):
+            tried = {result.name for result in self.results}
+            more = simple_methods(self.problem, all_of_them=True)
+            yield from self._carried([method for method in more if method.name not in tried])
         if not scipy_is_there():
             self.results.append(MethodResult(name="linear", step_us=None, note="left out: SciPy is not installed"))
             return
-        self.bound_us = linear_bound_us(problem) or self.bound_us
-        shares = {"linear": _CHAIN_SHARE, "linear, short chains": _SHORT_CHAIN_SHARE}
-        for name, share in list(shares.items())[: len(shares) if small else 1]:
-            choices = linear(problem, chain_bytes=share * limit_bytes, seconds=_INTEGER_SECONDS)
-            if choices is None:
-                self.results.append(MethodResult(name=name, step_us=None, note="fractions keep no such limit"))
+        self.bound_us = linear_bound_us(self.problem) or self.bound_us
+        yield from self._carried(linear_methods(self.problem))
+
+    def _carried(self, methods: Sequence[Method]) -> Iterator[tuple[str, Timed]]:
+        for method in methods:
+            timed = carry_through(self.problem, method)
+            if timed is None:
+                note = "fractions keep no such limit"
+                self.results.append(MethodResult(name=method.name, step_us=None, note=note))
             else:
-                yield self._finish(name, choices)
+                self._note(method.name, timed)
+                yield method.name, timed
 
     def _by_others(self, others: Sequence[Plan]) -> Iterator[tuple[str, Timed]]:
         trace = self.problem.trace
@@ -134,17 +128,6 @@ class _Planning:
         timed = time_choices(self.problem, take_back(self.problem, choices))
         better = self._keeps(timed) and (best is None or timed.better_than(best[1]))
         return ("pressed", timed) if better else best
-
-    def _finish(self, name: str, choices: Choices, problem: Problem | None = None) -> tuple[str, Timed]:
-        """What remains of a method's choices once they fit, with and without those that memory has room for."""
-        fitted = fit(problem or self.problem, choices)
-        left = take_back(self.problem, fitted)
-        timed = time_choices(self.problem, left)
-        if left is not fitted and len(self.problem.candidates) <= _LARGE:
-            more = time_choices(self.problem, fitted)
-            timed = more if more.better_than(timed) else timed
-        self._note(name, timed)
-        return name, timed
 
     def _keeps(self, timed: Timed) -> bool:
         host = self.problem.host_limit_bytes

@@ -90,12 +90,18 @@ def place_prefetches(
         full = np.flatnonzero(memory[begin + 1 : needed] + size > problem.limit_bytes)
         if len(full):
             begin += int(full[-1]) + 1
-        for shift in (0, places, -places):
-            low, high = max(begin + 1 + shift, 0), min(needed + shift, 2 * places)
-            if low < high:
-                memory[low:high] += size
+        _charge(memory, begin + 1, needed, size)
         placed[number] = begin % places
     return placed
+
+
+def _charge(memory: Floats, first: int, end: int, size_bytes: int) -> None:
+    """Counts a storage from a place to before another, in both cycles."""
+    places = len(memory) // 2
+    for shift in (0, places, -places):
+        low, high = max(first + shift, 0), min(end + shift, 2 * places)
+        if low < high:
+            memory[low:high] += size_bytes
 
 
 def _earliest(out_after: int, needed: int, places: int) -> int:

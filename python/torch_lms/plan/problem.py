@@ -56,6 +56,7 @@ class Problem:
         self.arrays = CandidateArrays(self.candidates)
         self.durations_us: NDArray[np.float64] = np.array([op.duration_us for op in trace.ops])
         self.plain_bytes = self.memory([])
+        self._last_need: tuple[frozenset[tuple[int, str]], NDArray[np.float64]] | None = None
 
     def under(self, limit_bytes: int) -> Problem:
         """The same under another limit."""
@@ -71,12 +72,14 @@ class Problem:
         other.candidates = [one for one in self.candidates if one.storage not in settled]
         other.arrays = CandidateArrays(other.candidates)
         other.plain_bytes = other.memory(other.served)
+        other._last_need = None
         return other
 
     def keeping(self, anchors: Collection[int]) -> Problem:
         """The same without the recompute of some storages."""
         other = copy(self)
         other.candidates = [replace(one, replay=None) if one.storage in anchors else one for one in self.candidates]
+        other._last_need = None
         return other
 
     def memory(self, decisions: Iterable[Decision]) -> NDArray[np.float64]:
@@ -95,9 +98,16 @@ class Problem:
         found: NDArray[np.float64] = self.plain_bytes - np.cumsum(relief)[:-1]
         return found
 
+    def need(self, choices: Mapping[int, str]) -> NDArray[np.float64]:
+        """What choices need at each place, in bytes."""
+        key = frozenset(choices.items())
+        if self._last_need is None or self._last_need[0] != key:
+            self._last_need = key, self.memory(self.decisions(choices))
+        return self._last_need[1].copy()
+
     def excess(self, choices: Mapping[int, str]) -> NDArray[np.float64]:
         """By how much choices exceed the limit at each place, in bytes; 0 where they do not."""
-        found: NDArray[np.float64] = np.maximum(self.memory(self.decisions(choices)) - self.limit_bytes, 0.0)
+        found: NDArray[np.float64] = np.maximum(self.need(choices) - self.limit_bytes, 0.0)
         return found
 
     def leave_kind(self, candidate: Candidate) -> str:

@@ -15,7 +15,7 @@ from torch_lms.plan.windows import LinkWindows
 __all__ = ["Offer", "Order", "relieve"]
 
 Floats = NDArray[np.float64]
-_ROUNDS_AT_MOST = 400
+_ROUNDS_AT_MOST = 250
 _NEVER = np.inf
 
 

@@ -67,7 +67,7 @@ def host_fits(problem: Problem, choices: Choices) -> bool:
 
 def take_back(problem: Problem, choices: Choices) -> Choices:
     """Takes back the dearest choices that memory has room for."""
-    room = problem.limit_bytes - problem.memory(problem.decisions(choices))
+    room = problem.limit_bytes - problem.need(choices)
     left = dict(choices)
     for number in sorted(choices, key=lambda number: (-_price(problem, number, choices[number]), number)):
         one = problem.candidates[number]

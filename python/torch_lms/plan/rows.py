@@ -70,7 +70,10 @@ class Rows:
         integrality = np.zeros(shape[1])
         if whole is not None:
             integrality[whole] = 1
-        options = {"mip_rel_gap": 1e-4, "presolve": whole is None} | ({} if seconds is None else {"time_limit": seconds})
+        # With whole numbers, HiGHS's presolve may print to the process's standard output.
+        options: dict[str, float | bool] = {"mip_rel_gap": 1e-4, "presolve": whole is None}
+        if seconds is not None:
+            options["time_limit"] = seconds
         found = milp(
             np.array(self._cost),
             integrality=integrality,

@@ -11,6 +11,7 @@ from torch_lms.swap.chaos import enable_from_environment
 from torch_lms.swap.environment import SwapEnv
 from torch_lms.swap.limits import parse_bytes
 from torch_lms.swap.manual import is_resident, pageout, pin, prefetch, state, unpin, wait
+from torch_lms.swap.planning import current_plan
 from torch_lms.swap.statistics import SwapStats, stats
 from torch_lms.swap.summary import memory_summary
 
@@ -18,6 +19,7 @@ __all__ = [
     "SwapEnv",
     "SwapStats",
     "count_cpu_allocations",
+    "current_plan",
     "disable",
     "enable",
     "is_enabled",

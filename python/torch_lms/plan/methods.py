@@ -1,0 +1,107 @@
+"""The planning methods by name, and how the choices of one become a plan that keeps the limit.
+
+A method counts bytes, not the room that copies in need before they end. So where compute waits under its plan, it plans
+again for less memory, and its copies use the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch_lms.plan.anchors import find_anchors
+from torch_lms.plan.dawnpiper import dawnpiper
+from torch_lms.plan.greedy import exact_greedy, greedy
+from torch_lms.plan.linear import linear
+from torch_lms.plan.problem import Choices, Problem
+from torch_lms.plan.repair import Timed, fit, take_back, time_choices
+
+__all__ = ["Method", "carry_through", "linear_methods", "simple_methods"]
+
+_LARGE = 2000  # candidates; beyond that there are fewer methods, and each gets fewer tries
+_CHAIN_SHARE = 0.25  # of the limit: what one replay may make again before it is used
+_SHORT_CHAIN_SHARE = 0.12
+_INTEGER_SECONDS = 0.5
+_WORTH_WAITS = 0.01  # of a cycle
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to choose.
+
+    Attributes:
+        name: in plans.
+        choose: choices for a problem; None if it finds none.
+        tighter: shares of the limit to plan for where compute waits.
+    """
+
+    name: str
+    choose: Callable[[Problem], Choices | None]
+    tighter: tuple[float, ...]
+
+
+def simple_methods(problem: Problem, *, all_of_them: bool = False) -> list[Method]:
+    """The methods that need no solver.
+
+    Args:
+        problem: what is asked.
+        all_of_them: also those that large problems usually do without.
+    """
+    small = len(problem.candidates) <= _LARGE
+    tighter = (0.96, 0.88, 0.75) if small else (0.95,)
+    found = [Method("greedy", greedy, tighter), Method("dawnpiper", dawnpiper, tighter if small else ())]
+    if small or all_of_them:
+        found.append(Method("greedy, exact", exact_greedy, tighter))
+        found.append(Method("greedy, short chains", _short_chains, tighter))
+    return found
+
+
+def linear_methods(problem: Problem) -> list[Method]:
+    """The linear program, for small problems with two lengths of chains."""
+    small = len(problem.candidates) <= _LARGE
+    shares = {"linear": _CHAIN_SHARE, "linear, short chains": _SHORT_CHAIN_SHARE} if small else {"linear": _CHAIN_SHARE}
+    return [Method(name, _linear_with(share), (0.94,) if small else ()) for name, share in shares.items()]
+
+
+def _short_chains(problem: Problem) -> Choices:
+    calm = problem.keeping(find_anchors(problem, _CHAIN_SHARE * problem.limit_bytes))
+    return fit(calm, greedy(calm))
+
+
+def _linear_with(chain_share: float) -> Callable[[Problem], Choices | None]:
+    def choose(problem: Problem) -> Choices | None:
+        return linear(problem, chain_bytes=chain_share * problem.limit_bytes, seconds=_INTEGER_SECONDS)
+
+    return choose
+
+
+def carry_through(problem: Problem, method: Method) -> Timed | None:
+    """The best that a method comes to.
+
+    Args:
+        problem: what is asked.
+        method: that chooses.
+
+    Returns:
+        Its choices, repaired, timed and without those that memory has room for; None if it made none.
+    """
+    best = _carry(problem, problem, method)
+    for share in method.tighter:
+        if best is None or (best.timeline.feasible and best.timeline.waits_us <= _WORTH_WAITS * best.timeline.step_us):
+            break
+        found = _carry(problem, problem.under(int(share * problem.limit_bytes)), method)
+        best = found if found is not None and found.better_than(best) else best
+    return best
+
+
+def _carry(problem: Problem, tighter: Problem, method: Method) -> Timed | None:
+    choices = method.choose(tighter)
+    if choices is None:
+        return None
+    fitted = fit(tighter, choices)
+    left = take_back(tighter, fitted)
+    timed = time_choices(problem, left)
+    if left is not fitted and len(problem.candidates) <= _LARGE:
+        more = time_choices(problem, fitted)
+        timed = more if more.better_than(timed) else timed
+    return timed
