@@ -14,8 +14,8 @@ Minimised are the replays and the waits. Backlog and ahead are fluid, and a repl
 memory than one that comes late: every plan that the simulator carries out is a point of this program, so its value is a
 bound. A spent input of a recipe, one that the program has released by then, is held or replayed too.
 
-Related: POFO (Beaumont et al., NeurIPS 2021) weighs both ways for chains, by dynamic programming; Checkmate (Jain et al.,
-MLSys 2020) rounds a linear program of what to recompute.
+Related: POFO (Beaumont et al., NeurIPS 2021) weighs both ways for chains, by dynamic programming; Checkmate (Jain et
+al., MLSys 2020) rounds a linear program of what to recompute.
 """
 
 from __future__ import annotations
