@@ -505,8 +505,8 @@ void EntityStorageImpl::end_service() noexcept {
 
 // --- bytes that the host still has ---------------------------------------------
 
-/// Gives the storage `address` for its block, if no op pins the entity: see Note [Pins and requests].
-/// Returns false where nothing has changed.
+/// Gives the storage `address` for its block, if no op pins the entity: see Note [Pins and
+/// requests]. Returns false where nothing has changed.
 bool EntityStorageImpl::leave_locked(
     EntityState to,
     void* address,

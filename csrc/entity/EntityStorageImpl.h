@@ -178,8 +178,8 @@ class EntityStorageImpl : public std::enable_shared_from_this<EntityStorageImpl>
   std::unique_ptr<DeviceBlock> cancel_arrival(const std::shared_ptr<PageinTransfer>& transfer);
 
   /// RESIDENT -> DROPPED: the bytes go, and `recipe` makes them again when they are used. The
-  /// storage holds `unreadable` meanwhile. Returns false, and changes nothing, for an entity that is
-  /// in another state, pinned, or on its way. `garbage` as for `commit_pageout`.
+  /// storage holds `unreadable` meanwhile. Returns false, and changes nothing, for an entity that
+  /// is in another state, pinned, or on its way. `garbage` as for `commit_pageout`.
   bool drop(
       const std::shared_ptr<Recipe>& recipe,
       void* unreadable,
@@ -196,8 +196,8 @@ class EntityStorageImpl : public std::enable_shared_from_this<EntityStorageImpl>
   /// An op (or raw access) of the calling thread uses the bytes: brings them to
   /// the device whatever the state and orders the thread's stream after them.
   /// Throws what the device allocator throws (the entity is PAGED_OUT then: see `serve`), or the
-  /// recipe (it is DROPPED). The caller holds the storage and, unless it gets `kServed`, has pinned the entity for
-  /// as long as it uses the bytes. `kServed` counts as a `serve` of its own.
+  /// recipe (it is DROPPED). The caller holds the storage and, unless it gets `kServed`, has pinned
+  /// the entity for as long as it uses the bytes. `kServed` counts as a `serve` of its own.
   AccessResult access();
 
   /// What an access that found no device memory does instead: the host copy is used in

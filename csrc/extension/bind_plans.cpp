@@ -9,6 +9,7 @@
 
 #include <entity/Error.h>
 #include <extension/Runtime.h>
+#include <extension/base/Fork.h>
 #include <extension/base/Interpreter.h>
 
 namespace py = pybind11;
@@ -132,6 +133,14 @@ void bind_plans(py::module_& module) {
   });
   module.def("take_recording", &take_recording);
   module.def("add_plan", &add_plan);
+  module.def(
+      "make_dropped_again",
+      [] {
+        if (!in_forked_child()) {
+          Runtime::get().pager.make_dropped_again();
+        }
+      },
+      py::call_guard<py::gil_scoped_release>());
   module.def("share_in_step", [] { return Runtime::get().planning.share_in_step(); });
 }
 

@@ -11,10 +11,10 @@
 #include <entity/Error.h>
 
 #include <extension/Runtime.h>
-#include <extension/bind_plans.h>
 #include <extension/base/Compat.h>
 #include <extension/base/Fork.h>
 #include <extension/base/Interpreter.h>
+#include <extension/bind_plans.h>
 #include <extension/memory/CpuDevice.h>
 
 namespace py = pybind11;

@@ -14,7 +14,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch_lms.partition.balanced import create_balanced_partition
-    from torch_lms.swap import SwapEnv, current_plan, disable, enable, memory_summary, pageout, pin, prefetch, stats, wait
+    from torch_lms.swap import (
+        SwapEnv,
+        current_plan,
+        disable,
+        enable,
+        memory_summary,
+        pageout,
+        pin,
+        prefetch,
+        stats,
+        wait,
+    )
 
 __all__ = [
     "SwapEnv",

@@ -17,6 +17,7 @@ PACKAGE = PACKAGE_ROOT / "torch_lms"
 NOT_REACHED = {"intercepts.py", "discovery.py"}
 BEHIND_NEED_EXTENSION = {"enable", "disable", "enable_chaos", "attention", "memory_report"} | {
     "add_plan",
+    "make_dropped_again",
     "plan_program",
     "take_recording",
 }

@@ -17,7 +17,7 @@ from torch_lms.errors import LmsError, PageoutError
 from torch_lms.swap import is_resident, state, unpin
 
 NBYTES = 64 << 10
-STATES = {"resident", "out_queued", "paging_out", "paged_out", "in_queued", "paging_in"}
+STATES = {"resident", "out_queued", "paging_out", "paged_out", "in_queued", "paging_in", "dropped"}
 
 
 def filled(seed: int = 0) -> torch.Tensor:

@@ -17,7 +17,7 @@ from torch_lms.errors import PageoutError
 from torch_lms.swap import is_enabled, state, unpin
 
 LIMIT_BYTES = 64 << 10
-STATE_NAMES = {"resident", "out_queued", "paging_out", "paged_out", "in_queued", "paging_in"}
+STATE_NAMES = {"resident", "out_queued", "paging_out", "paged_out", "in_queued", "paging_in", "dropped"}
 MAX_STORAGES = 12
 
 WRITES: dict[str, Callable[[torch.Tensor | np.ndarray], object]] = {
@@ -191,7 +191,7 @@ class Paging(RuleBasedStateMachine):
         out = {
             handle.tensor.untyped_storage()._cdata: handle.tensor.untyped_storage().nbytes()
             for handle in self.alive
-            if state(handle.tensor) in ("paged_out", "in_queued", "paging_in")
+            if state(handle.tensor) in ("paged_out", "in_queued", "paging_in", "dropped")
         }
         assert stats.paged_out_bytes == sum(out.values())
         assert stats.paged_out_storages == len(out)

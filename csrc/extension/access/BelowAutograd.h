@@ -13,13 +13,12 @@ class BelowAutograd {
   const at::DisableRecordFunctionGuard unseen_;
   const at::AutoDispatchBelowADInplaceOrView below_;
   const c10::impl::ExcludeDispatchKeyGuard no_modes_{
-      c10::autocast_dispatch_keyset |
-      c10::DispatchKeySet(
-          {c10::DispatchKey::Python,
-           c10::DispatchKey::PythonTLSSnapshot,
-           c10::DispatchKey::PreDispatch,
-           c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
-           c10::DispatchKey::FuncTorchDynamicLayerBackMode})};
+      c10::autocast_dispatch_keyset | c10::DispatchKeySet(
+                                          {c10::DispatchKey::Python,
+                                           c10::DispatchKey::PythonTLSSnapshot,
+                                           c10::DispatchKey::PreDispatch,
+                                           c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
+                                           c10::DispatchKey::FuncTorchDynamicLayerBackMode})};
 };
 
 } // namespace torch_lms

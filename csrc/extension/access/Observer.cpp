@@ -80,12 +80,7 @@ bool is_on_main_thread(Frame& frame) {
 
 } // namespace
 
-Observer::Observer(
-    Pager& pager,
-    Policy& policy,
-    Recipes& recipes,
-    Planning& planning,
-    Chaos& chaos)
+Observer::Observer(Pager& pager, Policy& policy, Recipes& recipes, Planning& planning, Chaos& chaos)
     : pager_(pager),
       policy_(&policy),
       recipes_(recipes),

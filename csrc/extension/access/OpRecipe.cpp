@@ -17,10 +17,10 @@
 namespace torch_lms {
 namespace {
 
-/// Ops whose results are not set by their inputs, though nothing in their schema says so: they leave
-/// memory as they found it, update running statistics, or keep a state of their own.
-constexpr std::array<const char*, 7> kUnsettled = {
-    "empty", "batch_norm", "rnn", "lstm", "gru", "resize", "fused_moving_avg"};
+/// Ops whose results are not set by their inputs, though nothing in their schema says so: they
+/// leave memory as they found it, update running statistics, or keep a state of their own.
+constexpr std::array<const char*, 7> kUnsettled =
+    {"empty", "batch_norm", "rnn", "lstm", "gru", "resize", "fused_moving_avg"};
 
 constexpr const char* kDropout = "dropout_p";
 
@@ -38,8 +38,10 @@ bool has_argument(const c10::FunctionSchema& schema, const char* name) {
 }
 
 bool is_plain(const at::TensorImpl& tensor) {
-  const auto functionality = tensor.key_set() - c10::autograd_dispatch_keyset_with_ADInplaceOrView -
-      c10::autocast_dispatch_keyset - c10::DispatchKeySet(
+  const auto functionality =
+      tensor.key_set() - c10::autograd_dispatch_keyset_with_ADInplaceOrView -
+      c10::autocast_dispatch_keyset -
+      c10::DispatchKeySet(
           {c10::DispatchKey::Dense, c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
   return tensor.has_storage() && !tensor.has_symbolic_sizes_strides() &&
          (functionality.raw_repr() & ~c10::full_backend_mask) == 0 &&
@@ -88,8 +90,8 @@ std::shared_ptr<OpRecipe> OpRecipe::capture(const at::RecordFunction& record) {
   const bool seeded = op->hasTag(at::Tag::nondeterministic_seeded);
   for (size_t i = 0; i < arguments.size(); ++i) {
     const c10::IValue& value = record.inputs()[i];
-    if (!recipe->take(value) ||
-        (seeded && arguments[i].name() == kDropout && !(value.isDouble() && value.toDouble() == 0))) {
+    if (!recipe->take(value) || (seeded && arguments[i].name() == kDropout &&
+                                 !(value.isDouble() && value.toDouble() == 0))) {
       return nullptr;
     }
   }
@@ -182,8 +184,7 @@ c10::IValue OpRecipe::value(const c10::IValue& taken, size_t* next) const {
   if (taken.isOptionalTensorList()) {
     c10::List<c10::optional<at::Tensor>> tensors;
     for (const c10::IValue& element : taken.toListRef()) {
-      tensors.push_back(
-          element.isNone() ? c10::nullopt : c10::make_optional(tensor((*next)++)));
+      tensors.push_back(element.isNone() ? c10::nullopt : c10::make_optional(tensor((*next)++)));
     }
     return tensors;
   }

@@ -22,7 +22,8 @@ namespace torch_lms {
 ///   - writes to nothing, its outputs are memory of their own, and they are set by its inputs: no
 ///     random numbers (attention without dropout is fine), no running statistics, no `empty`;
 ///   - takes and makes plain tensors: dense, strided, no wrappers.
-/// Its inputs stay as they were: whoever is about to write to one, or to what it made, says so first
+/// Its inputs stay as they were: whoever is about to write to one, or to what it made, says so
+/// first
 /// (`Recipes::before_write`), and what has been dropped then comes back before the write.
 ///
 /// The op is run again below autograd and autocast, on the stream of its first time, with nobody
@@ -86,7 +87,8 @@ class OpRecipe {
   std::atomic<bool> valid_{true};
 };
 
-/// Every defined tensor behind a value, in order, those in lists and tuples too; undefined ones count.
+/// Every defined tensor behind a value, in order, those in lists and tuples too; undefined ones
+/// count.
 void append_tensors(const c10::IValue& value, std::vector<at::Tensor>& tensors);
 
 } // namespace torch_lms

@@ -159,7 +159,8 @@ void Recorder::note_outputs(const at::RecordFunction& record, Frame& frame, int3
     storage.recurring = false;
     storage.producer = place;
     storage.output = static_cast<int32_t>(i);
-    storage.why_not_recompute = fresh[i] != nullptr || !verdict.empty() ? verdict : "it shares memory";
+    storage.why_not_recompute =
+        fresh[i] != nullptr || !verdict.empty() ? verdict : "it shares memory";
     if (storage.why_not_recompute.empty()) {
       note_recipe(frame, storage);
     }

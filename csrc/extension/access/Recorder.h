@@ -70,8 +70,8 @@ class Recorder {
     return recording_.load(std::memory_order_acquire);
   }
 
-  /// An outermost op begins, and has pinned its inputs; ends, and has made its outputs. `line` tells
-  /// the program's place.
+  /// An outermost op begins, and has pinned its inputs; ends, and has made its outputs. `line`
+  /// tells the program's place.
   void begin_op(const at::RecordFunction& record, Frame& frame);
   void end_op(const at::RecordFunction& record, Frame& frame, bool backward);
   void note_raw_access(const EntityPtr& entity);

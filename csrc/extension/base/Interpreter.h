@@ -17,7 +17,8 @@ struct Interpreter {
   bool (*at_next_instruction)(void (*call)()) = nullptr;
   /// Has Python make a plan of what has been recorded, soon.
   void (*make_plan)() = nullptr;
-  /// The module and the line of the program that the calling thread is at; empty where there is none.
+  /// The module and the line of the program that the calling thread is at; empty where there is
+  /// none.
   std::pair<std::string, std::string> (*where)() = nullptr;
   /// Whether the calling thread is Python's main thread.
   bool (*on_main_thread)() = nullptr;

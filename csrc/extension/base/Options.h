@@ -39,7 +39,8 @@ struct PolicyOptions {
 
   /// Below this share of the limit (in quarters) ops are not watched: see Note [Learn, sleep, arm].
   size_t sleep_below_quarters = 3;
-  /// Awake, memory is looked at whenever limit / peak_share bytes have been allocated in small blocks.
+  /// Awake, memory is looked at whenever limit / peak_share bytes have been allocated in small
+  /// blocks.
   size_t peak_share = 64;
   /// Outermost ops that make a cycle in a program that has no backward.
   uint64_t ops_in_cycle = 4096;

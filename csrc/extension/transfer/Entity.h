@@ -31,8 +31,8 @@ class Entity final : public EntityStorageImpl {
   }
 
   /// Whether it is this storage's, and the storage still holds the bytes that the entity stands
-  /// for: an op or the program may have resized it (Note [Storages that change their memory]). The caller
-  /// holds the storage. Thread-safe.
+  /// for: an op or the program may have resized it (Note [Storages that change their memory]). The
+  /// caller holds the storage. Thread-safe.
   bool stands_for(const c10::StorageImpl& storage) const noexcept {
     return binds(storage) && !replaced() &&
            (size_t(storage.sym_nbytes().as_int_unchecked()) == nbytes() ||

@@ -48,8 +48,7 @@ class EntityTable {
   /// The same, and it is fixed.
   template <typename Make>
   EntityPtr fix(const c10::StorageImpl& storage, Make&& make) {
-    return visit_or_make(
-        storage, std::forward<Make>(make), [](Entity& entity) { entity.fix(); });
+    return visit_or_make(storage, std::forward<Make>(make), [](Entity& entity) { entity.fix(); });
   }
 
   /// Takes one `fix` back. Returns false if there is none.

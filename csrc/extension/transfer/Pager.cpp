@@ -357,8 +357,7 @@ void Pager::call_off_pageout(const EntityPtr& entity) {
 void Pager::released(const std::shared_ptr<EntityStorageImpl>& entity) noexcept {
   left_host(*entity);
   if (const KeepAlive storage = entity->hold()) { // which has been given other memory
-    compat::allow_access(
-        *std::static_pointer_cast<c10::Storage>(storage)->unsafeGetStorageImpl());
+    compat::allow_access(*std::static_pointer_cast<c10::Storage>(storage)->unsafeGetStorageImpl());
   }
   entity->host_copy_released();
 }
@@ -545,6 +544,17 @@ void Pager::wait_pageins() {
   } catch (const c10::OutOfMemoryError&) {
     stats_.pagein_failures.fetch_add(1, std::memory_order_relaxed);
   }
+}
+
+void Pager::make_dropped_again() {
+  table_.for_each([&](const EntityPtr& entity) {
+    const KeepAlive keep = entity->hold();
+    if (keep != nullptr && entity->state() == EntityState::kDropped) {
+      entity->pin();
+      use(entity);
+      entity->unpin();
+    }
+  });
 }
 
 void Pager::pagein_all() {

@@ -166,6 +166,9 @@ class Pager final : public StorageEvents {
 
   /// Pages everything in; waits. Throws if the device has no room.
   void pagein_all();
+  /// Makes all that has been dropped again: a process that is forked now cannot. What has no room
+  /// stays.
+  void make_dropped_again();
 
   // --- what there is ---
 

@@ -73,7 +73,8 @@ KeepAlive TorchStorageBinding::acquire(size_t nbytes, void** device) {
   }
   if (!has_bytes(*raw()) || raw()->nbytes() != nbytes ||
       (!unwritten() &&
-       why_not_movable(*raw(), &device_, watching_ && compat::block_is_watched(*raw())) != nullptr)) {
+       why_not_movable(*raw(), &device_, watching_ && compat::block_is_watched(*raw())) !=
+           nullptr)) {
     unwatch(); // What replaces an entity's memory may leave the hook.
     return nullptr;
   }

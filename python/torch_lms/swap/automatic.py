@@ -70,9 +70,7 @@ def enable(
     intercepts.install()
     if swap or recompute:
         host_bytes = None if host_limit is None else parse_bytes(host_limit, total_bytes=core.total_bytes("cpu"))
-        planning.begin(
-            planning.Wishes(limits=limits, host_limit_bytes=host_bytes, swap=swap, recompute=recompute)
-        )
+        planning.begin(planning.Wishes(limits=limits, host_limit_bytes=host_bytes, swap=swap, recompute=recompute))
     for device, limit_bytes in limits.items():
         core.enable(device, limit_bytes, smallest)
     optimizers.install(limits)

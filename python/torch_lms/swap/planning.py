@@ -44,6 +44,9 @@ class Wishes:
     recompute: bool = True
 
 
+if hasattr(core, "make_dropped_again"):  # not in the fork, which drops nothing
+    os.register_at_fork(before=core.make_dropped_again)
+
 _wishes: Wishes | None = None
 _plan: Plan | None = None
 _trace: Trace | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch_lms.plan.document import Plan
@@ -122,10 +123,7 @@ def _checked_recipe(storage: TraceStorage, storages: Sequence[TraceStorage]) -> 
             why_not = f"storage {number}, from which it is made, is written before it is used last"
     if not why_not:
         return storage
-    return TraceStorage(
-        **{name: getattr(storage, name) for name in storage.__slots__ if name not in ("recompute", "why_not_recompute")},
-        why_not_recompute=why_not,
-    )
+    return replace(storage, recompute=None, why_not_recompute=why_not)
 
 
 def _live_bytes(storages: Iterable[TraceStorage], places: int) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from itertools import pairwise
 from types import FrameType
 
 import torch
@@ -35,12 +36,10 @@ def here() -> tuple[str, str]:
 
 def _path(modules: list[nn.Module]) -> str:
     """From the outermost to the innermost, by the names that each has in the one before it."""
-    names = [_name_in(outer, inner) for outer, inner in zip(modules, modules[1:], strict=False)]
+    names = [_name_in(outer, inner) for outer, inner in pairwise(modules)]
     return ".".join(name for name in names if name)
 
 
 def _name_in(outer: nn.Module, inner: nn.Module) -> str:
-    for name, module in outer.named_modules():
-        if module is inner:
-            return name
-    return type(inner).__name__
+    names = (name for name, module in outer.named_modules() if module is inner)
+    return next(names, type(inner).__name__)

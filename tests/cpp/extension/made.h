@@ -22,10 +22,11 @@ struct Made {
 class NextRecipe {
  public:
   NextRecipe()
-      : handle_(at::addThreadLocalCallback(
-            at::RecordFunctionCallback(&begin, &end)
-                .needsInputs(true)
-                .scopes({at::RecordScope::FUNCTION}))) {
+      : handle_(
+            at::addThreadLocalCallback(
+                at::RecordFunctionCallback(&begin, &end)
+                    .needsInputs(true)
+                    .scopes({at::RecordScope::FUNCTION}))) {
     depth() = 0;
     recipe() = nullptr;
   }
