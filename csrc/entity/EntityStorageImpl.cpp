@@ -550,13 +550,15 @@ bool EntityStorageImpl::drop(
     std::unique_ptr<DeviceBlock>* garbage) {
   const KeepAlive alive = binding_->hold(); // so that `acquire` never lets go of the last
   KeepAlive keep; // dropped after unlocking
-  release_copy();
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (!may_leave_locked(&keep) || !binding_->referenced() ||
-      !leave_locked(EntityState::kDropped, unreadable, garbage)) {
-    return false;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!may_leave_locked(&keep) || !binding_->referenced() ||
+        !leave_locked(EntityState::kDropped, unreadable, garbage)) {
+      return false;
+    }
+    recipe_ = recipe;
   }
-  recipe_ = recipe;
+  release_copy();
   return true;
 }
 

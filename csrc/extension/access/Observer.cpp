@@ -8,6 +8,7 @@
 #include <entity/OpClock.h>
 
 #include <extension/access/Storages.h>
+#include <extension/base/ErrorText.h>
 #include <extension/base/ForeignCall.h>
 #include <extension/base/Fork.h>
 #include <extension/base/Interpreter.h>
@@ -131,8 +132,15 @@ void Observer::begin(const at::RecordFunction& record) {
   }
   frame.depth = 1;
   frame.holding = kind == OpKind::kHolding || kind == OpKind::kCollective;
-  begin_outermost(record, frame);
-  if (!pin_inputs(record, frame, op) && !frame.holding) {
+  bool all = true;
+  try {
+    begin_outermost(record, frame);
+    all = pin_inputs(record, frame, op);
+  } catch (const std::exception& error) { // PyTorch logs it, and runs the op
+    refuse_dropped(record, error);
+    throw;
+  }
+  if (!all && !frame.holding) {
     release_pinned(frame); // The op comes again, unwrapped: what it uses then is let go of then.
     frame.depth = 0;
   } else if (at::in_parallel_region()) { // a kernel's own threads: part of another op
@@ -141,6 +149,18 @@ void Observer::begin(const at::RecordFunction& record) {
     planning_.begin_op(record, frame);
   } else if (chaos_.wants_recipe()) {
     frame.recipe = recipes_.capture(record);
+  }
+}
+
+/// What is dropped has no host copy that an op could work on instead.
+void Observer::refuse_dropped(const at::RecordFunction& record, const std::exception& error) {
+  for (const c10::IValue& value : record.inputs()) {
+    visit_storages(value, [&](c10::StorageImpl& storage) {
+      const EntityPtr entity = has_bytes(storage) ? pager_.find(storage) : nullptr;
+      if (entity != nullptr && entity->state() == EntityState::kDropped) {
+        entity->refuse(text_of(error));
+      }
+    });
   }
 }
 

@@ -81,6 +81,7 @@ class Observer final : public OpFeed {
   static void on_end(const at::RecordFunction& record, at::ObserverContext* context);
   void begin(const at::RecordFunction& record);
   void end(const at::RecordFunction& record);
+  void refuse_dropped(const at::RecordFunction& record, const std::exception& error);
   void begin_outermost(const at::RecordFunction& record, Frame& frame);
   bool pin_inputs(const at::RecordFunction& record, Frame& frame, const OpTraits& op);
   void bring_inputs(const at::RecordFunction& record, Frame& frame);

@@ -6,7 +6,7 @@
 #include <extension/base/Compat.h>
 
 #include "failing_new.h"
-#include "rig.h"
+#include "made.h"
 
 namespace torch_lms {
 namespace {
@@ -294,6 +294,45 @@ TEST(a_kept_copy_that_is_dropped) {
         one.check();
       });
   lms().pager.keep_copies(false);
+}
+
+TEST(a_drop_and_its_return) {
+  const Settled settled;
+  const Observer::Request request(lms().observer);
+  at::Tensor input;
+  Made made;
+  fail_each(
+      [&] {
+        input = tensor_of(3);
+        made = made_by([&] { return input.mul(5); });
+      },
+      [&] {
+        made.drop();
+        lms().pager.use(made.entity); // fails, or not, and can be asked again
+      },
+      [&] {
+        CHECK(holds(made.tensor, 15));
+        CHECK(go_out(made.tensor));
+        CHECK(holds(made.tensor, 15));
+      });
+}
+
+TEST(a_write_to_what_something_dropped_is_made_from) {
+  const Settled settled;
+  const Observer::Request request(lms().observer);
+  at::Tensor input;
+  Made made;
+  fail_each(
+      [&] {
+        input = tensor_of(3);
+        made = made_by([&] { return input.mul(5); });
+        made.drop();
+      },
+      [&] { lms().recipes.before_write(*input.storage().unsafeGetStorageImpl()); },
+      [&] {
+        CHECK(holds(made.tensor, 15));
+        made.recipe = nullptr;
+      });
 }
 
 TEST(ops_under_a_limit) {

@@ -7,7 +7,7 @@
 #include <array>
 #include <random>
 
-#include "rig.h"
+#include "made.h"
 
 namespace torch_lms {
 namespace {
@@ -63,6 +63,7 @@ class Stress {
         static_cast<long>(refused_));
     CHECK(lms().pager.stats().pageouts > 20); // or nothing has been tested
     CHECK(lms().pager.stats().pageins > 20);
+    CHECK(lms().pager.stats().recomputations > 20);
   }
 
  private:
@@ -209,7 +210,14 @@ class Stress {
         lms().manual.pageout(storages);
         return;
       }
-      case 14:
+      case 14: { // what others read and write meanwhile is dropped
+        std::lock_guard<std::mutex> lock(slot.mutex);
+        const at::Tensor before = slot.tensor;
+        Made made = made_by([&] { return before.mul(1); });
+        slot.tensor = made.tensor;
+        made.drop();
+        return;
+      }
       case 15:
         lms().manual.prefetch({storage_of(slot)}, true);
         return;
