@@ -211,6 +211,7 @@ class Stress {
         return;
       }
       case 14: { // what others read and write meanwhile is dropped
+        const Observer::Request request(lms().observer); // as where plans are carried out
         std::lock_guard<std::mutex> lock(slot.mutex);
         const at::Tensor before = slot.tensor;
         Made made = made_by([&] { return before.mul(1); });
