@@ -90,7 +90,7 @@ bool Executor::end_cycle() {
 }
 
 /// Under the mutex. -1 for an op that the plan does not know.
-int32_t Executor::place_of_locked(uint64_t key) {
+int32_t Executor::place_of_locked(uint64_t key, std::vector<Bound>* garbage) {
   const auto fits = [&](const CompiledPlan& plan, size_t place) {
     return place < plan.ops.size() && plan.ops[place].key == key;
   };
@@ -102,6 +102,7 @@ int32_t Executor::place_of_locked(uint64_t key) {
       }
       if (alike) {
         plan_ = other;
+        garbage->swap(bound_);
         bound_.assign(plan_->recurring.size(), Bound());
         break;
       }
@@ -139,8 +140,9 @@ void Executor::begin_op(const at::RecordFunction& record, Frame& frame) {
   const uint64_t key = key_of_op(record, frame);
   bool makes_recipe = false;
   {
+    std::vector<Bound> garbage; // destroyed after unlocking: it may hold the last of a storage
     std::lock_guard<std::mutex> lock(mutex_);
-    frame.place = plan_ != nullptr ? place_of_locked(key) : -1;
+    frame.place = plan_ != nullptr ? place_of_locked(key, &garbage) : -1;
     if (frame.place < 0) {
       return;
     }
@@ -150,7 +152,7 @@ void Executor::begin_op(const at::RecordFunction& record, Frame& frame) {
     }
     makes_recipe = op.makes_recipe;
   }
-  if (makes_recipe) {
+  if (makes_recipe && frame.sealed) {
     frame.recipe = recipes_.capture(record);
   }
 }
@@ -182,10 +184,10 @@ void Executor::end_op(const at::RecordFunction& record, Frame& frame) {
     if (entity == nullptr || entity->device().device() != plan->device) {
       continue;
     }
+    Bound bound{entity, fresh[i] != nullptr ? recipe : nullptr, i}; // destroyed after unlocking
     std::lock_guard<std::mutex> lock(mutex_);
     if (at < numbers.size() && plan == plan_) {
-      bound_[static_cast<size_t>(numbers[at])] =
-          Bound{entity, fresh[i] != nullptr ? recipe : nullptr, i};
+      std::swap(bound_[static_cast<size_t>(numbers[at])], bound);
     }
     ++at;
   }

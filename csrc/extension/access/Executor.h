@@ -81,7 +81,7 @@ class Executor {
     size_t output = 0;
   };
 
-  int32_t place_of_locked(uint64_t key);
+  int32_t place_of_locked(uint64_t key, std::vector<Bound>* garbage);
   void bind_inputs_locked(const PlannedOp& op, Frame& frame);
   void start_cycle_locked(std::vector<Bound>& before);
   void prefetch_late();

@@ -106,6 +106,7 @@ int64_t ManualPaging::prefetch(const std::vector<c10::Storage>& storages, bool s
 }
 
 void ManualPaging::pin(const c10::Storage& storage) {
+  observer_.before_raw_access(*storage.unsafeGetStorageImpl());
   const EntityPtr entity = pager_.fix(*storage.unsafeGetStorageImpl());
   if (entity == nullptr) {
     return; // Not PyTorch's own memory: it never moves anyway.

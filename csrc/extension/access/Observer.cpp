@@ -114,7 +114,10 @@ void Observer::begin(const at::RecordFunction& record) {
   Frame& frame = frame_of_thread();
   if (frame.depth > 0) {
     ++frame.depth;
-    const OpTraits op = frame.holding ? frame.kinds.of(record) : OpTraits();
+    // What an op of PyTorch's calls uses the same, but for Python code that runs inside of it: hooks,
+    // and subclasses of tensors. That matters where something is dropped, which has no host copy.
+    const OpTraits op =
+        frame.holding || recipes_.any() ? frame.kinds.of(record) : OpTraits();
     if (op.kind > OpKind::kComposite) {
       pin_inputs(record, frame, op);
     }
@@ -143,11 +146,14 @@ void Observer::begin(const at::RecordFunction& record) {
   if (!all && !frame.holding) {
     release_pinned(frame); // The op comes again, unwrapped: what it uses then is let go of then.
     frame.depth = 0;
-  } else if (at::in_parallel_region()) { // a kernel's own threads: part of another op
+    return;
+  }
+  frame.sealed = kind == OpKind::kSealed;
+  if (at::in_parallel_region()) { // a kernel's own threads: part of another op
     frame.inside_kernel = true;
   } else if (planning_.wants_ops()) {
     planning_.begin_op(record, frame);
-  } else if (chaos_.wants_recipe()) {
+  } else if (frame.sealed && chaos_.wants_recipe()) {
     frame.recipe = recipes_.capture(record);
   }
 }
@@ -392,14 +398,15 @@ void Observer::end(const at::RecordFunction& record) {
 void Observer::give_out(c10::StorageImpl& storage) {
   Frame& frame = frame_of_thread();
   const EntityPtr entity = has_bytes(storage) ? pager_.find(storage) : nullptr;
-  if (entity == nullptr) {
-    return;
-  }
-  if (std::find(frame.pinned.begin(), frame.pinned.end(), entity.get()) != frame.pinned.end()) {
+  if (entity != nullptr &&
+      std::find(frame.pinned.begin(), frame.pinned.end(), entity.get()) != frame.pinned.end()) {
     entity->release_copy(); // An op's kernel is about to write to what the op has pinned.
     return;
   }
-  recipes_.before_write(storage);
+  before_raw_access(storage);
+  if (entity == nullptr) {
+    return;
+  }
   planning_.note_raw_access(entity);
   entity->device().note_current_stream();
   frame.given_out.push_back(entity);

@@ -64,6 +64,12 @@ class Observer final : public OpFeed {
   /// same function of another extension (Note [Foreign calls]). May wait as `Pager::use` does.
   void give_out(c10::StorageImpl& storage);
 
+  /// Somebody is about to have a storage's address, and may write to it: what has been dropped and
+  /// is made from its bytes comes back first.
+  void before_raw_access(c10::StorageImpl& storage) {
+    recipes_.before_write(storage);
+  }
+
   /// What has been given out to the calling thread may go again.
   void take_back();
 

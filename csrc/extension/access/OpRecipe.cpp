@@ -59,7 +59,7 @@ bool is_constant(const c10::IValue& value) {
 bool OpRecipe::possible(const c10::OperatorHandle& op) {
   const c10::FunctionSchema& schema = op.schema();
   const std::string& name = schema.name();
-  if (schema.is_mutable() || schema.returns().empty()) {
+  if (name.rfind("aten::", 0) != 0 || schema.is_mutable() || schema.returns().empty()) {
     return false;
   }
   for (const c10::Argument& argument : schema.arguments()) {
@@ -86,6 +86,7 @@ std::shared_ptr<OpRecipe> OpRecipe::capture(const at::RecordFunction& record) {
     return nullptr;
   }
   std::shared_ptr<OpRecipe> recipe(new OpRecipe(*op));
+  recipe->state_ = NumericState::now();
   const auto& arguments = op->schema().arguments();
   const bool seeded = op->hasTag(at::Tag::nondeterministic_seeded);
   for (size_t i = 0; i < arguments.size(); ++i) {
@@ -151,7 +152,7 @@ bool OpRecipe::take(const c10::IValue& value) {
     arguments_.back() = value.isTensorList() ? c10::IValue(none) : c10::IValue(none_or);
     return all;
   }
-  arguments_.push_back(value);
+  arguments_.push_back(value.isList() ? value.deepcopy() : value); // the program may change a list
   return is_constant(value);
 }
 
@@ -193,6 +194,7 @@ c10::IValue OpRecipe::value(const c10::IValue& taken, size_t* next) const {
 
 std::vector<at::Tensor> OpRecipe::run() const {
   const BelowAutograd ours;
+  const WithNumericState as_then(state_);
   if (!stream_.has_value()) {
     return call();
   }
@@ -216,6 +218,7 @@ std::vector<at::Tensor> OpRecipe::call() const {
 
 uint64_t OpRecipe::kind() const {
   size_t kind = std::hash<std::string>()(toString(op_.operator_name()));
+  kind = c10::hash_combine(kind, state_.hash());
   const auto add = [&kind](size_t value) { kind = c10::hash_combine(kind, value); };
   for (const c10::IValue& argument : arguments_) {
     if (!argument.isTensor() && !argument.isTensorList() && !argument.isOptionalTensorList()) {

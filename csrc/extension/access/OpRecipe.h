@@ -12,6 +12,8 @@
 #include <c10/core/Stream.h>
 #include <c10/util/SmallVector.h>
 
+#include <extension/access/NumericState.h>
+
 namespace torch_lms {
 
 /// Note [Recipes]
@@ -21,13 +23,14 @@ namespace torch_lms {
 ///   - is PyTorch's, has a schema, and its record has all of its arguments;
 ///   - writes to nothing, its outputs are memory of their own, and they are set by its inputs: no
 ///     random numbers (attention without dropout is fine), no running statistics, no `empty`;
-///   - takes and makes plain tensors: dense, strided, no wrappers.
+///   - takes and makes plain tensors: dense, strided, no wrappers, in PyTorch's own memory. What
+///     others have the address of (numpy, another process, a file) they may write to unseen.
 /// Its inputs stay as they were: whoever is about to write to one, or to what it made, says so
 /// first
 /// (`Recipes::before_write`), and what has been dropped then comes back before the write.
 ///
 /// The op is run again below autograd and autocast, on the stream of its first time, with nobody
-/// recording it.
+/// recording it, and with the switches of PyTorch as they were (`NumericState`).
 
 /// One op that has been run, and can be run again.
 ///
@@ -84,6 +87,7 @@ class OpRecipe {
   std::vector<Meta> metas_;
   std::vector<bool> defined_;
   c10::optional<c10::Stream> stream_;
+  NumericState state_;
   std::atomic<bool> valid_{true};
 };
 

@@ -93,7 +93,7 @@ Recipes::Recipes(Pager& pager) : pager_(pager) {
 
 /// Under the mutex.
 void Recipes::forget_dead_locked() {
-  if (known_.size() < forget_at_) {
+  if (by_storage_.size() < forget_at_) {
     return;
   }
   for (auto at = by_storage_.begin(); at != by_storage_.end();) {
@@ -107,13 +107,36 @@ void Recipes::forget_dead_locked() {
   for (auto at = of_dropped_.begin(); at != of_dropped_.end();) {
     at = at->second.expired() ? of_dropped_.erase(at) : std::next(at);
   }
-  forget_at_ = std::max<size_t>(256, 2 * known_.size());
+  forget_at_ = std::max<size_t>(1024, 2 * by_storage_.size());
   count_.store(known_.size(), std::memory_order_release);
+}
+
+/// Whether nobody but ops can write to what the recipe reads.
+bool Recipes::reads_only_ours(const OpRecipe& recipe) {
+  for (const c10::Storage& input : recipe.inputs()) {
+    if (!input) {
+      continue;
+    }
+    const EntityPtr entity = pager_.find(*impl_of(input));
+    const Device* device = pager_.devices().find(input.device());
+    const bool resident = entity == nullptr || entity->state() == EntityState::kResident;
+    const bool owned = device != nullptr &&
+                       (device->owns(impl_of(input)->_mutable_data_ptr_no_checks()) ||
+                        (entity != nullptr && compat::block_is_watched(*impl_of(input))));
+    const bool ours = (entity == nullptr || !entity->fixed()) && (owned || !resident);
+    if (!ours) {
+      return false;
+    }
+  }
+  return true;
 }
 
 std::shared_ptr<OpRecipe> Recipes::capture(const at::RecordFunction& record, bool to_look_at) {
   std::shared_ptr<OpRecipe> recipe = OpRecipe::capture(record);
-  if (recipe == nullptr || to_look_at) {
+  if (recipe == nullptr || !reads_only_ours(*recipe)) {
+    return nullptr;
+  }
+  if (to_look_at) {
     return recipe;
   }
   for (const c10::Storage& input : recipe->inputs()) {

@@ -52,6 +52,7 @@ class Recipes {
  private:
   class Storage;
 
+  bool reads_only_ours(const OpRecipe& recipe);
   void bring_ingredients(const EntityPtr& entity);
   void invalidate_readers(const c10::StorageImpl& storage);
   std::shared_ptr<Storage> recipe_of(const EntityPtr& entity);
@@ -68,7 +69,7 @@ class Recipes {
   std::unordered_map<const OpRecipe*, Known> known_;
   std::unordered_multimap<const c10::StorageImpl*, const OpRecipe*> by_storage_;
   std::unordered_map<const Entity*, std::weak_ptr<Storage>> of_dropped_;
-  size_t forget_at_ = 256;
+  size_t forget_at_ = 1024; // entries of `by_storage_`
   std::atomic<size_t> count_{0};
 };
 

@@ -65,7 +65,7 @@ int32_t Recorder::number_of(const EntityPtr& entity) {
 }
 
 void Recorder::begin_op(const at::RecordFunction& record, Frame& frame) {
-  frame.recipe = recipes_.capture(record, /*to_look_at=*/true);
+  frame.recipe = frame.sealed ? recipes_.capture(record, /*to_look_at=*/true) : nullptr;
   std::lock_guard<std::mutex> lock(mutex_);
   if (cycle_ == nullptr) {
     return;
