@@ -43,7 +43,8 @@ class RecentEntities {
 struct Frame {
   int64_t depth = 0; ///< Records inside of the outermost op, itself included; 0 outside.
   bool holding = false; ///< What the outermost op calls is watched, too.
-  bool sealed = false; ///< The outermost op is one of PyTorch's with a kernel: it may have a recipe.
+  bool sealed =
+      false; ///< The outermost op is one of PyTorch's with a kernel: it may have a recipe.
   bool inside_kernel = false; ///< The outermost op of this thread is part of another thread's.
   uint64_t now = 0; ///< The time of the outermost op.
   std::vector<Entity*> pinned; ///< The table keeps what is pinned.

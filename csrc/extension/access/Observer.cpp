@@ -114,10 +114,10 @@ void Observer::begin(const at::RecordFunction& record) {
   Frame& frame = frame_of_thread();
   if (frame.depth > 0) {
     ++frame.depth;
-    // What an op of PyTorch's calls uses the same, but for Python code that runs inside of it: hooks,
-    // and subclasses of tensors. That matters where something is dropped, which has no host copy.
-    const OpTraits op =
-        frame.holding || recipes_.any() ? frame.kinds.of(record) : OpTraits();
+    // What an op of PyTorch's calls uses the same, but for Python code that runs inside of it:
+    // hooks, and subclasses of tensors. That matters where something is dropped, which has no host
+    // copy.
+    const OpTraits op = frame.holding || recipes_.any() ? frame.kinds.of(record) : OpTraits();
     if (op.kind > OpKind::kComposite) {
       pin_inputs(record, frame, op);
     }

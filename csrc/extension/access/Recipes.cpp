@@ -120,9 +120,9 @@ bool Recipes::reads_only_ours(const OpRecipe& recipe) {
     const EntityPtr entity = pager_.find(*impl_of(input));
     const Device* device = pager_.devices().find(input.device());
     const bool resident = entity == nullptr || entity->state() == EntityState::kResident;
-    const bool owned = device != nullptr &&
-                       (device->owns(impl_of(input)->_mutable_data_ptr_no_checks()) ||
-                        (entity != nullptr && compat::block_is_watched(*impl_of(input))));
+    const bool owned =
+        device != nullptr && (device->owns(impl_of(input)->_mutable_data_ptr_no_checks()) ||
+                              (entity != nullptr && compat::block_is_watched(*impl_of(input))));
     const bool ours = (entity == nullptr || !entity->fixed()) && (owned || !resident);
     if (!ours) {
       return false;

@@ -279,39 +279,6 @@ TEST(a_storage_without_a_size_is_no_entity) {
   CHECK(go_out(tensor));
 }
 
-/// Fails when an op has memory brought in for it, as often as it says.
-class NoMemory {
- public:
-  explicit NoMemory(size_t free_bytes) {
-    Device& device = Program::get().device();
-    device.limit(device.use().allocated_bytes + free_bytes, room_);
-  }
-  ~NoMemory() {
-    Program::get().device().unlimit();
-    if (Program::get().async == nullptr) {
-      static_cast<CpuDevice&>(Program::get().device()).count();
-    }
-  }
-
- private:
-  struct NoRoomAtAll final : Room {
-    Answer make_room(Device& device, size_t nbytes) override {
-      return device.use().allocated_bytes + nbytes > device.limit_bytes() ? Answer::kRefuse
-                                                                          : Answer::kFits;
-    }
-    void make_contiguous(Device&, size_t) override {}
-    Answer after_out_of_memory(Device&, size_t) override {
-      return Answer::kRefuse;
-    }
-    void vacate_finished(Device&) override {}
-    void before_capture() override {}
-    std::string explain(Device&, size_t) override {
-      return "no room in a test";
-    }
-  };
-  NoRoomAtAll room_;
-};
-
 TEST(an_op_without_room_works_in_place_and_nothing_comes_in_beside_it) {
   const Settled settled;
   const at::Tensor tensor = tensor_of(1, 65536);

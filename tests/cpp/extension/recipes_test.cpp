@@ -2,7 +2,9 @@
 // by several threads at once, and where their op fails.
 
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/from_blob.h>
 #include <ATen/ops/rand_like.h>
+#include <c10/core/DefaultDtype.h>
 #include <entity/Error.h>
 #include <extension/base/Compat.h>
 #include <torch/library.h>
@@ -12,10 +14,7 @@
 namespace torch_lms {
 namespace {
 
-std::atomic<bool> fails{false};
-
 at::Tensor twice(const at::Tensor& tensor) {
-  TORCH_CHECK(!fails.load(), "the op was told to fail");
   return tensor.mul(2);
 }
 
@@ -173,16 +172,65 @@ TEST(what_dies_dropped_leaves_nothing) {
 
 TEST(an_op_gets_the_error_of_what_cannot_be_made_and_can_try_again) {
   const Observed observed;
-  const at::Tensor input = tensor_of(3);
-  const Made made = made_by([&] { return call_twice(input); });
+  const at::Tensor input = tensor_of(3, 65536);
+  const Made made = made_by([&] { return input.mul(5); });
   REQUIRE(made.drop());
-  fails = true;
-  CHECK_THROWS(holds(made.tensor, 6), c10::Error, "told to fail");
-  CHECK_EQ(state(made.tensor), "dropped");
-  fails = false;
-  if (compat::kHasMaterializer) { // else PyTorch goes on refusing it
-    CHECK(holds(made.tensor, 6));
+  {
+    const NoMemory none(4096);
+    CHECK_THROWS(made.tensor.add_(1), c10::Error, "no room in a test");
+    CHECK_EQ(state(made.tensor), "dropped");
   }
+  if (compat::kHasMaterializer) { // else PyTorch goes on refusing it
+    CHECK(holds(made.tensor, 15));
+  }
+}
+
+TEST(it_is_made_with_the_switches_of_its_first_time) {
+  const Observed observed;
+  const at::Tensor input = tensor_of(3);
+  const Made made = made_by([&] { return input.true_divide(2); }); // of the default dtype
+  REQUIRE(made.drop());
+  c10::set_default_dtype(c10::scalarTypeToTypeMeta(at::kDouble));
+  const bool right = made.tensor.eq(1.5).all().item<bool>();
+  CHECK_EQ(c10::get_default_dtype_as_scalartype(), at::kDouble);
+  c10::set_default_dtype(c10::scalarTypeToTypeMeta(at::kFloat));
+  CHECK(right);
+}
+
+TEST(it_is_made_with_the_lists_of_its_first_time) {
+  const Observed observed;
+  const at::Tensor input = tensor_of(3).view({64, 128});
+  c10::List<int64_t> dimensions({0});
+  const auto sum = c10::Dispatcher::singleton().findSchemaOrThrow("aten::sum", "dim_IntList");
+  const Made made = made_by([&] {
+    std::vector<c10::IValue> stack{input, dimensions, false, c10::IValue()};
+    sum.callBoxed(&stack);
+    return stack[0].toTensor();
+  });
+  REQUIRE(made.drop());
+  dimensions.set(0, 1);
+  CHECK(holds(made.tensor, 3 * 64));
+}
+
+TEST(what_others_may_write_to_makes_no_recipe) {
+  const Observed observed;
+  std::vector<int64_t> theirs(8192, 3);
+  const at::Tensor input = at::from_blob(theirs.data(), {8192}, at::kLong);
+  CHECK(made_by([&] { return input.mul(5); }).recipe == nullptr);
+  const at::Tensor pinned = tensor_of(3);
+  lms().manual.pin(pinned.storage());
+  CHECK(made_by([&] { return pinned.mul(5); }).recipe == nullptr);
+  lms().manual.unpin(pinned.storage());
+  CHECK(made_by([&] { return call_twice(pinned); }).recipe == nullptr); // somebody else's op
+}
+
+TEST(what_runs_inside_of_an_op_finds_it) {
+  const Observed observed;
+  const at::Tensor input = tensor_of(3);
+  const Made made = made_by([&] { return input.mul(5); });
+  REQUIRE(made.drop());
+  const RecordedOp op("aten::add", {input});
+  CHECK(holds(made.tensor, 15)); // as a hook of Python's
 }
 
 TEST(threads_that_need_it_at_once_find_it_made_once) {

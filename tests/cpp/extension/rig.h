@@ -153,6 +153,39 @@ struct Settled {
   }
 };
 
+/// Fails when an op has memory brought in for it, as often as it says.
+class NoMemory {
+ public:
+  explicit NoMemory(size_t free_bytes) {
+    torch_lms::Device& device = Program::get().device();
+    device.limit(device.use().allocated_bytes + free_bytes, room_);
+  }
+  ~NoMemory() {
+    Program::get().device().unlimit();
+    if (Program::get().async == nullptr) {
+      static_cast<torch_lms::CpuDevice&>(Program::get().device()).count();
+    }
+  }
+
+ private:
+  struct NoRoomAtAll final : torch_lms::Room {
+    Answer make_room(torch_lms::Device& device, size_t nbytes) override {
+      return device.use().allocated_bytes + nbytes > device.limit_bytes() ? Answer::kRefuse
+                                                                          : Answer::kFits;
+    }
+    void make_contiguous(torch_lms::Device&, size_t) override {}
+    Answer after_out_of_memory(torch_lms::Device&, size_t) override {
+      return Answer::kRefuse;
+    }
+    void vacate_finished(torch_lms::Device&) override {}
+    void before_capture() override {}
+    std::string explain(torch_lms::Device&, size_t) override {
+      return "no room in a test";
+    }
+  };
+  NoRoomAtAll room_;
+};
+
 /// A record of an op that PyTorch does not know.
 class RecordedOp {
  public:
