@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 
 from torch_lms._core import core, need_extension
-from torch_lms.swap import intercepts
+from torch_lms.swap import intercepts, planning
 
 __all__ = ["enable_from_environment"]
 
@@ -21,6 +21,7 @@ def enable_from_environment() -> bool:
         return False
     need_extension("chaos mode", "unset TORCH_LMS_CHAOS")
     intercepts.install()
+    planning.bring_back_before_forks()
     core.enable_chaos(
         int(os.environ.get("TORCH_LMS_CHAOS_SEED", "0")),
         int(os.environ.get("TORCH_LMS_CHAOS_PERIOD", "8")),

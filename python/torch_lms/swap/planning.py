@@ -10,6 +10,7 @@ import threading
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +45,16 @@ class Wishes:
     recompute: bool = True
 
 
-if hasattr(core, "make_dropped_again"):  # not in the fork, which drops nothing
-    os.register_at_fork(before=core.make_dropped_again)
-
 _wishes: Wishes | None = None
 _plan: Plan | None = None
 _trace: Trace | None = None
 _lock = threading.Lock()
+
+
+@lru_cache
+def bring_back_before_forks() -> None:
+    """From now on whoever forks leaves the child all storages: it could not make again what is dropped."""
+    os.register_at_fork(before=core.make_dropped_again)
 
 
 def begin(wishes: Wishes) -> None:
@@ -58,6 +62,7 @@ def begin(wishes: Wishes) -> None:
     global _wishes, _plan, _trace
     with _lock:
         _wishes, _plan, _trace = wishes, None, None
+    bring_back_before_forks()
     for device in wishes.limits:
         measure_link(device)  # before there is a limit
         core.plan_program(device)
