@@ -124,7 +124,7 @@ void Observer::begin(const at::RecordFunction& record) {
     return;
   }
   const OpTraits op = frame.kinds.of(record);
-  const OpKind kind = op.casts && autocasts() ? OpKind::kComposite : op.kind;
+  const OpKind kind = op.kind;
   if (kind <= OpKind::kComposite) {
     if (kind == OpKind::kNode) {
       policy_->note_node_begins();
@@ -148,7 +148,7 @@ void Observer::begin(const at::RecordFunction& record) {
     frame.depth = 0;
     return;
   }
-  frame.sealed = kind == OpKind::kSealed;
+  frame.sealed = kind == OpKind::kSealed && !(op.casts && autocasts());
   if (at::in_parallel_region()) { // a kernel's own threads: part of another op
     frame.inside_kernel = true;
   } else if (planning_.wants_ops()) {

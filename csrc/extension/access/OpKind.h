@@ -33,7 +33,7 @@ struct OpTraits {
   OpKind kind = OpKind::kTransparent;
   /// A bit for each argument that the op may write to; the last one stands for all others.
   uint64_t written = 0;
-  /// Under autocast the op casts its tensors and calls itself: it is `kComposite` then.
+  /// Under autocast the op casts its tensors first: run again without, it makes something else.
   bool casts = false;
 
   bool writes(size_t argument) const noexcept {
