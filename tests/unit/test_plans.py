@@ -279,7 +279,7 @@ def limit_for(begin: Callable[[], Step], share: float = 0.6) -> int:
 
 
 def on(limit_bytes: int, **options: bool) -> None:
-    torch_lms.enable({"cpu": limit_bytes}, min_bytes=MIN_BYTES, **{"recompute": True, **options})
+    torch_lms.enable({"cpu": limit_bytes}, min_bytes=MIN_BYTES, **options)
     torch_lms.stats(reset=True)
 
 

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include <extension/access/Recorder.h>
+#include <extension/access/Storages.h>
 #include <extension/base/ForeignCall.h>
 #include <extension/transfer/PageoutBatch.h>
 
@@ -168,10 +169,7 @@ void Executor::end_op(const at::RecordFunction& record, Frame& frame) {
   if (frame.place < 0 || plan == nullptr || place >= plan->ops.size() || !plan->ops[place].binds) {
     return;
   }
-  std::vector<at::Tensor> made;
-  for (const c10::IValue& value : record.outputs()) {
-    append_tensors(value, made);
-  }
+  const std::vector<at::Tensor> made = tensors_in(outputs_of(record));
   const std::vector<c10::StorageImpl*> fresh =
       recipe != nullptr ? recipes_.note_made(recipe, made)
                         : std::vector<c10::StorageImpl*>(made.size(), nullptr);

@@ -46,13 +46,13 @@ size_t bytes_behind(const c10::IValue& value, std::set<const c10::StorageImpl*>&
 size_t ask_for_made_bytes(const at::RecordFunction& record) {
   const auto name = record.operator_name();
   const auto op = name.has_value() ? c10::Dispatcher::singleton().findOp(*name) : std::nullopt;
-  if (!op.has_value() || op->schema().arguments().size() != record.inputs().size()) {
+  if (!op.has_value() || op->schema().arguments().size() != inputs_of(record).size()) {
     TORCH_CHECK(false, "no shape function can be asked");
   }
   const BelowAutograd ours;
   std::vector<c10::IValue> stack;
   std::set<const c10::StorageImpl*> seen;
-  for (const c10::IValue& input : record.inputs()) {
+  for (const c10::IValue& input : inputs_of(record)) {
     stack.push_back(without_bytes(input));
     bytes_behind(stack.back(), seen);
   }

@@ -160,7 +160,7 @@ void Observer::begin(const at::RecordFunction& record) {
 
 /// What is dropped has no host copy that an op could work on instead.
 void Observer::refuse_dropped(const at::RecordFunction& record, const std::exception& error) {
-  for (const c10::IValue& value : record.inputs()) {
+  for (const c10::IValue& value : inputs_of(record)) {
     visit_storages(value, [&](c10::StorageImpl& storage) {
       const EntityPtr entity = has_bytes(storage) ? pager_.find(storage) : nullptr;
       if (entity != nullptr && entity->state() == EntityState::kDropped) {
@@ -210,7 +210,7 @@ bool Observer::pin_inputs(const at::RecordFunction& record, Frame& frame, const 
   bool settled = op.kind != OpKind::kCollective && op.kind != OpKind::kInspecting;
   bool all = true;
   size_t argument = 0;
-  for (const c10::IValue& value : record.inputs()) {
+  for (const c10::IValue& value : inputs_of(record)) {
     const bool written = op.writes(argument++);
     all = visit_storages(
               value,
@@ -267,7 +267,7 @@ bool Observer::pin_inputs(const at::RecordFunction& record, Frame& frame, const 
 }
 
 void Observer::bring_inputs(const at::RecordFunction& record, Frame& frame) {
-  for (const c10::IValue& value : record.inputs()) {
+  for (const c10::IValue& value : inputs_of(record)) {
     visit_storages(value, [&](c10::StorageImpl& storage) {
       const c10::DeviceType type = storage.device_type();
       Entity* entity = type == c10::kCPU || type == c10::kCUDA ? find(storage, frame) : nullptr;
@@ -309,7 +309,7 @@ void Observer::use_unsettled(Frame& frame, size_t first, OpKind kind) {
 
 void Observer::note_outputs(const at::RecordFunction& record, Frame& frame) {
   const CycleShape cycle = policy_->cycles().shape();
-  for (const c10::IValue& value : record.outputs()) {
+  for (const c10::IValue& value : outputs_of(record)) {
     visit_storages(value, [&](c10::StorageImpl& storage) {
       if (Entity* entity = find(storage, frame)) {
         entity->uses.record(frame.now, cycle);
@@ -324,10 +324,7 @@ void Observer::cycle_ended() {
 
 void Observer::note_recipe(const at::RecordFunction& record, Frame& frame) {
   const std::shared_ptr<OpRecipe> recipe = std::move(frame.recipe);
-  std::vector<at::Tensor> made;
-  for (const c10::IValue& value : record.outputs()) {
-    append_tensors(value, made);
-  }
+  const std::vector<at::Tensor> made = tensors_in(outputs_of(record));
   const std::vector<c10::StorageImpl*> storages = recipes_.note_made(recipe, made);
   for (size_t i = 0; i < storages.size(); ++i) {
     Entity* entity = storages[i] != nullptr ? find(*storages[i], frame) : nullptr;

@@ -12,7 +12,6 @@
 #include <c10/util/hash.h>
 
 #include <extension/access/BelowAutograd.h>
-#include <extension/access/Storages.h>
 
 namespace torch_lms {
 namespace {
@@ -54,6 +53,20 @@ bool is_constant(const c10::IValue& value) {
          value.isDevice() || value.isIntList() || value.isDoubleList() || value.isBoolList();
 }
 
+void append_tensors(const c10::IValue& value, std::vector<at::Tensor>& tensors) {
+  if (value.isTensor()) {
+    tensors.push_back(value.toTensor());
+  } else if (value.isTensorList()) {
+    for (const at::Tensor& tensor : value.toTensorVector()) {
+      tensors.push_back(tensor);
+    }
+  } else if (value.isTuple()) {
+    for (const c10::IValue& element : value.toTupleRef().elements()) {
+      append_tensors(element, tensors);
+    }
+  }
+}
+
 } // namespace
 
 bool OpRecipe::possible(const c10::OperatorHandle& op) {
@@ -82,7 +95,7 @@ std::shared_ptr<OpRecipe> OpRecipe::capture(const at::RecordFunction& record) {
   const auto name = record.operator_name();
   const auto op = name.has_value() ? c10::Dispatcher::singleton().findOp(*name) : c10::nullopt;
   if (!op.has_value() || !possible(*op) ||
-      op->schema().arguments().size() != record.inputs().size()) {
+      op->schema().arguments().size() != inputs_of(record).size()) {
     return nullptr;
   }
   std::shared_ptr<OpRecipe> recipe(new OpRecipe(*op));
@@ -90,7 +103,7 @@ std::shared_ptr<OpRecipe> OpRecipe::capture(const at::RecordFunction& record) {
   const auto& arguments = op->schema().arguments();
   const bool seeded = op->hasTag(at::Tag::nondeterministic_seeded);
   for (size_t i = 0; i < arguments.size(); ++i) {
-    const c10::IValue& value = record.inputs()[i];
+    const c10::IValue& value = inputs_of(record)[i];
     if (!recipe->take(value) || (seeded && arguments[i].name() == kDropout &&
                                  !(value.isDouble() && value.toDouble() == 0))) {
       return nullptr;
@@ -209,11 +222,7 @@ std::vector<at::Tensor> OpRecipe::call() const {
     stack.push_back(value(taken, &next));
   }
   op_.callBoxed(&stack);
-  std::vector<at::Tensor> made;
-  for (const c10::IValue& output : stack) {
-    append_tensors(output, made);
-  }
-  return made;
+  return tensors_in(Values(stack.data(), stack.size()));
 }
 
 uint64_t OpRecipe::kind() const {
@@ -240,18 +249,12 @@ uint64_t OpRecipe::kind() const {
   return kind;
 }
 
-void append_tensors(const c10::IValue& value, std::vector<at::Tensor>& tensors) {
-  if (value.isTensor()) {
-    tensors.push_back(value.toTensor());
-  } else if (value.isTensorList()) {
-    for (const at::Tensor& tensor : value.toTensorVector()) {
-      tensors.push_back(tensor);
-    }
-  } else if (value.isTuple()) {
-    for (const c10::IValue& element : value.toTupleRef().elements()) {
-      append_tensors(element, tensors);
-    }
+std::vector<at::Tensor> tensors_in(Values values) {
+  std::vector<at::Tensor> tensors;
+  for (const c10::IValue& value : values) {
+    append_tensors(value, tensors);
   }
+  return tensors;
 }
 
 } // namespace torch_lms

@@ -13,6 +13,7 @@
 #include <c10/util/SmallVector.h>
 
 #include <extension/access/NumericState.h>
+#include <extension/access/Storages.h>
 
 namespace torch_lms {
 
@@ -91,8 +92,7 @@ class OpRecipe {
   std::atomic<bool> valid_{true};
 };
 
-/// Every defined tensor behind a value, in order, those in lists and tuples too; undefined ones
-/// count.
-void append_tensors(const c10::IValue& value, std::vector<at::Tensor>& tensors);
+/// Every tensor behind values, in order, those in lists and tuples too; undefined ones count.
+std::vector<at::Tensor> tensors_in(Values values);
 
 } // namespace torch_lms

@@ -8,6 +8,7 @@
 #include <c10/util/hash.h>
 #include <entity/OpClock.h>
 
+#include <extension/access/Storages.h>
 #include <extension/base/Interpreter.h>
 
 namespace torch_lms {
@@ -131,10 +132,7 @@ void Recorder::end_op(const at::RecordFunction& record, Frame& frame, bool backw
 }
 
 void Recorder::note_outputs(const at::RecordFunction& record, Frame& frame, int32_t place) {
-  std::vector<at::Tensor> made;
-  for (const c10::IValue& value : record.outputs()) {
-    append_tensors(value, made);
-  }
+  const std::vector<at::Tensor> made = tensors_in(outputs_of(record));
   std::string verdict = "its op cannot be run again with the same result";
   std::vector<c10::StorageImpl*> fresh(made.size(), nullptr);
   if (frame.recipe != nullptr) {

@@ -4,8 +4,27 @@
 #include <ATen/SparseTensorImpl.h>
 #include <ATen/core/TensorBase.h>
 #include <ATen/core/ivalue.h>
+#include <ATen/record_function.h>
 
 namespace torch_lms {
+
+using Values = c10::ArrayRef<const c10::IValue>;
+
+/// Note [Stacks of values]
+/// An op that is called with a stack of values (functorch calls ops so) is recorded with all of the
+/// stack, also with what belongs to its callers. Its own values lie on top.
+inline Values top_of(Values stack, size_t count) {
+  return count == 0 || count >= stack.size() ? stack : stack.slice(stack.size() - count);
+}
+
+inline Values inputs_of(const at::RecordFunction& record) {
+  return top_of(record.inputs(), record.num_inputs());
+}
+
+inline Values outputs_of(const at::RecordFunction& record) {
+  const std::vector<c10::IValue>& outputs = record.outputs();
+  return top_of(Values(outputs.data(), outputs.size()), record.num_outputs());
+}
 
 /// Calls `visit` with every storage behind a value: of tensors, in lists and tuples, and of the
 /// parts of sparse ones. Returns false if there are tensors whose storages cannot be seen:

@@ -26,7 +26,7 @@ def enable(
     spill_dir: str | os.PathLike[str] | None = None,
     expandable_segments: bool = True,
     swap: bool = True,
-    recompute: bool = False,
+    recompute: bool = True,
 ) -> None:
     """Keeps the memory of tensors within a limit from now on, in this whole process.
 

@@ -109,7 +109,7 @@ def _plan_beside(recording: Mapping[str, Any], wishes: Wishes) -> None:
         plan = _make_plan(trace, limit_bytes - min(limit_bytes // _MARGIN_SHARE, _MARGIN_BYTES), wishes)
         compiled = compile_plan(plan, recording)
     except Exception as error:  # on a thread of ours: the program goes on with paging on demand
-        warnings.warn(f"torch_lms: expected a plan for this program, found {error}; it pages on demand", stacklevel=1)
+        warnings.warn(f"torch_lms: no plan was made for this program, which pages on demand: {error}", stacklevel=1)
         return
     with _lock:
         if _wishes is not wishes:

@@ -1,6 +1,7 @@
 // Paging by hand: storages that several threads share, die or change on the way, are written
 // through raw addresses, forked, or are inputs of records whose callbacks fail.
 
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/SymNodeImpl.h>
 #include <entity/Error.h>
 #include <extension/base/Compat.h>
@@ -53,6 +54,22 @@ TEST(an_op_on_a_view_finds_what_is_out) {
   CHECK_EQ(state(tensor), "resident");
   CHECK(holds(view, 6));
   CHECK(holds(tensor.slice(0, 0, 3 * 128), 5));
+}
+
+/// Note [Stacks of values] in Storages.h.
+TEST(an_op_uses_what_lies_on_top_of_its_stack) {
+  const Settled settled;
+  const at::Tensor callers = tensor_of(1);
+  const at::Tensor mine = tensor_of(5);
+  REQUIRE(go_out(callers));
+  REQUIRE(go_out(mine));
+  const auto abs = c10::Dispatcher::singleton().findOp({"aten::abs", ""});
+  std::vector<c10::IValue> stack{callers, mine};
+  abs->callBoxed(&stack);
+  CHECK_EQ(state(callers), "paged_out");
+  CHECK_EQ(state(mine), "resident");
+  REQUIRE(stack.size() == 2);
+  CHECK(holds(stack[1].toTensor(), 5));
 }
 
 TEST(two_ops_at_once_find_a_shared_storage_out) {
