@@ -40,7 +40,7 @@ def add_limit(result: Result, layers: int, trace: Trace, share: float) -> None:
     plan = make_plan(trace, limit_bytes)
     planned_s = time.perf_counter() - begin
     begin = time.perf_counter()
-    simulate(trace, [one.as_decision() for one in plan.decisions], limit_bytes)
+    simulate(trace, plan.decisions, limit_bytes)
     simulated_s = time.perf_counter() - begin
     known = plan.predicted
     result.add(

@@ -11,6 +11,7 @@ from rich.console import Console
 from torch_lms.errors import PlanError
 from torch_lms.plan import Plan, Trace, make_plan
 from torch_lms.plan.explain import draw_plan
+from torch_lms.plan.fields import read_text
 from torch_lms.swap import parse_bytes
 
 __all__ = ["add_explain", "add_plan", "run_explain", "run_plan"]
@@ -39,7 +40,7 @@ def run_plan(given: argparse.Namespace, console: Console) -> int:
     Raises:
         LmsError: for a file that is no trace, a limit that makes no sense, or one that nothing meets.
     """
-    plan = _planned(Trace.from_json(_read(given.trace)), given)
+    plan = _planned(Trace.load(given.trace), given)
     console.print(str(plan), markup=False, highlight=False, soft_wrap=True)
     if given.output:
         plan.save(given.output)
@@ -53,7 +54,7 @@ def run_explain(given: argparse.Namespace, console: Console) -> int:
     Raises:
         LmsError: for a file that is no plan, or a trace without a limit.
     """
-    text = _read(given.file)
+    text = read_text(given.file)
     if _is_trace(text):
         if given.limit is None:
             raise PlanError(f"expected a plan, or a trace and --limit, found the trace {given.file}; add --limit")
@@ -83,16 +84,9 @@ def _planned(trace: Trace, given: argparse.Namespace) -> Plan:
     )
 
 
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise PlanError(f"expected a document in {path}, found {error}; give a file with a plan or a trace") from error
-
-
 def _is_trace(text: str) -> bool:
     try:
         document = json.loads(text)
     except (ValueError, RecursionError):
         return False
-    return isinstance(document, dict) and document.get("format") == "torch_lms.trace"
+    return isinstance(document, dict) and document.get("format") == Trace.FORMAT

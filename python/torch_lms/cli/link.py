@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+
+from torch_lms.swap.link import copy_seconds
 
 __all__ = ["LinkRate", "measure_link"]
 
@@ -21,37 +20,13 @@ class LinkRate:
     both: float
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Copy:
-    to: torch.Tensor
-    source: torch.Tensor
-    stream: torch.cuda.Stream
-
-
 def measure_link(nbytes: int = 1 << 30, rounds: int = 5, device: str = "cuda") -> LinkRate:
-    """Measures with copies of ``nbytes`` in each direction; the median of ``rounds``."""
+    """Measures with copies of ``nbytes`` in each direction; the fastest of ``rounds``."""
     host = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     there = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
-    streams = [torch.cuda.Stream(device) for _ in range(2)]
-    out = _Copy(to=host[0], source=there[0], stream=streams[0])
-    back = _Copy(to=there[1], source=host[1], stream=streams[1])
-    _seconds([out, back], 2)
+    out, back = (host[0], there[0]), (there[1], host[1])
     return LinkRate(
-        to_host=nbytes / _seconds([out], rounds),
-        to_device=nbytes / _seconds([back], rounds),
-        both=2 * nbytes / _seconds([out, back], rounds),
+        to_host=nbytes / copy_seconds(out, rounds=rounds),
+        to_device=nbytes / copy_seconds(back, rounds=rounds),
+        both=2 * nbytes / copy_seconds(out, back, rounds=rounds),
     )
-
-
-def _seconds(copies: Sequence[_Copy], rounds: int) -> float:
-    """Median time of copies that run side by side."""
-    times = []
-    for _ in range(rounds):
-        torch.cuda.synchronize(copies[0].stream.device)
-        start = time.perf_counter()
-        for copy in copies:
-            with torch.cuda.stream(copy.stream):
-                copy.to.copy_(copy.source, non_blocking=True)
-        torch.cuda.synchronize(copies[0].stream.device)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)

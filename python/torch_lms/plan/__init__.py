@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-from torch_lms.plan.decision import DECISIONS, DROP_UNCHANGED, HOST, KEEP, RECOMPUTE, SWAP, Decision
-from torch_lms.plan.document import Actions, Measured, MethodResult, Plan, PlannedStorage, Predicted
+from torch_lms.plan.decision import DROP_UNCHANGED, HOST, KEEP, RECOMPUTE, SWAP, Decision
+from torch_lms.plan.document import Measured, Plan
 from torch_lms.plan.least import least_limit
 from torch_lms.plan.planner import make_plan
 from torch_lms.plan.simulator import simulate
-from torch_lms.plan.timeline import Copy, Timeline
-from torch_lms.plan.trace import Cycle, Link, Recipe, Trace, TraceOp, TraceStorage
+from torch_lms.plan.timeline import Timeline
+from torch_lms.plan.trace import Link, Recipe, Trace, TraceOp, TraceStorage
 
 __all__ = [
-    "DECISIONS",
     "DROP_UNCHANGED",
     "HOST",
     "KEEP",
     "RECOMPUTE",
     "SWAP",
-    "Actions",
-    "Copy",
-    "Cycle",
     "Decision",
     "Link",
     "Measured",
-    "MethodResult",
     "Plan",
-    "PlannedStorage",
-    "Predicted",
     "Recipe",
     "Timeline",
     "Trace",

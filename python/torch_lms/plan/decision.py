@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Annotated
 
 from torch_lms.errors import PlanError
 from torch_lms.plan.trace import Trace
@@ -41,7 +42,7 @@ class Decision:
     """
 
     storage: int
-    decision: str
+    decision: Annotated[str, DECISIONS]
     out_after: int | None = None
     in_after: int | None = None
 

@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, ClassVar
 
 from torch_lms.errors import PlanError
-from torch_lms.plan.decision import DECISIONS, DROP_UNCHANGED, HOST, RECOMPUTE, Decision
-from torch_lms.plan.fields import Fields, read_document
-from torch_lms.plan.timeline import IN, OUT, Copy
+from torch_lms.plan.decision import DECISIONS, RECOMPUTE, Decision
+from torch_lms.plan.fields import Document
+from torch_lms.plan.timeline import IN, Copy
+from torch_lms.plan.trace import TraceOp
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = [
-    "Actions",
-    "Measured",
-    "MethodResult",
-    "Plan",
-    "PlanTimeline",
-    "PlannedOp",
-    "PlannedStorage",
-    "Predicted",
-]
+__all__ = ["Actions", "Measured", "MethodResult", "Plan", "PlanTimeline", "PlannedStorage", "Predicted"]
 
-FORMAT = "torch_lms.plan"
-VERSION = 1
 _GIB = 2**30
 
 
@@ -91,47 +79,24 @@ class MethodResult:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PlannedStorage:
-    """One decision.
+class PlannedStorage(Decision):
+    """A decision, with its reasons.
 
     Attributes:
-        storage: its id in the trace.
-        decision: keep, swap, recompute, drop_unchanged or host.
-        out_after: place after which it leaves; None if it is kept.
-        in_after: place after which its copy in may begin; None brings it in, or makes it again, when it is used.
         reason: why, in one sentence.
         price_us: the time that this costs in a cycle.
-        bytes: its size.
+        bytes: the storage's size.
         op: that made it; empty for a storage that exists at the start.
         module: path of the module.
         line: of the user's code.
     """
 
-    storage: int
-    decision: str
-    out_after: int | None
-    in_after: int | None
     reason: str
     price_us: float
     bytes: int
     op: str
     module: str
     line: str
-
-    def __post_init__(self) -> None:
-        self.as_decision()
-
-    def as_decision(self) -> Decision:
-        """What the simulator and the core need of it."""
-        return Decision(storage=self.storage, decision=self.decision, out_after=self.out_after, in_after=self.in_after)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlannedOp:
-    """An op's name and phase."""
-
-    name: str
-    phase: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,14 +123,6 @@ class PlanTimeline:
     plain_bytes: tuple[int, ...] = ()
     copies: tuple[Copy, ...] = ()
 
-    def lengths(self) -> set[int]:
-        """How many places the lists have; one number if all is well."""
-        values = (
-            self.start_us, self.end_us, self.replay_us, self.memory_bytes, self.swapped_bytes, self.dropped_bytes,
-            self.plain_bytes,
-        )  # fmt: skip
-        return {len(one) for one in values}
-
 
 @dataclass(slots=True)
 class Actions:
@@ -177,7 +134,7 @@ class Actions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(Document):
     """What happens to every storage of a cycle under a limit.
 
     Attributes:
@@ -193,6 +150,9 @@ class Plan:
         timeline: predicted.
     """
 
+    FORMAT: ClassVar[str] = "torch_lms.plan"
+    VERSION: ClassVar[int] = 1
+
     signature: str
     device: str
     limit_bytes: int
@@ -201,7 +161,7 @@ class Plan:
     method: str
     methods: tuple[MethodResult, ...]
     decisions: tuple[PlannedStorage, ...]
-    ops: tuple[PlannedOp, ...]
+    ops: tuple[TraceOp, ...]
     timeline: PlanTimeline
 
     def __post_init__(self) -> None:
@@ -210,8 +170,9 @@ class Plan:
             for name, place in (("out_after", one.out_after), ("in_after", one.in_after)):
                 if place is not None and not 0 <= place < places:
                     raise PlanError(f"expected a place below {places} at decisions[{number}].{name}, found {place}")
-        if self.timeline.lengths() != {places}:
-            raise PlanError(f"expected {places} elements in each list of timeline, found {self.timeline.lengths()}")
+        lists = (getattr(self.timeline, one.name) for one in fields(self.timeline) if one.name != "copies")
+        if (lengths := {len(one) for one in lists}) != {places}:
+            raise PlanError(f"expected {places} elements in each list of timeline, found {lengths}")
 
     def actions(self) -> Mapping[int, Actions]:
         """What the core does after each place; places without an action are left out."""
@@ -226,37 +187,6 @@ class Plan:
         for after in found.values():  # the core begins them in this order
             after.prefetch.sort(key=lambda storage: starts.get(storage, 0.0))
         return dict(sorted(found.items()))
-
-    def unchanged(self) -> frozenset[int]:
-        """Storages that nothing writes: where the host has a copy, they leave without another."""
-        return frozenset(one.storage for one in self.decisions if one.decision == DROP_UNCHANGED)
-
-    def served(self) -> frozenset[int]:
-        """Storages that stay on the host while ops read and write them there."""
-        return frozenset(one.storage for one in self.decisions if one.decision == HOST)
-
-    def to_json(self) -> str:
-        """The document as JSON text."""
-        document = asdict(self)
-        return json.dumps({"format": FORMAT, "version": VERSION, **document}) + "\n"
-
-    @classmethod
-    def from_json(cls, text: str) -> Plan:
-        """Reads what `to_json` wrote.
-
-        Raises:
-            PlanError: for text that is no plan of this version, naming the field.
-        """
-        return read_document(text, form=FORMAT, version=VERSION).closed(_read_plan)
-
-    def save(self, path: str | Path) -> None:
-        """Writes the document to a file."""
-        Path(path).write_text(self.to_json())
-
-    @classmethod
-    def load(cls, path: str | Path) -> Plan:
-        """Reads what `save` wrote."""
-        return cls.from_json(Path(path).read_text())
 
     def table(self, most: int = 20) -> RenderableType:
         """The plan for people, as a rich table.
@@ -292,82 +222,3 @@ class Plan:
 
 def _gib(size_bytes: int) -> str:
     return f"{size_bytes / _GIB:.2f} GiB"
-
-
-def _read_plan(fields: Fields) -> Plan:
-    return Plan(
-        signature=fields.text("signature"),
-        device=fields.text("device"),
-        limit_bytes=fields.integer("limit_bytes"),
-        predicted=fields.object("predicted", _read_predicted),
-        measured=fields.optional_object("measured", _read_measured),
-        method=fields.text("method"),
-        methods=fields.objects("methods", _read_method),
-        decisions=fields.objects("decisions", _read_decision),
-        ops=fields.objects("ops", _read_op),
-        timeline=fields.object("timeline", _read_timeline),
-    )
-
-
-def _read_predicted(fields: Fields) -> Predicted:
-    return Predicted(
-        plain_us=fields.number("plain_us"),
-        step_us=fields.number("step_us"),
-        lower_bound_us=fields.number("lower_bound_us"),
-        peak_bytes=fields.integer("peak_bytes"),
-        plain_peak_bytes=fields.integer("plain_peak_bytes"),
-        out_bytes=fields.integer("out_bytes"),
-        in_bytes=fields.integer("in_bytes"),
-        recompute_us=fields.number("recompute_us"),
-        waits_us=fields.number("waits_us"),
-        host_peak_bytes=fields.integer("host_peak_bytes"),
-    )
-
-
-def _read_measured(fields: Fields) -> Measured:
-    return Measured(step_us=fields.number("step_us"), peak_bytes=fields.integer("peak_bytes"))
-
-
-def _read_method(fields: Fields) -> MethodResult:
-    return MethodResult(name=fields.text("name"), step_us=fields.optional_number("step_us"), note=fields.text("note"))
-
-
-def _read_decision(fields: Fields) -> PlannedStorage:
-    return PlannedStorage(
-        storage=fields.integer("storage"),
-        decision=fields.text("decision", among=DECISIONS),
-        out_after=fields.optional_integer("out_after"),
-        in_after=fields.optional_integer("in_after"),
-        reason=fields.text("reason"),
-        price_us=fields.number("price_us"),
-        bytes=fields.integer("bytes"),
-        op=fields.text("op"),
-        module=fields.text("module"),
-        line=fields.text("line"),
-    )
-
-
-def _read_op(fields: Fields) -> PlannedOp:
-    return PlannedOp(name=fields.text("name"), phase=fields.text("phase"))
-
-
-def _read_copy(fields: Fields) -> Copy:
-    return Copy(
-        storage=fields.integer("storage"),
-        direction=fields.text("direction", among=(OUT, IN)),
-        start_us=fields.number("start_us", least=-1e18),
-        end_us=fields.number("end_us", least=-1e18),
-    )
-
-
-def _read_timeline(fields: Fields) -> PlanTimeline:
-    return PlanTimeline(
-        start_us=fields.numbers("start_us"),
-        end_us=fields.numbers("end_us"),
-        replay_us=fields.numbers("replay_us"),
-        memory_bytes=fields.integers("memory_bytes"),
-        swapped_bytes=fields.integers("swapped_bytes"),
-        dropped_bytes=fields.integers("dropped_bytes"),
-        plain_bytes=fields.integers("plain_bytes"),
-        copies=fields.objects("copies", _read_copy),
-    )

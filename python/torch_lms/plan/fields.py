@@ -1,151 +1,113 @@
-"""Reads JSON strictly: every field is there, of its type and in its range, and an error names the one that is not."""
+"""Dataclasses as JSON documents, read strictly by their own annotations.
+
+Every field is there, of its type and in its range, and an error names the one that is not. `Annotated` says more of a
+type: a tuple of the words that a text may be, or the `Range` of a number; without one, numbers are at least 0.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from functools import lru_cache, partial
 from itertools import pairwise
-from typing import Any, NoReturn, TypeVar
+from pathlib import Path
+from types import UnionType
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NoReturn, get_args, get_origin, get_type_hints
 
 from torch_lms.errors import PlanError
 
-__all__ = ["Fields", "Path", "ascending", "read_document"]
+if TYPE_CHECKING:
+    from typing import Self
 
-_Value = TypeVar("_Value")
-Path = str
-
-
-def read_document(text: str, *, form: str, version: int) -> Fields:
-    """The fields of a document whose format and version are as expected.
-
-    Args:
-        text: the document, as JSON.
-        form: what its field ``format`` must say.
-        version: what its field ``version`` must say.
-
-    Raises:
-        PlanError: for text that is not JSON, or a document of another format or version.
-    """
-    try:
-        document = json.loads(text, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise PlanError(f"expected {form} as JSON, found text that is not: {error}; write the file again") from error
-    fields = Fields(document, path=form)
-    found_form, found_version = fields.take("format"), fields.take("version")
-    if found_form != form:
-        raise PlanError(f"expected a document of format {form!r}, found {_short(found_form)}; give another file")
-    if found_version != version or isinstance(found_version, bool):
-        raise PlanError(
-            f"expected {form} of version {version}, found version {_short(found_version)}; "
-            "write the file again with this release"
-        )
-    return fields
+__all__ = ["Document", "Range", "ascending", "read_text"]
 
 
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
+class Document:
+    """A dataclass that is kept as a JSON document. Subclasses are dataclasses, and name their format and version."""
 
+    FORMAT: ClassVar[str]
+    VERSION: ClassVar[int]
 
-class Fields:
-    """The fields of one JSON object, each taken once.
+    def to_json(self) -> str:
+        """The document as JSON text."""
+        assert is_dataclass(self)
+        return json.dumps({"format": self.FORMAT, "version": self.VERSION, **asdict(self)}) + "\n"
 
-    Args:
-        value: what should be a JSON object.
-        path: of the object in its document, for errors.
-    """
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Reads what `to_json` wrote.
 
-    def __init__(self, value: Any, *, path: Path) -> None:
-        if not isinstance(value, dict):
-            raise PlanError(f"expected an object at {path}, found {_short(value)}; correct this field")
-        self._left: dict[str, Any] = dict(value)
-        self._path = path
-
-    def take(self, name: str) -> Any:
-        """A field's value, whatever it is."""
-        if name not in self._left:
-            raise PlanError(f"expected a field {self.path(name)}, found none; add it")
-        return self._left.pop(name)
-
-    def path(self, name: str) -> Path:
-        """Where a field is in the document."""
-        return f"{self._path}.{name}"
-
-    def integer(self, name: str, *, least: int = 0) -> int:
-        """A whole number that is not below ``least``."""
-        return _integer(self.take(name), self.path(name), least)
-
-    def optional_integer(self, name: str, *, least: int = 0) -> int | None:
-        """A whole number, or None for null."""
-        value = self.take(name)
-        return None if value is None else _integer(value, self.path(name), least)
-
-    def number(self, name: str, *, above: float | None = None, least: float = 0.0) -> float:
-        """A finite number that is not below ``least``, and above ``above`` where that is given."""
-        return _number(self.take(name), self.path(name), above, least)
-
-    def optional_number(self, name: str, *, least: float = 0.0) -> float | None:
-        """A finite number, or None for null."""
-        value = self.take(name)
-        return None if value is None else _number(value, self.path(name), None, least)
-
-    def text(self, name: str, *, among: Sequence[str] = ()) -> str:
-        """Text; one of ``among`` where these are given."""
-        value = self.take(name)
-        if not isinstance(value, str):
-            raise PlanError(f"expected text at {self.path(name)}, found {_short(value)}; correct this field")
-        if among and value not in among:
-            raise PlanError(f"expected one of {', '.join(among)} at {self.path(name)}, found {_short(value)}")
-        return value
-
-    def flag(self, name: str) -> bool:
-        """True or false."""
-        value = self.take(name)
-        if not isinstance(value, bool):
-            raise PlanError(f"expected true or false at {self.path(name)}, found {_short(value)}; correct this field")
-        return value
-
-    def integers(self, name: str, *, least: int = 0) -> tuple[int, ...]:
-        """A list of whole numbers."""
-        path = self.path(name)
-        return tuple(_integer(value, f"{path}[{at}]", least) for at, value in enumerate(self._list(name)))
-
-    def numbers(self, name: str) -> tuple[float, ...]:
-        """A list of finite numbers that are not negative."""
-        path = self.path(name)
-        return tuple(_number(value, f"{path}[{at}]", None, 0.0) for at, value in enumerate(self._list(name)))
-
-    def object(self, name: str, read: Callable[[Fields], _Value]) -> _Value:
-        """An object, read by a function that takes its fields."""
-        return Fields(self.take(name), path=self.path(name)).closed(read)
-
-    def optional_object(self, name: str, read: Callable[[Fields], _Value]) -> _Value | None:
-        """An object, or None for null."""
-        value = self.take(name)
-        return None if value is None else Fields(value, path=self.path(name)).closed(read)
-
-    def objects(self, name: str, read: Callable[[Fields], _Value]) -> tuple[_Value, ...]:
-        """A list of objects."""
-        path = self.path(name)
-        return tuple(Fields(value, path=f"{path}[{at}]").closed(read) for at, value in enumerate(self._list(name)))
-
-    def closed(self, read: Callable[[Fields], _Value]) -> _Value:
-        """What ``read`` makes of these fields; a field that it leaves, or a value that it refuses, is an error."""
+        Raises:
+            PlanError: for text that is no such document of this version, naming the field.
+        """
         try:
-            made = read(self)
-        except PlanError as error:
-            if str(error).startswith("expected ") and self._path in str(error):
-                raise
-            raise PlanError(f"{error} (in {self._path})") from error
-        if self._left:
-            raise PlanError(f"expected no field {self.path(next(iter(self._left)))}, found one; take it out")
+            document = json.loads(text, parse_constant=_refuse_constant)
+        except (ValueError, RecursionError) as error:
+            raise PlanError(
+                f"expected {cls.FORMAT} as JSON, found text that is not: {error}; write the file again"
+            ) from error
+        found, version = (_take(document, name, cls.FORMAT) for name in ("format", "version"))
+        if found != cls.FORMAT:
+            raise PlanError(f"expected a document of format {cls.FORMAT!r}, found {_short(found)}; give another file")
+        if version != cls.VERSION or isinstance(version, bool):
+            raise PlanError(
+                f"expected {cls.FORMAT} of version {cls.VERSION}, found version {_short(version)}; "
+                "write the file again with this release"
+            )
+        made: Self = _read_object(cls, document, cls.FORMAT)
         return made
 
-    def _list(self, name: str) -> list[Any]:
-        value = self.take(name)
-        if not isinstance(value, list):
-            raise PlanError(f"expected a list at {self.path(name)}, found {_short(value)}; correct this field")
-        return value
+    def save(self, path: str | Path) -> None:
+        """Writes the document to a file."""
+        Path(path).write_text(self.to_json())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Reads what `save` wrote.
+
+        Raises:
+            PlanError: for a file that cannot be read, or is no such document of this version.
+        """
+        return cls.from_json(read_text(path))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Range:
+    """What a number must be.
+
+    Attributes:
+        least: it is not below this.
+        above: and above this; None for no such bound.
+        most: and not above this; None for no such bound.
+    """
+
+    least: float = 0
+    above: float | None = None
+    most: float | None = None
+
+    def holds(self, value: float) -> bool:
+        """Whether a number is in the range."""
+        above, most = self.above is None or value > self.above, self.most is None or value <= self.most
+        return value >= self.least and above and most
+
+    def __str__(self) -> str:
+        if self.most is not None:
+            return f"from {self.least} to {self.most}"
+        return f"of at least {self.least:g}" if self.above is None else f"above {self.above:g}"
+
+
+def read_text(path: str | Path) -> str:
+    """The text of a file with a document.
+
+    Raises:
+        PlanError: for a file that cannot be read.
+    """
+    try:
+        return Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"expected a document in {path}, found {error}; give a file with a plan or a trace") from error
 
 
 def ascending(values: Sequence[int]) -> bool:
@@ -153,20 +115,93 @@ def ascending(values: Sequence[int]) -> bool:
     return all(one < other for one, other in pairwise(values))
 
 
-def _integer(value: Any, path: Path, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise PlanError(
-            f"expected a whole number of at least {least} at {path}, found {_short(value)}; correct this field"
-        )
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
+
+
+@lru_cache
+def _reader(kind: Any) -> Callable[[Any, str], Any]:
+    """How a value is read that is annotated so: from what JSON has, and its path in the document."""
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin is tuple:
+        return partial(_read_list, _reader(parts[0]))
+    if origin is UnionType:
+        return partial(_read_optional, _reader(parts[0]))
+    plain, asked = parts if origin is Annotated else (kind, () if kind is str else Range())
+    return partial(_PLAIN[plain], asked) if plain in _PLAIN else partial(_read_object, plain)
+
+
+@lru_cache
+def _readers(kind: type) -> dict[str, Callable[[Any, str], Any]]:
+    """Of a dataclass, by field."""
+    hints = get_type_hints(kind, include_extras=True)
+    return {field.name: _reader(hints[field.name]) for field in fields(kind)}
+
+
+def _read_object(kind: type, value: Any, path: str) -> Any:
+    readers = _readers(kind)
+    given = {name: read(_take(value, name, path), f"{path}.{name}") for name, read in readers.items()}
+    known = {*readers, "format", "version"} if issubclass(kind, Document) else readers
+    for name in value:
+        if name not in known:
+            raise PlanError(f"expected no field {path}.{name}, found one; take it out")
+    try:
+        return kind(**given)
+    except PlanError as error:
+        raise PlanError(f"{error} (in {path})") from error
+
+
+def _take(value: Any, name: str, path: str) -> Any:
+    if not isinstance(value, dict):
+        raise PlanError(f"expected an object at {path}, found {_short(value)}; correct this field")
+    if name not in value:
+        raise PlanError(f"expected a field {path}.{name}, found none; add it")
+    return value[name]
+
+
+def _read_optional(read: Callable[[Any, str], Any], value: Any, path: str) -> Any:
+    return None if value is None else read(value, path)
+
+
+def _read_list(read: Callable[[Any, str], Any], value: Any, path: str) -> tuple[Any, ...]:
+    if not isinstance(value, list):
+        raise PlanError(f"expected a list at {path}, found {_short(value)}; correct this field")
+    return tuple(read(one, f"{path}[{at}]") for at, one in enumerate(value))
+
+
+def _read_text(among: Sequence[str], value: Any, path: str) -> str:
+    if not isinstance(value, str):
+        raise PlanError(f"expected text at {path}, found {_short(value)}; correct this field")
+    if among and value not in among:
+        raise PlanError(f"expected one of {', '.join(among)} at {path}, found {_short(value)}")
     return value
 
 
-def _number(value: Any, path: Path, above: float | None, least: float) -> float:
+def _read_flag(_: Range, value: Any, path: str) -> bool:
+    if not isinstance(value, bool):
+        raise PlanError(f"expected true or false at {path}, found {_short(value)}; correct this field")
+    return value
+
+
+def _read_integer(asked: Range, value: Any, path: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not asked.holds(value):
+        raise PlanError(f"expected a whole number {asked} at {path}, found {_short(value)}; correct this field")
+    return value
+
+
+def _read_number(asked: Range, value: Any, path: str) -> float:
     good = isinstance(value, (int, float)) and not isinstance(value, bool) and _finite(value)
-    if not good or value < least or (above is not None and value <= above):
-        asked = f"above {above:g}" if above is not None else f"of at least {least:g}"
+    if not good or not asked.holds(value):
         raise PlanError(f"expected a number {asked} at {path}, found {_short(value)}; correct this field")
     return float(value)
+
+
+_PLAIN: dict[type, Callable[..., Any]] = {
+    str: _read_text,
+    bool: _read_flag,
+    int: _read_integer,
+    float: _read_number,
+}
 
 
 def _finite(value: float) -> bool:

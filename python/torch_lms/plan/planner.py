@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from torch_lms.errors import LimitError
 from torch_lms.plan.decision import KEEP, Decision
-from torch_lms.plan.document import MethodResult, Plan, PlannedOp, PlanTimeline, Predicted
+from torch_lms.plan.document import MethodResult, Plan, PlanTimeline, Predicted
 from torch_lms.plan.least import least_choices, least_limit, pressed, with_served
 from torch_lms.plan.linear import linear_bound_us, scipy_is_there
 from torch_lms.plan.methods import Method, carry_through, linear_methods, simple_methods
@@ -105,7 +105,7 @@ class _Planning:
         for plan in others:
             if plan.signature != trace.signature or len(plan.ops) != len(trace.ops):
                 continue
-            decisions = [one.as_decision() for one in plan.decisions if one.decision != KEEP]
+            decisions = _leaving(plan.decisions)
             timed = Timed({}, decisions, simulate(trace, decisions, self.problem.limit_bytes))
             self._note("given", timed)
             yield "given", timed
@@ -163,13 +163,13 @@ class _Planning:
             predicted=predicted,
             method=method,
             methods=tuple(self.results),
-            decisions=tuple(explain_decisions(self.problem, _worth(timed.decisions), found)),
-            ops=tuple(PlannedOp(name=op.name, phase=op.phase) for op in trace.ops),
+            decisions=tuple(explain_decisions(self.problem, _leaving(timed.decisions), found)),
+            ops=trace.ops,
             timeline=_drawn(found, self.plain),
         )
 
 
-def _worth(decisions: Sequence[Decision]) -> list[Decision]:
+def _leaving(decisions: Sequence[Decision]) -> list[Decision]:
     return [one for one in decisions if one.decision != KEEP]
 
 

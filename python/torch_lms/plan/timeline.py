@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Annotated
+
+from torch_lms.plan.fields import Range
 
 __all__ = ["IN", "OUT", "Copy", "Timeline"]
 
 OUT = "out"
 IN = "in"
+_NEGATIVE_TOO = Range(least=-1e18)
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,9 +19,9 @@ class Copy:
     """One copy over the link; times in us since the cycle began, negative for those that the cycle before began."""
 
     storage: int
-    direction: str
-    start_us: float
-    end_us: float
+    direction: Annotated[str, (OUT, IN)]
+    start_us: Annotated[float, _NEGATIVE_TOO]
+    end_us: Annotated[float, _NEGATIVE_TOO]
 
 
 @dataclass(kw_only=True)

@@ -6,19 +6,16 @@ whoever is given one can rely on it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
+from typing import Annotated, ClassVar
 
 from torch_lms.errors import PlanError
-from torch_lms.plan.fields import Fields, ascending, read_document
+from torch_lms.plan.fields import Document, Range, ascending
 
-__all__ = ["CYCLE_KINDS", "PHASES", "VERSION", "Cycle", "Link", "Recipe", "Trace", "TraceOp", "TraceStorage"]
+__all__ = ["CYCLE_KINDS", "PHASES", "Cycle", "Link", "Recipe", "Trace", "TraceOp", "TraceStorage"]
 
-FORMAT = "torch_lms.trace"
-VERSION = 1
 PHASES = ("forward", "backward", "other")
 CYCLE_KINDS = ("training", "evaluation", "inference")
 
@@ -33,8 +30,8 @@ class Link:
         latency_us: of each copy.
     """
 
-    out_bytes_per_us: float
-    in_bytes_per_us: float
+    out_bytes_per_us: Annotated[float, Range(above=0.0)]
+    in_bytes_per_us: Annotated[float, Range(above=0.0)]
     latency_us: float = 0.0
 
     def __post_init__(self) -> None:
@@ -59,7 +56,7 @@ class Cycle:
         forwards: in one cycle; more than one where gradients are accumulated.
     """
 
-    kind: str = "training"
+    kind: Annotated[str, CYCLE_KINDS] = "training"
     forwards: int = 1
 
 
@@ -75,7 +72,7 @@ class TraceOp:
     """
 
     name: str
-    phase: str
+    phase: Annotated[str, PHASES]
     duration_us: float
     other_bytes: int = 0
 
@@ -163,7 +160,7 @@ class PlaceIndex:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trace:
+class Trace(Document):
     """One recorded cycle.
 
     Attributes:
@@ -175,6 +172,9 @@ class Trace:
         cycle: what the cycle is.
         limit_bytes: of the device's memory when it was recorded; None without.
     """
+
+    FORMAT: ClassVar[str] = "torch_lms.trace"
+    VERSION: ClassVar[int] = 1
 
     device: str
     signature: str
@@ -219,28 +219,6 @@ class Trace:
         producer = self.storages[storage].producer
         return "" if producer is None else self.ops[producer].name
 
-    def to_json(self) -> str:
-        """The document as JSON text."""
-        return json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}) + "\n"
-
-    @classmethod
-    def from_json(cls, text: str) -> Trace:
-        """Reads what `to_json`, or the core, wrote.
-
-        Raises:
-            PlanError: for text that is no trace of this version, naming the field.
-        """
-        return read_document(text, form=FORMAT, version=VERSION).closed(_read_trace)
-
-    def save(self, path: str | Path) -> None:
-        """Writes the document to a file."""
-        Path(path).write_text(self.to_json())
-
-    @classmethod
-    def load(cls, path: str | Path) -> Trace:
-        """Reads what `save` wrote."""
-        return cls.from_json(Path(path).read_text())
-
     def _check_places(self, number: int, storage: TraceStorage) -> None:
         last = len(self.ops) - 1
         for name, value in (("producer", storage.producer), ("released", storage.released)):
@@ -262,61 +240,3 @@ class Trace:
                 raise PlanError(f"expected storages made before place {storage.producer} at {where}, found {given}")
             if source.released is not None and source.released < storage.producer:
                 raise PlanError(f"expected storages held at place {storage.producer} at {where}, found {given}")
-
-
-def _read_trace(fields: Fields) -> Trace:
-    return Trace(
-        device=fields.text("device"),
-        limit_bytes=fields.optional_integer("limit_bytes"),
-        signature=fields.text("signature"),
-        cycle=fields.object("cycle", _read_cycle),
-        link=fields.object("link", _read_link),
-        ops=fields.objects("ops", _read_op),
-        storages=fields.objects("storages", _read_storage),
-    )
-
-
-def _read_cycle(fields: Fields) -> Cycle:
-    return Cycle(kind=fields.text("kind", among=CYCLE_KINDS), forwards=fields.integer("forwards"))
-
-
-def _read_link(fields: Fields) -> Link:
-    return Link(
-        out_bytes_per_us=fields.number("out_bytes_per_us", above=0.0),
-        in_bytes_per_us=fields.number("in_bytes_per_us", above=0.0),
-        latency_us=fields.number("latency_us"),
-    )
-
-
-def _read_op(fields: Fields) -> TraceOp:
-    return TraceOp(
-        name=fields.text("name"),
-        phase=fields.text("phase", among=PHASES),
-        duration_us=fields.number("duration_us"),
-        other_bytes=fields.integer("other_bytes"),
-    )
-
-
-def _read_recipe(fields: Fields) -> Recipe:
-    return Recipe(
-        duration_us=fields.number("duration_us"),
-        inputs=fields.integers("inputs"),
-        outside_bytes=fields.integer("outside_bytes"),
-    )
-
-
-def _read_storage(fields: Fields) -> TraceStorage:
-    return TraceStorage(
-        bytes=fields.integer("bytes"),
-        recurring=fields.flag("recurring"),
-        producer=fields.optional_integer("producer"),
-        released=fields.optional_integer("released"),
-        uses=fields.integers("uses"),
-        writes=fields.integers("writes"),
-        movable=fields.flag("movable"),
-        why_not_movable=fields.text("why_not_movable"),
-        recompute=fields.optional_object("recompute", _read_recipe),
-        why_not_recompute=fields.text("why_not_recompute"),
-        module=fields.text("module"),
-        line=fields.text("line"),
-    )

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from functools import lru_cache
 
 import torch
 
 from torch_lms.plan.trace import Link
 
-__all__ = ["measure_link"]
+__all__ = ["copy_seconds", "measure_link"]
 
 _BYTES = 32 << 20
-_ROUNDS = 3
 
 
 @lru_cache
@@ -24,19 +24,33 @@ def measure_link(device: str) -> Link:
     there = torch.empty(_BYTES, dtype=torch.uint8, device=device)
     host = torch.empty(_BYTES, dtype=torch.uint8, pin_memory=there.is_cuda)
     return Link(
-        out_bytes_per_us=_BYTES / _copy_us(host, there),
-        in_bytes_per_us=_BYTES / _copy_us(there, host),
+        out_bytes_per_us=_BYTES / (1e6 * copy_seconds((host, there))),
+        in_bytes_per_us=_BYTES / (1e6 * copy_seconds((there, host))),
         latency_us=10.0,
     )
 
 
-def _copy_us(to: torch.Tensor, source: torch.Tensor) -> float:
-    """The fastest of a few: whatever else runs makes them slower."""
+def copy_seconds(*copies: tuple[torch.Tensor, torch.Tensor], rounds: int = 3) -> float:
+    """The time of copies, each to its first tensor from its second, that run side by side.
+
+    Args:
+        copies: of one device.
+        rounds: of which the fastest counts: whatever else runs makes them slower.
+    """
+    device = next((tensor.device for copy in copies for tensor in copy if tensor.is_cuda), None)
+    streams = [nullcontext() if device is None else torch.cuda.stream(torch.cuda.Stream(device)) for _ in copies]
     times = []
-    for _ in range(_ROUNDS):
+    for _ in range(rounds):
+        _wait(device)
         start = time.perf_counter()
-        to.copy_(source)
-        if to.is_cuda or source.is_cuda:
-            torch.cuda.synchronize()
+        for (to, source), stream in zip(copies, streams, strict=True):
+            with stream:
+                to.copy_(source, non_blocking=True)
+        _wait(device)
         times.append(time.perf_counter() - start)
-    return 1e6 * min(times)
+    return min(times)
+
+
+def _wait(device: torch.device | None) -> None:
+    if device is not None:
+        torch.cuda.synchronize(device)
