@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from benchmarks.resnet50 import ResNet50
+from benchmarks.resnet import ResNet
 from torch_lms.cli.models import GPT, GPTShape
 
 __all__ = ["MODELS", "Model"]
@@ -50,7 +50,7 @@ def _gpt_step(device: str, shape: GPTShape, batch: int) -> Callable[[], None]:
 
 def _resnet_step(device: str, channels: int, batch: int, pixels: int) -> Callable[[], None]:
     with torch.device(device):
-        model = ResNet50(channels=channels)
+        model = ResNet(channels=channels)
         images, classes = torch.randn(batch, 3, pixels, pixels), torch.randint(1000, (batch,))
     return _step(model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9), (images, classes))
 

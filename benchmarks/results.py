@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Check", "Result", "environment"]
+__all__ = ["Check", "Result", "commit", "environment"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,6 +24,10 @@ class Check:
     target: str
     measured: float | str
     ok: bool
+
+    def __str__(self) -> str:
+        """One line, which begins with MISSED if the target was missed."""
+        return f"{'ok    ' if self.ok else 'MISSED'} {self.what}: {self.measured} (target {self.target})"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -47,7 +51,7 @@ class Result:
     def check(self, what: str, target: str, measured: float | str, ok: bool) -> None:
         """Records a target, and prints it."""
         self.checks.append(Check(what=what, target=target, measured=measured, ok=ok))
-        print(f"{'ok    ' if ok else 'MISSED'} {what}: {measured} (target {target})", flush=True)
+        print(self.checks[-1], flush=True)
 
     def add(self, **row: Any) -> None:
         """Adds a row, and prints it."""
@@ -70,7 +74,8 @@ def _command() -> list[str]:
     return ["python3", *name, *sys.argv[1:]]
 
 
-def _commit() -> str:
+def commit() -> str:
+    """The commit that is checked out."""
     try:
         done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
@@ -85,7 +90,7 @@ def environment() -> dict[str, Any]:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "cpu_count": os.cpu_count(),
-        "commit": _commit(),
+        "commit": commit(),
     }
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)

@@ -15,10 +15,15 @@ __all__ = ["GIB", "digest", "gradient_digest", "make_deterministic"]
 GIB = 1 << 30
 
 
-def make_deterministic() -> None:
-    """Fixes the order of additions (flash attention's backward has none otherwise), for comparing bits."""
+def make_deterministic(*, warn_only: bool | None = None) -> None:
+    """Fixes the order of additions (flash attention's backward has none otherwise), for comparing bits.
+
+    Args:
+        warn_only: whether an op that has no such order may run all the same; by default only where there is no GPU.
+    """
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    torch.use_deterministic_algorithms(mode=True, warn_only=not torch.cuda.is_available())
+    warn_only = not torch.cuda.is_available() if warn_only is None else warn_only
+    torch.use_deterministic_algorithms(mode=True, warn_only=warn_only)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 

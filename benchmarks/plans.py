@@ -1,0 +1,200 @@
+"""GPT 1.3B forward and backward: unmodified under our limits, beside what a user would do instead to need less memory.
+
+    python -m benchmarks.plans --only 'plain,ours-*'     # 5 minutes on an H200
+    python -m benchmarks.plans --only 'plain,[csto]*' …  # the peers; --list shows all keys
+    python -m benchmarks.plans --tiny --output-dir /tmp/out --only 'plain,ours-70'
+
+Limits are GiB, or with ``--tiny`` percents of the plain run's peak.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from benchmarks import peers
+from benchmarks.equal_peak import check_learning, check_peaks, check_row, compare, fastest_within
+from benchmarks.plan_worker import Paging, Run
+from benchmarks.results import Check, Result
+from benchmarks.sweep import Row, Sweep, add_arguments
+from benchmarks.training import GIB
+
+COLUMNS = [
+    ("mode", "Mode", "{}"),
+    ("step_ms", "Step (ms)", "{:.0f}"),
+    ("ratio", "/ plain", "{:.3f}"),
+    ("peak_gib", "Peak (GiB)", "{:.1f}"),
+    ("reserved_gib", "Reserved (GiB)", "{:.1f}"),
+    ("fastest_peer", "Fastest peer within that", "{}"),
+    ("over_peer", "/ peer", "{:.3f}"),
+    ("predicted_ms", "Predicted (ms)", "{:.0f}"),
+    ("predicted_peak_gib", "Predicted peak (GiB)", "{:.1f}"),
+    ("out_gib", "Out a step (GiB)", "{:.1f}"),
+    ("recomputed_gib", "Recomputed a step (GiB)", "{:.1f}"),
+    ("planned_after_steps", "Planned after (steps)", "{}"),
+    ("equal", "Bit-equal", "{}"),
+]
+LIMITS_GIB = (40, 30, 20, 16, 12, 9)
+MOST_RATIO = {40: 1.04, 30: 1.08, 20: 1.14, 16: 1.18, 12: 1.22, 9: 1.35}
+ALONE_GIB = (30, 16)
+LIMITS_TINY = (80, 70, 60)
+BUDGETS = (1.0, 0.7, 0.5, 0.3, 0.1, 0.0)
+HOST_LIMIT = "100GiB"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A row that can be asked for.
+
+    Attributes:
+        mode: what it is called.
+        change: what a peer does; None for plain and ours.
+        limit: ours, in GiB, or percents with --tiny.
+        options: of `Paging`.
+        needs_cuda: whether it means nothing on a CPU.
+        seconds: that it may take, if not the usual ones.
+    """
+
+    mode: str
+    change: Any = None
+    limit: int | None = None
+    options: dict[str, bool] = field(default_factory=dict)
+    needs_cuda: bool = False
+    seconds: float | None = None
+
+    @property
+    def facts(self) -> Row:
+        """Columns that are known beforehand."""
+        found: Row = {"peer": self.change is not None}
+        if self.limit is not None:
+            plans = self.options.get("swap", True) or self.options.get("recompute", True)
+            found |= {"limit": self.limit, "plans": plans, "on_demand": not plans, "monotone": not self.options}
+        return found
+
+
+def our_entries(*, tiny: bool) -> dict[str, Entry]:
+    """Our rows, by key."""
+    unit = "% of plain's peak" if tiny else " GiB"
+    limits = LIMITS_TINY if tiny else LIMITS_GIB
+    entries = {f"ours-{limit}": Entry(mode=f"ours, {limit}{unit}", limit=limit) for limit in limits}
+    for limit in limits[1:2] if tiny else ALONE_GIB:
+        for name, words, options in (
+            ("swap", "swap only", {"recompute": False}),
+            ("recompute", "recompute only", {"swap": False}),
+            ("demand", "on demand, without plans", {"swap": False, "recompute": False}),
+        ):
+            key = f"ours-{limit}-{name}"
+            entries[key] = Entry(mode=f"ours, {limit}{unit}, {words}", limit=limit, options=options)
+    last = limits[1:2] if tiny else ALONE_GIB[-1:]
+    for limit in last:
+        options = {"expandable_segments": False}
+        mode = f"ours, {limit}{unit}, fixed segments"
+        entries[f"ours-{limit}-fixed"] = Entry(mode=mode, limit=limit, options=options, needs_cuda=True)
+    return entries
+
+
+def peer_entries() -> dict[str, Entry]:
+    """The peers, by key."""
+    blocks, selective, budget = peers.checkpoint_blocks, peers.checkpoint_selectively, peers.compile_with_budget
+    kept = {"matmuls": "matmuls and attention", "half": "every second matmul and attention", "attention": "attention"}
+    entries = {"checkpoint-1": Entry(mode="checkpoint every block", change=blocks)}
+    for every, words in ((2, "2nd"), (4, "4th")):
+        mode = f"checkpoint every {words} block"
+        entries[f"checkpoint-{every}"] = Entry(mode=mode, change=partial(blocks, every=every))
+    for keep in peers.KEPT_BY_SELECTION:
+        mode = f"selective checkpoint, keeps {kept[keep]}"
+        entries[f"selective-{keep}"] = Entry(mode=mode, change=partial(selective, keep=keep))
+    entries["save_on_cpu"] = Entry(mode="save_on_cpu(pin_memory)", change=peers.save_on_cpu, needs_cuda=True)
+    entries["trl"] = Entry(mode="TRL OffloadActivations", change=peers.offload_with_trl, needs_cuda=True)
+    for share in BUDGETS:
+        mode = f"torch.compile, activation_memory_budget {share:g}"
+        entries[f"compiled-{share:g}"] = Entry(mode=mode, change=partial(budget, budget=share), seconds=240)
+    return entries
+
+
+def entries_of(*, tiny: bool) -> dict[str, Entry]:
+    """All rows, by key, in the table's order."""
+    return {"plain": Entry(mode="plain"), **our_entries(tiny=tiny), **peer_entries()}
+
+
+def judge(rows: Sequence[Row]) -> Iterator[Check]:
+    """The checks of the rows that there are; adds to ours the fastest peer."""
+    plain = next((row for row in rows if row["key"] == "plain"), None)
+    if plain is not None:
+        repeats = compare(plain, plain)["equal"]
+        yield Check(what="plain: repeats itself", target="yes", measured=repeats, ok=repeats == "yes")
+    for row in rows:
+        if "limit_bytes" not in row:
+            continue
+        yield from check_row(row)
+        most = MOST_RATIO.get(row["limit"]) if row["monotone"] and row["device"] == "cuda" else None
+        if most is not None and "ratio" in row:
+            ratio = row["ratio"]
+            yield Check(
+                what=f"{row['mode']}: / plain", target=f"at most {most}", measured=round(ratio, 3), ok=ratio <= most
+            )
+        peer = fastest_within(rows, max(row["limit_bytes"], row["peak_bytes"]))
+        if peer is not None:
+            row["fastest_peer"], row["over_peer"] = peer["mode"], row["step_ms"] / peer["step_ms"]
+        if peer is not None and row["monotone"] and row["device"] == "cuda":
+            over = row["over_peer"]
+            yield Check(
+                what=f"{row['mode']}: / fastest peer within that", target="1", measured=round(over, 3), ok=over <= 1
+            )
+    yield from check_learning(rows, plain)
+    yield from check_peaks(rows)
+
+
+def run_of(entry: Entry, given: argparse.Namespace, plain: Row | None) -> Run:
+    """What a row does.
+
+    Raises:
+        ValueError: if its limit is a share of the plain run's peak, and there is none.
+    """
+    device = "cpu" if given.tiny else "cuda"
+    run = Run(workload="gpt", device=device, tiny=given.tiny, change=entry.change, steps=given.steps)
+    if entry.limit is None:
+        return run
+    host_limit = None if given.tiny else HOST_LIMIT
+    limit_bytes = entry.limit * GIB
+    if given.tiny:
+        if plain is None:
+            raise ValueError("expected the plain run's row, of whose peak the limits are shares; run it first")
+        limit_bytes = plain["peak_bytes"] * entry.limit // 100
+    return replace(run, paging=Paging(limit_bytes=limit_bytes, host_limit=host_limit, **entry.options))
+
+
+def main() -> None:
+    """Runs the rows that the command names."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser, seconds=560)
+    given = parser.parse_args()
+    entries = entries_of(tiny=given.tiny)
+    if given.list:
+        print("\n".join(entries))
+        return
+    title = "GPT, tiny, on a CPU" if given.tiny else "GPT 1.3B, batch 16 x 2048, forward and backward, one H200"
+    sweep = Sweep(Result(name="plans", title=title, columns=COLUMNS), given, list(entries), judge)
+    for key, entry in entries.items():
+        if not sweep.wants(key):
+            continue
+        if entry.needs_cuda and given.tiny:
+            print(f"--- {key}: left out, since it means nothing without CUDA", flush=True)
+            continue
+        measure_row(sweep, key, entry)
+    sweep.finish()
+
+
+def measure_row(sweep: Sweep, key: str, entry: Entry) -> None:
+    """Runs a row, and compares it with plain's."""
+    plain = sweep.row("plain")
+    run = run_of(entry, sweep.given, plain)
+    facts = entry.facts | ({"limit_bytes": run.paging.limit_bytes} if run.paging else {})
+    sweep.run(key, entry.mode, run, seconds=entry.seconds, against="plain", **facts)
+
+
+if __name__ == "__main__":
+    main()
