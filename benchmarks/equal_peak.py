@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.results import Check
 from benchmarks.training import GIB
 
-__all__ = ["check_learning", "check_peaks", "check_row", "compare", "fastest_within"]
+__all__ = ["at_most", "check_learning", "check_peaks", "check_rows", "compare"]
 
 Row = dict[str, Any]
 
@@ -32,14 +32,39 @@ def compare(row: Row, plain: Row | None) -> Row:
     return {**found, "equal": "yes" if same else "no" if repeats else "no, nor is plain to itself"}
 
 
-def fastest_within(rows: Iterable[Row], peak_bytes: int) -> Row | None:
+def check_rows(rows: Sequence[Row]) -> Iterator[Check]:
+    """The checks of one program's rows; adds to ours the fastest peer that needs no more memory.
+
+    Args:
+        rows: that have not failed; of peers those with ``peer``, ours those with ``limit_bytes``.
+    """
+    for row in rows:
+        if "digest_before" in row:
+            repeats = compare(row, row)["equal"]
+            yield Check(what=f"{row['mode']}: repeats itself", target="yes", measured=repeats, ok=repeats == "yes")
+        if "limit_bytes" not in row:
+            continue
+        yield from _check_ours(row)
+        peer = _fastest_within(rows, max(row["limit_bytes"], row["peak_bytes"]))
+        if peer is not None:
+            row["fastest_peer"], row["over_peer"] = peer["mode"], row["step_ms"] / peer["step_ms"]
+            if row.get("monotone") and row["device"] != "cpu":
+                yield at_most(f"{row['mode']}: / fastest peer within that", row["over_peer"], 1)
+
+
+def at_most(what: str, measured: float, most: float) -> Check:
+    """A ratio that should not be greater."""
+    return Check(what=what, target=f"at most {most:g}", measured=round(measured, 4), ok=measured <= most)
+
+
+def _fastest_within(rows: Iterable[Row], peak_bytes: int) -> Row | None:
     """The fastest of the peers whose peak is at most so much."""
     within = [row for row in rows if row.get("peer") and row["peak_bytes"] <= peak_bytes]
     return min(within, key=lambda row: float(row["step_ms"]), default=None)
 
 
-def check_row(row: Row) -> Iterator[Check]:
-    """One of our rows: its bits, its peak, and what its plan has predicted."""
+def _check_ours(row: Row) -> Iterator[Check]:
+    """Its bits, its peak, and what its plan has predicted."""
     mode = row["mode"]
     if "equal" in row:
         yield Check(what=f"{mode}: bit-equal", target="yes", measured=row["equal"], ok=row["equal"] != "no")
@@ -57,12 +82,12 @@ def check_row(row: Row) -> Iterator[Check]:
         if row["device"] != "cpu":  # whose times are of a machine that is shared
             yield _near(f"{mode}: step over predicted", row["step_ms"] / row["predicted_ms"], _STEP_SHARE)
         yield _near(f"{mode}: peak over predicted", row["peak_gib"] / row["predicted_peak_gib"], _PEAK_SHARE)
-        over = row["predicted_ms"] / row["bound_ms"]
-        yield _at_most(f"{mode}: predicted step over bound", over, 1 + _BOUND_SHARE)
+        yield at_most(f"{mode}: predicted step over bound", row["predicted_ms"] / row["bound_ms"], 1 + _BOUND_SHARE)
 
 
-def check_learning(rows: Sequence[Row], plain: Row | None) -> Iterator[Check]:
+def check_learning(rows: Sequence[Row]) -> Iterator[Check]:
     """Steps before a plan over the same number of steps without plans under that limit, in plain steps."""
+    plain = next((row for row in rows if "digest_before" in row), None)
     on_demand = {row["limit_bytes"]: row for row in rows if row.get("on_demand")}
     for row in rows:
         beside = on_demand.get(row.get("limit_bytes"))
@@ -72,7 +97,7 @@ def check_learning(rows: Sequence[Row], plain: Row | None) -> Iterator[Check]:
         # The first steps of both make caches and host memory, too.
         same = [*beside["warmup_ms_all"], *beside["step_ms_all"], *([beside["step_ms"]] * len(learning_ms))]
         more = (sum(learning_ms) - sum(same[: len(learning_ms)])) / plain["step_ms"]
-        yield _at_most(f"{row['mode']}: learning beyond paging on demand, in plain steps", more, _PLAIN_STEPS_TO_LEARN)
+        yield at_most(f"{row['mode']}: learning beyond paging on demand, in plain steps", more, _PLAIN_STEPS_TO_LEARN)
 
 
 def check_peaks(rows: Sequence[Row]) -> Iterator[Check]:
@@ -85,7 +110,3 @@ def check_peaks(rows: Sequence[Row]) -> Iterator[Check]:
 
 def _near(what: str, ratio: float, share: float) -> Check:
     return Check(what=what, target=f"1 ± {share}", measured=round(ratio, 4), ok=abs(ratio - 1) <= share)
-
-
-def _at_most(what: str, measured: float, most: float) -> Check:
-    return Check(what=what, target=f"at most {most:g}", measured=round(measured, 4), ok=measured <= most)

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from benchmarks import peers
-from benchmarks.equal_peak import check_learning, check_peaks, check_row, compare, fastest_within
+from benchmarks.equal_peak import at_most, check_learning, check_peaks, check_rows
 from benchmarks.plan_worker import Paging, Run
 from benchmarks.results import Check, Result
 from benchmarks.sweep import Row, Sweep, add_arguments
@@ -122,29 +122,12 @@ def entries_of(*, tiny: bool) -> dict[str, Entry]:
 
 def judge(rows: Sequence[Row]) -> Iterator[Check]:
     """The checks of the rows that there are; adds to ours the fastest peer."""
-    plain = next((row for row in rows if row["key"] == "plain"), None)
-    if plain is not None:
-        repeats = compare(plain, plain)["equal"]
-        yield Check(what="plain: repeats itself", target="yes", measured=repeats, ok=repeats == "yes")
+    yield from check_rows(rows)
     for row in rows:
-        if "limit_bytes" not in row:
-            continue
-        yield from check_row(row)
-        most = MOST_RATIO.get(row["limit"]) if row["monotone"] and row["device"] == "cuda" else None
+        most = MOST_RATIO.get(row.get("limit", 0)) if row.get("monotone") and row["device"] != "cpu" else None
         if most is not None and "ratio" in row:
-            ratio = row["ratio"]
-            yield Check(
-                what=f"{row['mode']}: / plain", target=f"at most {most}", measured=round(ratio, 3), ok=ratio <= most
-            )
-        peer = fastest_within(rows, max(row["limit_bytes"], row["peak_bytes"]))
-        if peer is not None:
-            row["fastest_peer"], row["over_peer"] = peer["mode"], row["step_ms"] / peer["step_ms"]
-        if peer is not None and row["monotone"] and row["device"] == "cuda":
-            over = row["over_peer"]
-            yield Check(
-                what=f"{row['mode']}: / fastest peer within that", target="1", measured=round(over, 3), ok=over <= 1
-            )
-    yield from check_learning(rows, plain)
+            yield at_most(f"{row['mode']}: / plain", row["ratio"], most)
+    yield from check_learning(rows)
     yield from check_peaks(rows)
 
 
