@@ -72,11 +72,12 @@ bool EntityStorageImpl::request_pageout(uint64_t known_since) {
 }
 
 std::shared_ptr<PageoutTransfer> EntityStorageImpl::begin_request() {
-  release_copy(); // The caller has found it stale, or there is none.
   auto transfer = std::make_shared<PageoutTransfer>();
   const KeepAlive alive = binding_->hold(); // so that `acquire` never lets go of the last
+  ReleasedCopy stale; // as the caller has found it, or there is none
   {
     std::lock_guard<std::mutex> lock(mutex_);
+    stale = take_copy_locked(); // in one with the request: it may have gone and come since
     if (state() != EntityState::kResident || requesting_ || calling_off_ || pinned() || gone()) {
       return nullptr;
     }
@@ -550,15 +551,14 @@ bool EntityStorageImpl::drop(
     std::unique_ptr<DeviceBlock>* garbage) {
   const KeepAlive alive = binding_->hold(); // so that `acquire` never lets go of the last
   KeepAlive keep; // dropped after unlocking
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (!may_leave_locked(&keep) || !binding_->referenced() ||
-        !leave_locked(EntityState::kDropped, unreadable, garbage)) {
-      return false;
-    }
-    recipe_ = recipe;
+  ReleasedCopy stale; // the same
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!may_leave_locked(&keep) || !binding_->referenced() ||
+      !leave_locked(EntityState::kDropped, unreadable, garbage)) {
+    return false;
   }
-  release_copy();
+  recipe_ = recipe;
+  stale = take_copy_locked();
   return true;
 }
 
@@ -577,17 +577,14 @@ void EntityStorageImpl::watch_writes() {
 }
 
 bool EntityStorageImpl::release_copy() noexcept {
-  void* copy = nullptr;
-  FencePtr after;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    copy = kept_.exchange(nullptr, std::memory_order_acq_rel);
-    after = arrival_;
-  }
-  if (copy != nullptr) {
-    backend_->free_host(copy, std::move(after));
-  }
-  return copy != nullptr;
+  ReleasedCopy released; // after unlocking
+  std::lock_guard<std::mutex> lock(mutex_);
+  released = take_copy_locked();
+  return static_cast<bool>(released);
+}
+
+EntityStorageImpl::ReleasedCopy EntityStorageImpl::take_copy_locked() noexcept {
+  return {*backend_, kept_.exchange(nullptr, std::memory_order_acq_rel), arrival_};
 }
 
 bool EntityStorageImpl::touch(AccessResult* result) {

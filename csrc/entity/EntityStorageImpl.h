@@ -303,6 +303,36 @@ class EntityStorageImpl : public std::enable_shared_from_this<EntityStorageImpl>
   using Lock = std::unique_lock<std::mutex>;
 
   /// What the device allocator has to be told when the lock is released (README.md, Locks).
+  /// A host copy, given back when this goes: after unlocking.
+  class ReleasedCopy {
+   public:
+    ReleasedCopy() = default;
+    ReleasedCopy(TransferBackend& backend, void* copy, FencePtr after) noexcept
+        : backend_(&backend), copy_(copy), after_(std::move(after)) {}
+    ~ReleasedCopy() {
+      if (copy_ != nullptr) {
+        backend_->free_host(copy_, std::move(after_));
+      }
+    }
+    ReleasedCopy(ReleasedCopy&& other) noexcept {
+      *this = std::move(other);
+    }
+    ReleasedCopy& operator=(ReleasedCopy&& other) noexcept {
+      std::swap(backend_, other.backend_);
+      std::swap(copy_, other.copy_);
+      std::swap(after_, other.after_);
+      return *this;
+    }
+    explicit operator bool() const noexcept {
+      return copy_ != nullptr;
+    }
+
+   private:
+    TransferBackend* backend_ = nullptr;
+    void* copy_ = nullptr;
+    FencePtr after_;
+  };
+
   struct Afterwards {
     bool copy_reads_block = false;
     bool copy_writes_block = false;
@@ -313,6 +343,7 @@ class EntityStorageImpl : public std::enable_shared_from_this<EntityStorageImpl>
   AccessResult access_locked(Lock& lock, Afterwards& afterwards);
   void tell_allocator(Lock& lock, const Afterwards& afterwards);
   const FencePtr& arrival_locked();
+  ReleasedCopy take_copy_locked() noexcept;
   AccessResult cancel_pageout_locked(Lock& lock, Afterwards& afterwards);
   AccessResult finish_pagein_locked(Lock& lock, Afterwards& afterwards);
   std::shared_ptr<PageinTransfer> submit_pagein_locked(Lock& lock);

@@ -288,6 +288,20 @@ struct KeptRig : EntityRig {
   }
 };
 
+TEST(a_copy_that_comes_while_a_pageout_is_requested_is_given_back) {
+  for (Copies copies : kBothWays) {
+    KeptRig rig(copies);
+    rig.device->interruptions.at(DeviceStep::kHold, [&rig] { // what another thread does
+      REQUIRE(rig.entity->pageout_internal_sync());
+      rig.entity->access();
+      REQUIRE(rig.entity->keeps_copy());
+    });
+    rig.go_to(PD);
+    CHECK_EQ(rig.backend->hosts(), 1);
+    rig.entity->access();
+  }
+}
+
 TEST(what_nobody_has_written_leaves_without_a_copy) {
   for (Copies copies : kBothWays) {
     KeptRig rig(copies);

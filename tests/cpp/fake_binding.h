@@ -18,7 +18,7 @@
 #include "interruptions.h"
 
 /// Where a `FakeDevice` can be interrupted.
-enum class DeviceStep { kAcquire, kAllocate, kInstallHost, kFree, kKeepBlock };
+enum class DeviceStep { kHold, kAcquire, kAllocate, kInstallHost, kFree, kKeepBlock };
 
 /// The memory of a device: plain memory, in blocks that are overwritten when they go.
 class FakeDevice : public std::enable_shared_from_this<FakeDevice> {
@@ -130,6 +130,7 @@ class FakeBinding final : public torch_lms::StorageBinding {
       : storage_(storage), raw_(storage.get()), device_(storage->device().shared_from_this()) {}
 
   KeepAlive hold() override {
+    device_->interruptions.reached(DeviceStep::kHold);
     auto storage = storage_.lock();
     return storage ? std::make_shared<std::shared_ptr<FakeStorage>>(std::move(storage)) : nullptr;
   }
