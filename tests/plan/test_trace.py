@@ -25,9 +25,12 @@ DOCUMENT: dict[str, Any] = {
     "cycle": {"kind": "training", "forwards": 1},
     "link": {"out_bytes_per_us": 55000.0, "in_bytes_per_us": 55000, "latency_us": 10.0},
     "ops": [
-        {"name": "aten::addmm", "phase": "forward", "duration_us": 12.5, "other_bytes": 3},
-        {"name": "aten::gelu", "phase": "forward", "duration_us": 2, "other_bytes": 0},
-        {"name": "aten::gelu_backward", "phase": "backward", "duration_us": 4.0, "other_bytes": 0},
+        {"name": "aten::addmm", "phase": "forward", "duration_us": 12.5, "other_bytes": 3, "key": 7, "inputs": [0],
+         "outputs": [1]},
+        {"name": "aten::gelu", "phase": "forward", "duration_us": 2, "other_bytes": 0, "key": 2**64 - 1, "inputs": [1],
+         "outputs": []},
+        {"name": "aten::gelu_backward", "phase": "backward", "duration_us": 4.0, "other_bytes": 0, "key": 0,
+         "inputs": [1, 0], "outputs": []},
     ],
     "storages": [
         {
@@ -91,6 +94,9 @@ def test_a_trace_is_saved_and_loaded(tmp_path: Path) -> None:
         ("ops", [], "expected at least one op"),
         ("ops.1.phase", "sideways", "at torch_lms.trace.ops[1].phase, found 'sideways'"),
         ("ops.0.duration_us", "fast", "at torch_lms.trace.ops[0].duration_us, found 'fast'"),
+        ("ops.1.key", 2**64, "expected a whole number from 0 to 18446744073709551615 at torch_lms.trace.ops[1].key"),
+        ("ops.2.inputs", [2], "expected storages from 0 to 1 at ops[2].inputs, found 2"),
+        ("ops.0.outputs", [-1], "at torch_lms.trace.ops[0].outputs[0], found -1"),
         ("storages.0.recurring", 1, "expected true or false at torch_lms.trace.storages[0].recurring, found 1"),
         ("storages.1.uses", [2, 1], "in ascending order, found (2, 1)"),
         ("storages.0.uses", [2, 9], "expected places from 0 to 2 at storages[0].uses"),

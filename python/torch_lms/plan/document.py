@@ -11,7 +11,7 @@ from torch_lms.errors import PlanError
 from torch_lms.plan.decision import DECISIONS, RECOMPUTE, Decision
 from torch_lms.plan.fields import Document
 from torch_lms.plan.timeline import IN, Copy
-from torch_lms.plan.trace import TraceOp
+from torch_lms.plan.trace import TraceOp, check_ops, check_storages
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -147,6 +147,7 @@ class Plan(Document):
         methods: all of them.
         decisions: for every storage; several for one that leaves several times.
         ops: by place.
+        recurring: by storage, whether it lives across cycles.
         timeline: predicted.
     """
 
@@ -162,10 +163,14 @@ class Plan(Document):
     methods: tuple[MethodResult, ...]
     decisions: tuple[PlannedStorage, ...]
     ops: tuple[TraceOp, ...]
+    recurring: tuple[bool, ...]
     timeline: PlanTimeline
 
     def __post_init__(self) -> None:
-        places = len(self.ops)
+        places, storages = len(self.ops), len(self.recurring)
+        check_ops(self.ops, storages)
+        check_storages((one.storage for one in self.decisions), storages, "decisions")
+        check_storages((one.storage for one in self.timeline.copies), storages, "timeline.copies")
         for number, one in enumerate(self.decisions):
             for name, place in (("out_after", one.out_after), ("in_after", one.in_after)):
                 if place is not None and not 0 <= place < places:

@@ -165,6 +165,7 @@ class _Planning:
             methods=tuple(self.results),
             decisions=tuple(explain_decisions(self.problem, _leaving(timed.decisions), found)),
             ops=trace.ops,
+            recurring=tuple(storage.recurring for storage in trace.storages),
             timeline=_drawn(found, self.plain),
         )
 

@@ -6,7 +6,7 @@ whoever is given one can rely on it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, ClassVar
@@ -14,7 +14,7 @@ from typing import Annotated, ClassVar
 from torch_lms.errors import PlanError
 from torch_lms.plan.fields import Document, Range, ascending
 
-__all__ = ["CYCLE_KINDS", "PHASES", "Cycle", "Link", "Recipe", "Trace", "TraceOp", "TraceStorage"]
+__all__ = ["Cycle", "Link", "Recipe", "Trace", "TraceOp", "TraceStorage", "check_ops", "check_storages"]
 
 PHASES = ("forward", "backward", "other")
 CYCLE_KINDS = ("training", "evaluation", "inference")
@@ -69,12 +69,41 @@ class TraceOp:
         phase: forward, backward or other.
         duration_us: on the compute stream.
         other_bytes: in use during the op that belong to none of the storages: small tensors, working space.
+        key: by which the core knows it again: of its name and its storages' sizes, 64 bits.
+        inputs: storages that it is given, in its order.
+        outputs: storages that it gives, in its order.
     """
 
     name: str
     phase: Annotated[str, PHASES]
     duration_us: float
     other_bytes: int = 0
+    key: Annotated[int, Range(most=2**64 - 1)] = 0
+    inputs: tuple[int, ...] = ()
+    outputs: tuple[int, ...] = ()
+
+
+def check_storages(ids: Iterable[int], count: int, where: str) -> None:
+    """Checks that ids are those of storages.
+
+    Args:
+        ids: to be checked.
+        count: of all storages.
+        where: the ids are in their document.
+
+    Raises:
+        PlanError: naming the first that is not.
+    """
+    for one in ids:
+        if not 0 <= one < count:
+            raise PlanError(f"expected storages from 0 to {count - 1} at {where}, found {one}")
+
+
+def check_ops(ops: Sequence[TraceOp], storages: int) -> None:
+    """Checks what ops are given and give: ids of so many storages."""
+    for place, op in enumerate(ops):
+        check_storages(op.inputs, storages, f"ops[{place}].inputs")
+        check_storages(op.outputs, storages, f"ops[{place}].outputs")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,6 +216,7 @@ class Trace(Document):
     def __post_init__(self) -> None:
         if not self.ops:
             raise PlanError("expected at least one op in a trace, found none; record a cycle that runs ops")
+        check_ops(self.ops, len(self.storages))
         for number, storage in enumerate(self.storages):
             self._check_places(number, storage)
             self._check_recipe(number, storage)
@@ -232,9 +262,8 @@ class Trace(Document):
             return
         assert storage.producer is not None
         where = f"storages[{number}].recompute.inputs"
+        check_storages(storage.recompute.inputs, len(self.storages), where)
         for given in storage.recompute.inputs:
-            if not 0 <= given < len(self.storages):
-                raise PlanError(f"expected storages from 0 to {len(self.storages) - 1} at {where}, found {given}")
             source = self.storages[given]
             if source.producer is not None and source.producer >= storage.producer:
                 raise PlanError(f"expected storages made before place {storage.producer} at {where}, found {given}")

@@ -10,6 +10,7 @@ import torch
 
 from torch_lms._core import core, need_extension
 from torch_lms.errors import EnvError, LimitError
+from torch_lms.plan.document import Plan
 from torch_lms.swap import intercepts, optimizers, planning
 from torch_lms.swap.limits import Limit, parse_bytes, parse_limits
 
@@ -27,6 +28,7 @@ def enable(
     expandable_segments: bool = True,
     swap: bool = True,
     recompute: bool = True,
+    plan: Plan | str | os.PathLike[str] | None = None,
 ) -> None:
     """Keeps the memory of tensors within a limit from now on, in this whole process.
 
@@ -50,8 +52,12 @@ def enable(
         swap: let plans copy storages to the host. Without plans, and where they err, storages are
             copied out on demand all the same.
         recompute: let plans drop storages and run again the ops that made them.
+        plan: of an earlier run of the same program, or the path of its JSON file: it is carried out from the first
+            whole cycle on, and none has to be recorded. One of another program costs time, and is soon replaced.
 
     Raises:
+        PlanError: for a plan that cannot be read, is for another device, predicts a peak above the limit, or does what
+            ``swap`` and ``recompute`` do not allow.
         LimitError: for a size, a device or a directory that cannot be understood or is not there.
         EnvError: if a CUDA graph was captured before automatic mode was on.
         LmsError: in a forked child, and on a PyTorch with the fork's patches, which pages by hand alone.
@@ -60,6 +66,9 @@ def enable(
     need_extension("automatic mode", "page with torch_lms.SwapEnv, or use stock PyTorch 2.11 or later")
     limits = parse_limits(limit)
     smallest = parse_bytes(min_bytes)
+    host_bytes = None if host_limit is None else parse_bytes(host_limit, total_bytes=core.total_bytes("cpu"))
+    wishes = planning.Wishes(limits=limits, host_limit_bytes=host_bytes, swap=swap, recompute=recompute)
+    given = None if plan is None else planning.given_plan(plan, wishes)
     _configure_host(host_limit, spill_dir)
     if any(device.startswith("cuda") for device in limits):
         torch.cuda.init()
@@ -68,9 +77,8 @@ def enable(
         if expandable_segments:
             _expand_segments()
     intercepts.install()
-    if swap or recompute:
-        host_bytes = None if host_limit is None else parse_bytes(host_limit, total_bytes=core.total_bytes("cpu"))
-        planning.begin(planning.Wishes(limits=limits, host_limit_bytes=host_bytes, swap=swap, recompute=recompute))
+    if swap or recompute or given is not None:
+        planning.begin(wishes, given)
     for device, limit_bytes in limits.items():
         core.enable(device, limit_bytes, smallest)
     optimizers.install(limits)

@@ -16,12 +16,13 @@ from typing import Any
 
 from torch_lms._core import core
 from torch_lms.errors import PlanError
+from torch_lms.plan.decision import DROP_UNCHANGED, HOST, RECOMPUTE, SWAP
 from torch_lms.plan.document import Plan
 from torch_lms.plan.trace import Trace
 from torch_lms.swap.link import measure_link
 from torch_lms.swap.recording import compile_plan, trace_of
 
-__all__ = ["Wishes", "begin", "current_plan", "end", "last_trace", "start"]
+__all__ = ["Wishes", "begin", "current_plan", "end", "given_plan", "last_trace", "start"]
 
 _MARGIN_SHARE = 32  # of the limit, which the allocator's rounding and small differences take
 _MARGIN_BYTES = 1 << 30
@@ -57,15 +58,49 @@ def bring_back_before_forks() -> None:
     os.register_at_fork(before=core.make_dropped_again)
 
 
-def begin(wishes: Wishes) -> None:
-    """From now on programs are recorded and planned for."""
+def given_plan(plan: Plan | str | os.PathLike[str], wishes: Wishes) -> Plan:
+    """A plan of an earlier run, or one read from its file, if it can be carried out as is wished for.
+
+    Raises:
+        PlanError: for a file that is no plan, or a plan that is not for these devices, limits and ways.
+    """
+    found = plan if isinstance(plan, Plan) else Plan.load(Path(plan))
+    limit_bytes = wishes.limits.get(found.device)
+    if limit_bytes is None:
+        raise PlanError(
+            f"expected a plan for {' or '.join(wishes.limits)}, found one for {found.device}; "
+            "limit that device, or leave plan= out"
+        )
+    if found.predicted.peak_bytes > limit_bytes:
+        raise PlanError(
+            f"expected a plan that keeps {found.device} within its limit of {limit_bytes} bytes, found one with a peak "
+            f"of {found.predicted.peak_bytes} bytes; raise the limit, or leave plan= out"
+        )
+    off = (() if wishes.recompute else (RECOMPUTE,)) + (() if wishes.swap else (SWAP, DROP_UNCHANGED, HOST))
+    if refused := sorted({one.decision for one in found.decisions}.intersection(off)):
+        raise PlanError(
+            f"expected a plan that does only what swap= and recompute= allow, found one with {' and '.join(refused)}; "
+            "allow it, or leave plan= out"
+        )
+    return found
+
+
+def begin(wishes: Wishes, plan: Plan | None = None) -> None:
+    """From now on programs are recorded and planned for.
+
+    Args:
+        wishes: of the user.
+        plan: to carry out from the first cycle that it fits on.
+    """
     global _wishes, _plan, _trace
     with _lock:
-        _wishes, _plan, _trace = wishes, None, None
+        _wishes, _plan, _trace = wishes, plan, None
     bring_back_before_forks()
     for device in wishes.limits:
         measure_link(device)  # before there is a limit
         core.plan_program(device)
+    if plan is not None:
+        core.add_plan(compile_plan(plan))
 
 
 def end() -> None:
@@ -107,7 +142,7 @@ def _plan_beside(recording: Mapping[str, Any], wishes: Wishes) -> None:
         limit_bytes = wishes.limits[recording["device"]]
         trace = trace_of(recording, limit_bytes=limit_bytes, link=measure_link(recording["device"]))
         plan = _make_plan(trace, limit_bytes - min(limit_bytes // _MARGIN_SHARE, _MARGIN_BYTES), wishes)
-        compiled = compile_plan(plan, recording)
+        compiled = compile_plan(plan)
     except Exception as error:  # on a thread of ours: the program goes on with paging on demand
         warnings.warn(f"torch_lms: no plan was made for this program, which pages on demand: {error}", stacklevel=1)
         return

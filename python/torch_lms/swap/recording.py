@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch_lms.plan.document import Plan
+from torch_lms.plan.document import Actions, Plan
 from torch_lms.plan.trace import Cycle, Link, Recipe, Trace, TraceOp, TraceStorage
 
 __all__ = ["compile_plan", "trace_of"]
@@ -40,6 +40,9 @@ def trace_of(recording: Mapping[str, Any], *, limit_bytes: int, link: Link) -> T
                 phase="backward" if op["backward"] else "forward" if place >= first_forward else "other",
                 duration_us=durations_us[op["key"]],
                 other_bytes=max(0, max(op["allocated_bytes"], op["peak_bytes"]) + op["paged_out_bytes"] - live),
+                key=op["key"],
+                inputs=tuple(op["inputs"]),
+                outputs=tuple(op["outputs"]),
             )
             for place, (op, live) in enumerate(zip(ops, live_bytes, strict=True))
         ),
@@ -152,28 +155,24 @@ def _first_forward(ops: Sequence[Mapping[str, Any]], storages: Sequence[Mapping[
     return first
 
 
-def compile_plan(plan: Plan, recording: Mapping[str, Any]) -> dict[str, Any]:
-    """The plan as ``core.add_plan`` takes it: each op of the recording with what follows it."""
+def compile_plan(plan: Plan) -> dict[str, Any]:
+    """The plan as ``core.add_plan`` takes it: each op with what follows it."""
     actions = plan.actions()
     moving = {one.storage for one in plan.decisions if one.out_after is not None}
     dropped = {number for after in actions.values() for number in after.drop}
     ops = []
-    for place, op in enumerate(recording["ops"]):
-        after = actions.get(place)
+    for place, op in enumerate(plan.ops):
+        after = actions.get(place, Actions())
         ops.append(
             {
-                "key": op["key"],
-                "inputs": op["inputs"],
-                "outputs": op["outputs"],
-                "drops": after.drop if after else [],
-                "pageouts": after.pageout if after else [],
-                "prefetches": after.prefetch if after else [],
-                "binds": not moving.isdisjoint(op["inputs"]) or not moving.isdisjoint(op["outputs"]),
-                "makes_recipe": not dropped.isdisjoint(op["outputs"]),
+                "key": op.key,
+                "inputs": op.inputs,
+                "outputs": op.outputs,
+                "drops": after.drop,
+                "pageouts": after.pageout,
+                "prefetches": after.prefetch,
+                "binds": not moving.isdisjoint((*op.inputs, *op.outputs)),
+                "makes_recipe": not dropped.isdisjoint(op.outputs),
             }
         )
-    return {
-        "device": recording["device"],
-        "ops": ops,
-        "recurring": [bool(storage["recurring"]) for storage in recording["storages"]],
-    }
+    return {"device": plan.device, "ops": ops, "recurring": plan.recurring}

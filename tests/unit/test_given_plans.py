@@ -1,0 +1,130 @@
+"""Plans that are given to automatic mode: what an earlier run has saved, and what is refused or does no harm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import torch_lms
+from tests.plan.traces import gpt_trace
+from tests.unit.error_messages import raises_saying
+from tests.unit.fresh_process import in_fresh_process
+from tests.unit.markers import counts_exactly
+from tests.unit.test_plans import PROGRAMS, STEPS, limit_for, plain_training, run
+from tests.unit.trainings import MIN_BYTES, one_thread
+from torch_lms._core import core
+from torch_lms.errors import PlanError
+from torch_lms.plan import Plan, make_plan, simulate
+
+TRACE = gpt_trace(layers=2, width=256, tokens=1024, vocabulary=1000)
+SYNTHETIC = replace(make_plan(TRACE, simulate(TRACE, []).peak_bytes // 2), device="cpu")
+PEAK_BYTES = SYNTHETIC.predicted.peak_bytes
+
+
+def planned(program: str, limit_bytes: int, **options: bool) -> Plan:
+    """What a first run comes to."""
+    torch_lms.enable({"cpu": limit_bytes}, min_bytes=MIN_BYTES, **options)
+    for _ in run(PROGRAMS[program]):
+        pass
+    plan = torch_lms.current_plan()
+    torch_lms.disable()
+    assert plan is not None
+    return plan
+
+
+def started_with(plan: Plan | Path, limit_bytes: int, **options: bool) -> Iterator[list[str]]:
+    """The steps of `plain_training`."""
+    torch_lms.enable({"cpu": limit_bytes}, min_bytes=MIN_BYTES, plan=plan, **options)
+    torch_lms.stats(reset=True)
+    return run(plain_training)
+
+
+def save_a_plan(path: Path) -> int:
+    """The limit for which it is."""
+    with one_thread():
+        limit_bytes = limit_for(plain_training, 0.7)
+        planned("training", limit_bytes, swap=False).save(path)
+    return limit_bytes
+
+
+def recomputed_bytes_of_a_second_run(path: Path, limit_bytes: int, expected: list[list[str]]) -> list[int]:
+    """By step."""
+    given, recomputed = Plan.load(path), []
+    with one_thread():
+        for made, same in zip(started_with(path, limit_bytes, swap=False), expected, strict=True):
+            assert made == same
+            assert torch_lms.current_plan() == given
+            recomputed.append(torch_lms.stats(reset=True).recomputed_bytes)
+    assert core.share_in_step() > 0.95
+    return recomputed
+
+
+@counts_exactly
+@one_thread()
+def test_a_second_run_starts_planned(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    limit_bytes, expected = in_fresh_process(save_a_plan, path), list(run(plain_training))
+    recomputed = in_fresh_process(recomputed_bytes_of_a_second_run, path, limit_bytes, expected)
+    assert len(recomputed) == STEPS
+    assert all(recomputed[1:])  # the first step ends the first cycle: which one it is nobody knows before
+
+
+@counts_exactly
+@one_thread()
+def test_a_plan_is_in_use_until_automatic_mode_ends() -> None:
+    torch_lms.enable({"cpu": PEAK_BYTES}, plan=SYNTHETIC)
+    assert torch_lms.current_plan() is SYNTHETIC
+    torch_lms.disable()
+    assert torch_lms.current_plan() is None
+
+
+@counts_exactly
+@one_thread()
+@pytest.mark.parametrize("program", ["synthetic", "batch norm", "in place", "adversarial"])
+def test_the_plan_of_another_program_changes_nothing_but_speed(program: str) -> None:
+    limit_bytes = max(limit_for(plain_training), limit_for(PROGRAMS.get(program, plain_training)))
+    expected = list(run(plain_training))
+    other = replace(SYNTHETIC, predicted=replace(SYNTHETIC.predicted, peak_bytes=limit_bytes))
+    if program != "synthetic":
+        other = planned(program, limit_bytes)
+    for number, (made, same) in enumerate(zip(started_with(other, limit_bytes), expected, strict=True)):
+        assert made == same, f"step {number}"
+    assert torch_lms.stats().peak_allocated_bytes <= limit_bytes
+
+
+@pytest.mark.parametrize(
+    ("wrong", "options", "found", "do"),
+    [
+        ({"device": "cuda:7"}, {}, "one for cuda:7", "limit that device, or leave plan= out"),
+        ({}, {"limit": PEAK_BYTES - 1}, f"a peak of {PEAK_BYTES} bytes", "raise the limit, or leave plan= out"),
+        ({}, {"swap": False}, "one with drop_unchanged and swap", "allow it, or leave plan= out"),
+        ({}, {"recompute": False}, "one with recompute", "allow it, or leave plan= out"),
+    ],
+)
+def test_a_plan_that_cannot_be_carried_out_is_refused(
+    wrong: dict[str, str], options: dict[str, int], found: str, do: str
+) -> None:
+    limit_bytes = options.pop("limit", PEAK_BYTES)
+    with raises_saying(PlanError, found=found, do=do):
+        torch_lms.enable({"cpu": limit_bytes}, plan=replace(SYNTHETIC, **wrong), **options)
+    assert not torch_lms.swap.is_enabled()
+
+
+@pytest.mark.parametrize(
+    ("text", "found", "do"),
+    [
+        (None, "No such file", "give a file with a plan"),
+        ("{", "text that is not", "write the file again"),
+        (TRACE.to_json(), "'torch_lms.trace'", "give another file"),
+    ],
+)
+def test_a_file_that_is_no_plan_is_refused(text: str | None, found: str, do: str, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    if text is not None:
+        path.write_text(text)
+    with raises_saying(PlanError, found=found, do=do):
+        torch_lms.enable({"cpu": PEAK_BYTES}, plan=path)
+    assert not torch_lms.swap.is_enabled()
