@@ -19,6 +19,7 @@ from torch_lms.errors import PlanError
 from torch_lms.plan.decision import DROP_UNCHANGED, HOST, RECOMPUTE, SWAP
 from torch_lms.plan.document import Plan
 from torch_lms.plan.trace import Trace
+from torch_lms.swap import where
 from torch_lms.swap.link import measure_link
 from torch_lms.swap.recording import compile_plan, trace_of
 
@@ -129,6 +130,7 @@ def last_trace() -> Trace | None:
 def start() -> None:
     """The core has recorded a cycle: plans it on a thread of its own."""
     recording = core.take_recording()
+    where.forget()
     with _lock:
         wishes = _wishes
     if recording is not None and wishes is not None:

@@ -1,25 +1,52 @@
-"""Where in the program the calling thread is: the module that runs, and the line of the user's code."""
+"""Where in the program the calling thread is: the module that runs, and the line of the user's code.
+
+Note [Backward's places]: autograd gives each node that a forward op makes the thread's next number. So what runs inside
+of a node belongs to the first op of the recorded forward that ended with a higher number.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
+from bisect import bisect_right
 from itertools import pairwise
+from operator import itemgetter
 from types import FrameType
 
 import torch
 from torch import nn
 
-__all__ = ["here"]
+__all__ = ["forget", "here"]
 
 _NOT_THE_USERS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
+
+
+_forwards: list[tuple[int, tuple[str, str]]] = []  # autograd's number after an op, and its place
 
 
 def here() -> tuple[str, str]:
     """The innermost module's path from the outermost one that runs, and ``file:line`` of the user's code.
 
-    Both are empty outside of them, as on the threads of autograd's engine.
+    Inside of a backward both are those of the forward op; see Note [Backward's places]. Empty where there are none.
     """
+    modules, line = _in_frames()
+    place = _path(modules), line
+    node = torch._C._current_autograd_node()
+    if node is None:
+        _forwards.append((torch.autograd._get_sequence_nr(), place))
+    elif not modules:  # nor a forward that is run again for this backward
+        at = bisect_right(_forwards, node._sequence_nr(), key=itemgetter(0))
+        return _forwards[at][1] if at < len(_forwards) else place
+    return place
+
+
+def forget() -> None:
+    """A cycle has been recorded: backward's ops of another one are not asked for."""
+    _forwards.clear()
+
+
+def _in_frames() -> tuple[list[nn.Module], str]:
+    """The modules that run, from the outermost one, and the line."""
     line = ""
     modules: list[nn.Module] = []
     frame: FrameType | None = sys._getframe()
@@ -31,7 +58,7 @@ def here() -> tuple[str, str]:
         if isinstance(owner, nn.Module) and (not modules or modules[-1] is not owner):
             modules.append(owner)
         frame = frame.f_back
-    return _path(modules[::-1]), line
+    return modules[::-1], line
 
 
 def _path(modules: list[nn.Module]) -> str:

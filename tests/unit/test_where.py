@@ -1,0 +1,45 @@
+"""Where plans say that a storage is made: the module and the line, of backward's ops those of their forward."""
+
+from __future__ import annotations
+
+import torch_lms
+from tests.unit.markers import counts_exactly
+from tests.unit.test_plans import PROGRAMS, limit_for, run
+from tests.unit.trainings import MIN_BYTES, one_thread
+from torch_lms.plan import Trace
+from torch_lms.swap.planning import last_trace
+
+LAYERS = {str(number) for number in range(6)}
+
+
+def traced(program: str) -> Trace:
+    torch_lms.enable({"cpu": limit_for(PROGRAMS[program], 0.8)}, min_bytes=MIN_BYTES)
+    for _ in run(PROGRAMS[program]):
+        pass
+    trace = last_trace()
+    assert trace is not None
+    return trace
+
+
+def modules_of(trace: Trace, op: str) -> set[str]:
+    return {storage.module for number, storage in enumerate(trace.storages) if trace.op_of(number) == op}
+
+
+@counts_exactly
+@one_thread()
+def test_backward_ops_are_at_the_places_of_their_forward() -> None:
+    trace = traced("training")
+    assert modules_of(trace, "aten::gelu") == LAYERS
+    assert modules_of(trace, "aten::gelu_backward") == LAYERS
+    assert modules_of(trace, "aten::mm") == {f"{layer}.{name}" for layer in LAYERS for name in ("up", "down")}
+    lines = {one.line for number, one in enumerate(trace.storages) if trace.op_of(number) == "aten::gelu_backward"}
+    assert len(lines) == 1
+    assert lines.pop().split(":")[0].endswith("test_plans.py")
+
+
+@counts_exactly
+@one_thread()
+def test_a_forward_that_is_run_again_in_backward_has_its_own_places() -> None:
+    trace = traced("checkpoint")  # of each layer, which is the outermost module then
+    assert modules_of(trace, "aten::gelu") == {""}
+    assert modules_of(trace, "aten::addmm") == {"up", "down"}
