@@ -100,7 +100,10 @@ def with_served(problem: Problem) -> Problem:
                 break
             served[one] = Decision(storage=one, decision=HOST, out_after=_first_access(trace, one))
             over_bytes -= trace.storages[one].bytes
-    return problem.serving(served.values()) if served else problem
+    made = problem.serving(served.values()) if served else problem
+    if served and problem.limit_bytes > 0 and made.excess(everything_away(made)).any():
+        return with_served(problem.under(0)).under(problem.limit_bytes)  # whatever can be there
+    return made
 
 
 def _servable(trace: Trace, number: int, place: int) -> bool:
