@@ -65,13 +65,18 @@ class Sample:
         return tuple(leaf for mine, leaf in zip(own, leaves, strict=True) if isinstance(mine, torch.Tensor))
 
     def to(self, device: torch.device) -> Sample:
-        """The same sample with its tensors, and devices among its constants, on another device."""
+        """The same sample with its tensors on another device."""
+        return self.mapped(lambda tensor: tensor.to(device))
 
-        def move(value: Any) -> Any:
-            return value.to(device) if isinstance(value, torch.Tensor) else value
+    def mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Sample:
+        """The same sample with other tensors in place of its own."""
+        made = {id(tensor): change(tensor) for tensor in self.tensors}
 
-        args, kwargs = tree_map(move, (list(self.args), dict(self.kwargs)))
-        return Sample(tuple(args), kwargs, self.names, tuple(move(tensor) for tensor in self.tensors), self.constants)
+        def swap(value: Any) -> Any:
+            return made[id(value)] if isinstance(value, torch.Tensor) else value
+
+        args, kwargs = tree_map(swap, (list(self.args), dict(self.kwargs)))
+        return Sample(tuple(args), kwargs, self.names, tuple(map(swap, self.tensors)), self.constants)
 
     def describe(self) -> str:
         """Names, types and shapes, for messages."""

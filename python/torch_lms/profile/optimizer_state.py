@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,9 @@ from torch_lms._torch_compat import named_parameters_with_ties
 from torch_lms.errors import ProfileError
 from torch_lms.profile.storages import tensor_bytes, tensors_in
 
-__all__ = ["measure_optimizer"]
+__all__ = ["MakeOptimizer", "make_step", "measure_optimizer", "trained_parameters"]
+
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 def measure_optimizer(model: nn.Module, optimizer: Any) -> Mapping[str, int] | None:
@@ -32,33 +34,71 @@ def measure_optimizer(model: nn.Module, optimizer: Any) -> Mapping[str, int] | N
     """
     if optimizer is None:
         return None
+    return {
+        name: sum(map(tensor_bytes, tensors_in(state)))
+        for name, parameter, make in trained_parameters(model, optimizer)
+        for state in [_state_of(optimizer, parameter, make)]
+    }
+
+
+def trained_parameters(model: nn.Module, optimizer: Any) -> Iterator[tuple[str, nn.Parameter, MakeOptimizer]]:
+    """Each parameter that an optimizer trains, under its first name, and what makes such an optimizer of others.
+
+    Args:
+        model: its parameters are looked up in the optimizer.
+        optimizer: of these parameters, or a callable that makes one of a list of parameters.
+
+    Raises:
+        ProfileError: if it is neither.
+    """
     if not isinstance(optimizer, torch.optim.Optimizer) and not callable(optimizer):
         raise ProfileError(
             f"expected an optimizer or what makes one, such as torch.optim.AdamW, found {optimizer!r}; pass one"
         )
-    found: dict[str, int] = {}
     seen: set[int] = set()
     for name, parameter in named_parameters_with_ties(model):
         if id(parameter) in seen or not parameter.requires_grad:
             continue
         seen.add(id(parameter))
-        nbytes = _state_bytes(optimizer, parameter)
-        if nbytes is not None:
-            found[name] = nbytes
-    return found
+        make = _maker(optimizer, parameter)
+        if make is not None:
+            yield name, parameter, make
 
 
-def _state_bytes(optimizer: Any, parameter: nn.Parameter) -> int | None:
-    """Of one parameter; None if the optimizer does not train it."""
+def make_step(make: MakeOptimizer, parameter: nn.Parameter) -> torch.optim.Optimizer:
+    """An optimizer of one parameter, which has a gradient, that has made its first step.
+
+    Raises:
+        ProfileError: if it does not.
+    """
+    try:
+        optimizer = make([parameter])
+        optimizer.step()
+    except Exception as error:
+        raise ProfileError(
+            f"expected an optimizer that makes a step for one parameter, found {type(error).__name__}: {error}; "
+            "pass a callable that makes an optimizer of a list of parameters"
+        ) from error
+    return optimizer
+
+
+def _maker(optimizer: Any, parameter: nn.Parameter) -> MakeOptimizer | None:
     if not isinstance(optimizer, torch.optim.Optimizer):
-        return _measure(optimizer, parameter)
-    state = optimizer.state.get(parameter)
-    if state:
-        return sum(map(tensor_bytes, tensors_in(dict(state))))
+        make: MakeOptimizer = optimizer
+        return make
     for group in optimizer.param_groups:
         if any(parameter is other for other in group["params"]):
-            return _measure(partial(_copy_of, optimizer, group), parameter)
+            return partial(_copy_of, optimizer, group)
     return None
+
+
+def _state_of(optimizer: Any, parameter: nn.Parameter, make: MakeOptimizer) -> dict[str, Any]:
+    """As it is, or after a step on a copy."""
+    if isinstance(optimizer, torch.optim.Optimizer) and optimizer.state.get(parameter):
+        return dict(optimizer.state[parameter])
+    copy = nn.Parameter(torch.zeros_like(parameter, requires_grad=False))
+    copy.grad = torch.zeros_like(copy)
+    return dict(make_step(make, copy).state[copy])
 
 
 def _copy_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameters: list[nn.Parameter]) -> Any:
@@ -69,17 +109,3 @@ def _copy_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], paramet
     vars(twin).update({**kept, **hooks, "state": defaultdict(dict)})
     twin.param_groups = [{**group, "params": parameters}]
     return twin
-
-
-def _measure(make: Any, parameter: nn.Parameter) -> int:
-    copy = nn.Parameter(torch.zeros_like(parameter, requires_grad=False))
-    copy.grad = torch.zeros_like(copy)
-    try:
-        optimizer = make([copy])
-        optimizer.step()
-    except Exception as error:
-        raise ProfileError(
-            f"expected an optimizer that makes a step for one parameter, found {type(error).__name__}: {error}; "
-            "pass a callable that makes an optimizer of a list of parameters"
-        ) from error
-    return sum(map(tensor_bytes, tensors_in(dict(optimizer.state[copy]))))

@@ -69,6 +69,8 @@ def run_or_explain(model: nn.Module, sample: Sample, run: Callable[[], Any]) -> 
 def _advice(error: BaseException) -> str:
     if "out of memory" in str(error):
         return "profile it piece by piece: ProfileConfig(pieces=True), or with a smaller sample"
+    if type(error).__name__.startswith("DataDependent"):
+        return "what it does depends on values, so it must run whole: leave pieces and rates out"
     if isinstance(error, NotImplementedError):
         return "this PyTorch has no such op on this device: use another device, or a newer PyTorch"
     return "pass a sample that the model itself runs with"

@@ -12,7 +12,7 @@ from torch_lms import _torch_compat as torch_compat
 
 __all__ = ["blame", "first_line"]
 
-_OURS = (str(Path(__file__).parent), str(Path(torch_compat.__file__)))
+_OURS = tuple(str(Path(torch_compat.__file__).parent / name) for name in ("_torch_compat.py", "fitting", "profile"))
 _TORCH = str(Path(torch.__file__).parent)
 
 

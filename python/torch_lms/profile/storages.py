@@ -11,7 +11,7 @@ from torch import nn
 
 from torch_lms._torch_compat import named_parameters_with_ties, storage_bytes, storage_key, storage_weak_ref
 
-__all__ = ["StorageNames", "tensor_bytes", "tensors_in"]
+__all__ = ["StorageNames", "dense_parts", "tensor_bytes", "tensors_in"]
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -29,9 +29,20 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(getattr(value, field.name))
 
 
+def dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors with storages that a tensor is made of."""
+    if tensor.layout == torch.strided:
+        return [tensor]
+    if tensor.layout == torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout == torch.sparse_csr:
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    return []
+
+
 def tensor_bytes(tensor: torch.Tensor) -> int:
     """The bytes of a tensor's own elements, as they would be sent."""
-    return sum(part.numel() * part.element_size() for part in _dense(tensor))
+    return sum(part.numel() * part.element_size() for part in dense_parts(tensor))
 
 
 class StorageNames:
@@ -50,12 +61,12 @@ class StorageNames:
         self._refs: list[Any] = []
         self._model: dict[int, str] = {}
         for name, tensor in [*named_parameters_with_ties(model), *model.named_buffers()]:
-            for part in _dense(tensor):
+            for part in dense_parts(tensor):
                 self._model.setdefault(storage_key(part), name)
 
     def model_names(self, tensor: torch.Tensor) -> list[str]:
         """The parameters or buffers that a tensor is, or is a view of."""
-        return [self._model[key] for key in map(storage_key, _dense(tensor)) if key in self._model]
+        return [self._model[key] for key in map(storage_key, dense_parts(tensor)) if key in self._model]
 
     def names(self, tensor: torch.Tensor, node: str) -> list[str]:
         """Names of the storages behind a tensor, parameters and buffers left out.
@@ -64,17 +75,17 @@ class StorageNames:
             tensor: most have one storage, sparse ones several.
             node: what a storage is named after if it is new.
         """
-        return [self._name(part, node) for part in _dense(tensor) if storage_key(part) not in self._model]
+        return [self._name(part, node) for part in dense_parts(tensor) if storage_key(part) not in self._model]
 
     def alias(self, tensor: torch.Tensor, name: str) -> None:
         """Gives a storage the name of another: a copy that stands for it."""
-        for part in _dense(tensor):
+        for part in dense_parts(tensor):
             self._refs.append(storage_weak_ref(part))
             self._names[storage_key(part)] = name
 
     def alias_model(self, tensor: torch.Tensor, name: str) -> None:
         """Makes a storage known as a copy of a parameter or buffer."""
-        for part in _dense(tensor):
+        for part in dense_parts(tensor):
             self._refs.append(storage_weak_ref(part))
             self._model[storage_key(part)] = name
 
@@ -86,14 +97,3 @@ class StorageNames:
             self._names[key] = f"{node}.{count}" if count else node
             self.bytes[self._names[key]] = storage_bytes(tensor)
         return self._names[key]
-
-
-def _dense(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors with storages that a tensor is made of."""
-    if tensor.layout == torch.strided:
-        return [tensor]
-    if tensor.layout == torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]
-    if tensor.layout == torch.sparse_csr:
-        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    return []

@@ -15,13 +15,13 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from torch_lms.profile.storages import tensors_in
 
-__all__ = ["Clock", "RunTimer", "make_clock"]
+__all__ = ["Clock", "RunTimer", "Span", "make_clock"]
 
 # A device is kept busy for a while after so many marks, so that Python is ahead of it and gaps between launches are not
 # taken for the time of nodes.
@@ -100,18 +100,32 @@ def make_clock(device: torch.device) -> Clock:
     return _CudaClock(device) if device.type == "cuda" else _HostClock()
 
 
+class Span(NamedTuple):
+    """What lies between two marks: a node's forward or its backward."""
+
+    node: str
+    backward: bool
+    start: Any
+    end: Any
+
+
 class RunTimer:
     """Times the nodes of one run after the other, and keeps sums.
 
     Args:
         clock: of the device that runs.
+
+    Attributes:
+        spans: of the run that is not finished.
+        forward_us: sums by node.
+        backward_us: sums by node.
     """
 
     def __init__(self, clock: Clock) -> None:
         self.forward_us: dict[str, float] = defaultdict(float)
         self.backward_us: dict[str, float] = defaultdict(float)
+        self.spans: list[Span] = []
         self._clock = clock
-        self._spans: list[tuple[dict[str, float], str, Any, Any]] = []
         self._marks = 0
         self._functions: set[Any] = set()
         self._running: str | None = None
@@ -121,7 +135,7 @@ class RunTimer:
         """Runs a node's forward and prepares its backward for being timed."""
         start = self._mark()
         value = run()
-        self._spans.append((self.forward_us, name, start, self._clock.mark()))
+        self.spans.append(Span(name, False, start, self._clock.mark()))
         for tensor in tensors_in(value):
             function = tensor.grad_fn if tensor.requires_grad else None
             if function is not None:
@@ -149,7 +163,7 @@ class RunTimer:
 
     def _leave(self, end: Any) -> None:
         if self._running is not None:
-            self._spans.append((self.backward_us, self._running, self._start, end))
+            self.spans.append(Span(self._running, True, self._start, end))
 
     def _mark(self) -> Any:
         if self._marks % _MARKS_PER_LEAD == 0:
@@ -165,8 +179,9 @@ class RunTimer:
         """Adds the run's times to the sums, or leaves them out: then it was for warming up."""
         self._clock.wait()
         if keep:
-            for sums, name, start, end in self._spans:
-                sums[name] += self._clock.elapsed_us(start, end)
-        self._spans.clear()
+            for span in self.spans:
+                sums = self.backward_us if span.backward else self.forward_us
+                sums[span.node] += self._clock.elapsed_us(span.start, span.end)
+        self.spans.clear()
         self._functions.clear()
         self._marks = 0
