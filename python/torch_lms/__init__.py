@@ -13,6 +13,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torch_lms.fitting import fit
     from torch_lms.partition.balanced import create_balanced_partition
     from torch_lms.swap import (
         SwapEnv,
@@ -33,6 +34,7 @@ __all__ = [
     "current_plan",
     "disable",
     "enable",
+    "fit",
     "memory_summary",
     "pageout",
     "pin",
@@ -44,8 +46,12 @@ __all__ = [
 __version__ = "0.1.0"
 
 # Imported on first use: profiles and partitions also work where there is no compiled core.
-_HOME = {**dict.fromkeys(__all__, "torch_lms.swap"), "create_balanced_partition": "torch_lms.partition.balanced"}
-_PACKAGES = ("errors", "partition", "pipeline", "plan", "profile", "swap")
+_HOME = {
+    **dict.fromkeys(__all__, "torch_lms.swap"),
+    "create_balanced_partition": "torch_lms.partition.balanced",
+    "fit": "torch_lms.fitting",
+}
+_PACKAGES = ("errors", "fitting", "partition", "pipeline", "plan", "profile", "swap")
 
 
 def __getattr__(name: str) -> Any:

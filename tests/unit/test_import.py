@@ -21,6 +21,7 @@ PUBLIC_NAMES = [
     "current_plan",
     "disable",
     "enable",
+    "fit",
     "memory_summary",
     "pageout",
     "pin",
@@ -30,7 +31,10 @@ PUBLIC_NAMES = [
 ]
 
 # Each may import those in front of it, never those behind it.
-LAYERS = ["errors", "plan", "_torch_compat", "_fork", "_core", "swap", "profile", "partition", "pipeline", "cli"]
+LAYERS = [
+    *("errors", "plan", "_torch_compat", "_fork", "_core"),
+    *("swap", "profile", "fitting", "partition", "pipeline", "cli"),
+]
 
 
 def test_the_package_has_exactly_its_public_names() -> None:
@@ -96,6 +100,14 @@ def test_a_missing_core_says_how_to_install_it(package_without_core: Path) -> No
     assert ended.returncode == 1
     (last,) = [line for line in ended.stderr.splitlines() if line.startswith("ImportError: torch_lms")]
     check_message(last, found="none that loads with this PyTorch", do="pip install --no-build-isolation .")
+
+
+def test_what_fits_is_told_without_a_core(package_without_core: Path) -> None:
+    program = (
+        "import torch, torch_lms; print(torch_lms.fit(torch.nn.Linear(2, 2), torch.ones(2, 2), limit=4096).method)"
+    )
+    ended = run_python("-c", program, root=package_without_core)
+    assert (ended.stdout, ended.returncode) == ("keep\n", 0), ended.stderr
 
 
 # --- layers -------------------------------------------------------------------------------------------------

@@ -8,9 +8,10 @@ from pathlib import Path
 import torch
 
 import torch_lms
-from torch_lms.cli.explain import add_explain, add_plan
+from torch_lms.cli.explain import add_explain
 from torch_lms.cli.partition import add_partition
 from torch_lms.cli.pipeline import add_pipeline
+from torch_lms.cli.plan import add_plan
 from torch_lms.cli.profile import add_profile
 from torch_lms.cli.run import Paging
 from torch_lms.cli.train import TrainOptions
@@ -30,7 +31,7 @@ def make_parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="show what is installed and what works here")
     doctor.add_argument("--json", action="store_true", help="print JSON instead of tables")
     add_profile(commands.add_parser("profile", help="measure what each node of a model costs in time and memory"))
-    add_plan(commands.add_parser("plan", help="decide for a recorded cycle what is kept, swapped and recomputed"))
+    add_plan(commands.add_parser("plan", help="whether a recorded cycle, or a model, fits a limit, and how"))
     add_explain(commands.add_parser("explain", help="show and draw a plan"))
     add_partition(commands.add_parser("partition", help="cut a profiled model into the stages of a pipeline"))
     add_pipeline(commands.add_parser("pipeline", help="train a GPT as a pipeline, under torchrun"))

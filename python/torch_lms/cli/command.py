@@ -9,9 +9,10 @@ from rich.console import Console
 
 from torch_lms.cli.arguments import make_parser, train_options
 from torch_lms.cli.doctor import doctor
-from torch_lms.cli.explain import run_explain, run_plan
+from torch_lms.cli.explain import run_explain
 from torch_lms.cli.partition import run_partition
 from torch_lms.cli.pipeline import run_pipeline
+from torch_lms.cli.plan import run_plan
 from torch_lms.cli.profile import run_profile
 from torch_lms.cli.train import train
 from torch_lms.errors import LmsError

@@ -1,0 +1,106 @@
+"""The model that the words of a command name: one of the demo's, or what a callable of the user's returns."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_lms.cli.workload import MODELS, Workload
+from torch_lms.errors import ProfileError
+
+__all__ = ["add_model", "given_model", "given_optimizer"]
+
+_BATCH = 4
+
+
+def add_model(parser: argparse.ArgumentParser, *, default: str | None) -> None:
+    """Gives a parser the words for a model, its optimizer, its device and its sizes."""
+    shown = "" if default is None else " (%(default)s)"
+    parser.add_argument(
+        "--model",
+        default=default,
+        help=f"{', '.join(MODELS)}, or module:callable, which returns a model, its arguments as a tuple, and perhaps "
+        f"those by name as a dict{shown}",
+    )
+    parser.add_argument("--device", help="where it runs; meta measures sizes only; by default where the model is")
+    parser.add_argument("--optimizer", help="of torch.optim, such as AdamW: its state is measured")
+    parser.add_argument("--evaluate", action="store_true", help="in evaluation mode")
+    parser.add_argument(
+        "--pieces", action="store_true", default=None, help="bring the model to the device node by node"
+    )
+    sizes = parser.add_argument_group("sizes", "Of the demo's models; by default those of the train command.")
+    sizes.add_argument("--batch", type=int, default=_BATCH, help="excerpts or images of a microbatch (%(default)s)")
+    for name in ("layers", "width", "heads", "tokens", "image-size"):
+        sizes.add_argument(f"--{name}", type=int)
+
+
+def given_model(given: argparse.Namespace) -> tuple[nn.Module, tuple[Any, ...], Mapping[str, Any]]:
+    """The model, and its arguments by place and by name.
+
+    Raises:
+        ProfileError: if there is no such callable, or it returns something else.
+        ValueError: for words that make no sense.
+    """
+    model, args, kwargs = _load(given.model) if ":" in given.model else _demo(given)
+    return model.train(not given.evaluate), args, kwargs
+
+
+def given_optimizer(given: argparse.Namespace) -> type[torch.optim.Optimizer] | None:
+    """The class that ``--optimizer`` names.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    if not given.optimizer:
+        return None
+    classes: dict[str, type[torch.optim.Optimizer]] = {
+        key.lower(): value
+        for key, value in vars(torch.optim).items()
+        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
+    }
+    if given.optimizer.lower() not in classes:
+        known = ", ".join(sorted(value.__name__ for value in classes.values()))
+        raise ValueError(f"expected an optimizer among {known}, found {given.optimizer!r}; name one of these")
+    return classes[given.optimizer.lower()]
+
+
+def _demo(given: argparse.Namespace) -> tuple[nn.Module, tuple[Any, ...], Mapping[str, Any]]:
+    """A model of the demo and a batch for it."""
+    on_meta = given.device == "meta"
+    device = "cpu" if on_meta else given.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    sizes = {name: getattr(given, name) for name in ("batch", "layers", "width", "heads", "tokens", "image_size")}
+    workload = Workload.sized(model=given.model, device=device, steps=1, **sizes)
+    batch = workload.build_batches()()
+    model = workload.build_model()
+    target = torch.device("meta" if on_meta else device)
+    return model.to(target), tuple(tensor.to(target) for tensor in batch), {}
+
+
+def _load(place: str) -> tuple[nn.Module, tuple[Any, ...], Mapping[str, Any]]:
+    """What the user's callable returns."""
+    module_name, _, name = place.partition(":")
+    try:
+        target = importlib.import_module(module_name)
+        for part in name.split("."):
+            target = getattr(target, part)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ProfileError(
+            f"expected a callable at {place!r}, found none: {error}; name it as module:callable, from this folder or "
+            "an installed package"
+        ) from error
+    made = target() if callable(target) else None
+    if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[0], nn.Module):
+        raise ProfileError(
+            f"expected {place!r} to return (model, args) or (model, args, kwargs), found {type(made).__name__}; "
+            "return these"
+        )
+    model, args = made[:2]
+    kwargs: dict[str, Any] = dict(made[2]) if len(made) == 3 else {}
+    if isinstance(args, Mapping):
+        return model, (), {**args, **kwargs}
+    return model, tuple(args) if isinstance(args, (tuple, list)) else (args,), kwargs
