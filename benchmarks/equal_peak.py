@@ -77,7 +77,8 @@ def _check_ours(row: Row) -> Iterator[Check]:
         ok=most_gib <= limit_gib,
     )
     if row.get("plans"):
-        yield Check(what=f"{mode}: planned", target="True", measured=str(row["planned"]), ok=row["planned"])
+        found = "True" if row["planned"] else " ".join(row["refusals"])[:300] or "False"
+        yield Check(what=f"{mode}: planned", target="True", measured=found, ok=row["planned"])
     if "predicted_ms" in row:
         if row["device"] != "cpu":  # whose times are of a machine that is shared
             yield _near(f"{mode}: step over predicted", row["step_ms"] / row["predicted_ms"], _STEP_SHARE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import statistics
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -25,6 +26,7 @@ __all__ = ["Paging", "Run", "measure"]
 MS = 1e3
 _MOST_DIGEST_BYTES = 8 * GIB
 _TINY_MIN_BYTES = 4096
+_STEPS_AFTER_REFUSAL = 6  # another cycle may be recorded, and planned
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +90,28 @@ class Run:
     keep: str = ""
 
 
+class _Refusals:
+    """Warnings, on whatever thread, that a plan could not be made."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.shown = warnings.showwarning
+
+    def __enter__(self) -> _Refusals:
+        """Listens from now on."""
+
+        def show(message: Warning | str, *rest: Any, **words: Any) -> None:
+            if "no plan was made" in str(message):
+                self.texts.append(str(message))
+            self.shown(message, *rest, **words)
+
+        warnings.showwarning = show
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        warnings.showwarning = self.shown
+
+
 class _Steps:
     """Steps of a program, each with its time and loss."""
 
@@ -126,18 +150,24 @@ class _Steps:
     def until_planned(self) -> dict[str, Any]:
         """Steps until there is a plan, or patience has ended: what they took."""
         start = time.perf_counter()
-        while (
-            torch_lms.current_plan() is None
-            and (len(self.times_ms) < self.run.most_steps or self.run.tiny)
-            and time.perf_counter() - start < self.run.most_seconds
-        ):
-            self.one()
+        most_steps = self.run.most_steps * (100 if self.run.tiny else 1)  # a planner takes as long for a tiny program
+        with _Refusals() as refusals:
+            while (
+                torch_lms.current_plan() is None
+                and core.attention() != "asleep"  # memory is far below the limit: nothing is to be planned
+                and len(self.times_ms) < most_steps
+                and time.perf_counter() - start < self.run.most_seconds
+            ):
+                self.one()
+                if refusals.texts:
+                    most_steps = min(most_steps, len(self.times_ms) + _STEPS_AFTER_REFUSAL)
         planned = torch_lms.current_plan() is not None
         return {
             "planned": planned,
             "learning_ms_all": list(self.times_ms),
             "planned_after_steps": len(self.times_ms) if planned else None,
             "planned_after_s": time.perf_counter() - start if planned else None,
+            "refusals": refusals.texts,
         }
 
     def results(self) -> str:
