@@ -283,6 +283,21 @@ void lend_interpreter() {
   };
 }
 
+/// Every tensor that Python's garbage collector knows. What it knows may be half made by another
+/// thread, which finds it held by somebody else if it runs before that is over: nothing here gives
+/// up Python's lock.
+py::list tensors_of_program() {
+  auto* const tensor_class = reinterpret_cast<PyTypeObject*>(THPVariableClass);
+  py::list found;
+  const py::list objects = py::module_::import("gc").attr("get_objects")();
+  for (const py::handle object : objects) {
+    if (PyType_IsSubtype(Py_TYPE(object.ptr()), tensor_class) != 0) {
+      found.append(object);
+    }
+  }
+  return found;
+}
+
 /// A function of the module: refused in a forked child, run without Python's lock.
 template <typename Call>
 void define(py::module_& module, const char* name, Call call) {
@@ -353,6 +368,7 @@ void bind_automatic_mode(py::module_& module) {
   module.def("stats", &stats, py::arg("reset") = false);
   module.def("attention", &attention);
   module.def("memory_report", &memory_report);
+  module.def("tensors_of_program", &tensors_of_program);
   module.def("discover", [](const py::sequence& objects) {
     const auto storages = storages_of(objects);
     const py::gil_scoped_release no_gil;

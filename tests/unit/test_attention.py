@@ -6,6 +6,7 @@ Each program has a process of its own: what others have done before decides, too
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,7 @@ from tests.unit.fresh_process import in_fresh_process
 from tests.unit.markers import counts_exactly
 from tests.unit.trainings import CLASSES, GPT, MIN_BYTES, plain_step
 from torch_lms._core import core
+from torch_lms.swap import discovery
 
 SMALL, LARGE = 2, 8  # sequences in a batch
 OPS_IN_CYCLE = 4096  # csrc/extension/base/Options.h
@@ -375,6 +377,33 @@ def start_threads() -> list[str]:
 
 def test_every_kind_of_thread_wakes_it() -> None:
     assert in_fresh_process(start_threads) == ["asleep", "armed"] * 3
+
+
+def look_for_tensors_while_a_thread_builds_tuples() -> list[str]:
+    """A tuple that grows must be nobody else's; so another thread must not find it."""
+    over, wrong = threading.Event(), []
+
+    def build() -> None:
+        while not over.is_set():
+            try:
+                tuple(float(number) for number in range(40))
+            except SystemError as error:
+                wrong.append(str(error))
+
+    sys.setswitchinterval(1e-5)
+    thread = threading.Thread(target=build)
+    thread.start()
+    try:
+        for _ in range(30):
+            discovery.make_known()
+    finally:
+        over.set()
+        thread.join()
+    return wrong
+
+
+def test_the_search_for_tensors_leaves_other_threads_alone() -> None:
+    assert in_fresh_process(look_for_tensors_while_a_thread_builds_tuples) == []
 
 
 def start_a_thread_in_a_child() -> int:

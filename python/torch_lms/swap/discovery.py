@@ -7,7 +7,6 @@ program holds is found by Python's garbage collector, and what graphs keep for b
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -20,7 +19,7 @@ __all__ = ["make_known"]
 
 def make_known() -> None:
     """Tells the core of every tensor that can be found. Takes about a tenth of a second for a million objects."""
-    held = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
+    held = core.tensors_of_program()
     held += [gradient for tensor in held if tensor.is_leaf and (gradient := tensor.grad) is not None]
     core.discover([tensor for tensor in (*held, *_saved_in(held)) if _has_storage(tensor)])
 
