@@ -77,8 +77,8 @@ def _check_ours(row: Row) -> Iterator[Check]:
         ok=most_gib <= limit_gib,
     )
     if row.get("plans"):
-        found = "True" if row["planned"] else " ".join(row["refusals"])[:300] or "False"
-        yield Check(what=f"{mode}: planned", target="True", measured=found, ok=row["planned"])
+        found = "True" if row["followed"] else " ".join(row["refusals"])[:300] or f"planned: {row['planned']}"
+        yield Check(what=f"{mode}: a plan is followed", target="True", measured=found, ok=row["followed"])
     if "predicted_ms" in row:
         if row["device"] != "cpu":  # whose times are of a machine that is shared
             yield _near(f"{mode}: step over predicted", row["step_ms"] / row["predicted_ms"], _STEP_SHARE)
@@ -92,7 +92,7 @@ def check_learning(rows: Sequence[Row]) -> Iterator[Check]:
     on_demand = {row["limit_bytes"]: row for row in rows if row.get("on_demand")}
     for row in rows:
         beside = on_demand.get(row.get("limit_bytes"))
-        if plain is None or beside is None or not row.get("planned") or row["device"] == "cpu":
+        if plain is None or beside is None or not row.get("followed") or row["device"] == "cpu":
             continue
         learning_ms = row["learning_ms_all"]
         # The first steps of both make caches and host memory, too.
@@ -103,7 +103,9 @@ def check_learning(rows: Sequence[Row]) -> Iterator[Check]:
 
 def check_peaks(rows: Sequence[Row]) -> Iterator[Check]:
     """A lower limit gives no higher peak."""
-    ours = sorted((row["limit_bytes"], row["peak_bytes"]) for row in rows if row.get("planned") and row.get("monotone"))
+    ours = sorted(
+        (row["limit_bytes"], row["peak_bytes"]) for row in rows if row.get("followed") and row.get("monotone")
+    )
     if len(ours) > 1:
         falls = all(low[1] <= high[1] for low, high in pairwise(ours))
         yield Check(what=f"peaks rise with {len(ours)} limits", target="True", measured=str(falls), ok=falls)

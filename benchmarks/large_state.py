@@ -30,7 +30,7 @@ COLUMNS = [
     ("out_gib", "Out a step (GiB)", "{:.1f}"),
     ("in_gib", "In a step (GiB)", "{:.1f}"),
     ("predicted_ms", "Predicted (ms)", "{:.0f}"),
-    ("planned_after_steps", "Planned after (steps)", "{}"),
+    ("followed_after_steps", "Planned after (steps)", "{}"),
     ("equal", "Bit-equal", "{}"),
 ]
 HOST_LIMIT = "100GiB"

@@ -26,6 +26,7 @@ __all__ = ["Paging", "Run", "measure"]
 MS = 1e3
 _MOST_DIGEST_BYTES = 8 * GIB
 _TINY_MIN_BYTES = 4096
+_SHARE_FOLLOWED = 0.9  # of a cycle's ops
 _STEPS_AFTER_REFUSAL = 6  # another cycle may be recorded, and planned
 
 
@@ -147,26 +148,33 @@ class _Steps:
             self.one()
         return self.times_ms[len(self.times_ms) - count :]
 
-    def until_planned(self) -> dict[str, Any]:
-        """Steps until there is a plan, or patience has ended: what they took."""
+    def until_followed(self) -> dict[str, Any]:
+        """Steps until a plan is followed, or patience has ended: what they took."""
         start = time.perf_counter()
         most_steps = self.run.most_steps * (100 if self.run.tiny else 1)  # a planner takes as long for a tiny program
+        row: dict[str, Any] = {"planned_after_steps": None, "followed_after_steps": None, "signatures": []}
         with _Refusals() as refusals:
             while (
-                torch_lms.current_plan() is None
+                row["followed_after_steps"] is None
                 and core.attention() != "asleep"  # memory is far below the limit: nothing is to be planned
                 and len(self.times_ms) < most_steps
                 and time.perf_counter() - start < self.run.most_seconds
             ):
                 self.one()
+                plan = torch_lms.current_plan()
+                if plan is not None and plan.signature not in row["signatures"]:
+                    row["signatures"].append(plan.signature)
+                    row["planned_after_steps"] = row["planned_after_steps"] or len(self.times_ms)
+                if plan is not None and core.share_in_step() > _SHARE_FOLLOWED:
+                    row["followed_after_steps"] = len(self.times_ms)
                 if refusals.texts:
                     most_steps = min(most_steps, len(self.times_ms) + _STEPS_AFTER_REFUSAL)
-        planned = torch_lms.current_plan() is not None
         return {
-            "planned": planned,
+            **row,
+            "planned": row["planned_after_steps"] is not None,
+            "followed": row["followed_after_steps"] is not None,
             "learning_ms_all": list(self.times_ms),
-            "planned_after_steps": len(self.times_ms) if planned else None,
-            "planned_after_s": time.perf_counter() - start if planned else None,
+            "learning_s": time.perf_counter() - start,
             "refusals": refusals.texts,
         }
 
@@ -189,7 +197,7 @@ def measure(run: Run, news: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     steps = _Steps(run, news)
     row: dict[str, Any] = {"samples": steps.program.samples, "tokens": steps.program.tokens}
     if run.paging is not None and run.paging.plans:
-        row |= steps.until_planned()
+        row |= steps.until_followed()
     row["warmup_ms_all"] = steps.several(run.warmup_steps)
     if run.with_digest and run.paging is None and run.change is None:
         row["digest_before"] = steps.results()

@@ -34,7 +34,7 @@ COLUMNS = [
     ("predicted_peak_gib", "Predicted peak (GiB)", "{:.1f}"),
     ("out_gib", "Out a step (GiB)", "{:.1f}"),
     ("recomputed_gib", "Recomputed a step (GiB)", "{:.1f}"),
-    ("planned_after_steps", "Planned after (steps)", "{}"),
+    ("followed_after_steps", "Planned after (steps)", "{}"),
     ("equal", "Bit-equal", "{}"),
 ]
 LIMITS_GIB = (40, 30, 20, 16, 12, 9)
