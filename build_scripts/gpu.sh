@@ -9,14 +9,27 @@
 #     devices profile                                   tests/gpu/test_STAGE_cuda.py, each in a process of its own
 #   doctor train                                        python -m torch_lms ...; the picture of the demo
 #   transfers overhead model_state what_runs
-#     inference optimizer_choice gpt gpt_fixed          python -m benchmarks...
+#     inference optimizer_choice                        python -m benchmarks...
 #   every_op                                            as access; minutes
-# Two names stand for several: tests (access to profile) and benchmarks (transfers to gpt_fixed).
+# Two names stand for several: tests (access to profile) and benchmarks (transfers to optimizer_choice).
+#
+# Stages about plans, by their names alone, with what they are expected to take and at most may:
+#   plans            plain, ours at six limits, each way alone         240 of 420 s
+#   plans_peers      plain, checkpoint, selective, save_on_cpu, TRL    120 of 240 s
+#   plans_compiled   plain, torch.compile with six memory budgets      300 of 500 s
+#   plan_models      six models, four ways each                        400 of 580 s
+#   largest_batch    GPT, ResNet-152, 3D U-Net within 24 GiB           480 of 590 s
+#   largest_tokens   GPT's longest sequence within 24 GiB              160 of 300 s
+#   large_state      6.7B within 60 GiB, 12.9B within 125              280 of 500 s
+#   plan_picture     draws what plans, plans_peers and plans_compiled wrote
+# Each of their programs writes its file after every row, and goes on with the file that is there: stages and rows can
+# be run one at a time. ONLY='ours-16,plain' names rows (python -m benchmarks.plans --list). Plans and traces go into
+# $OUT/plans.tar.gz.
 #
 # What they write goes to $OUT (benchmarks/results): JSON, the picture, STAGE.log. A stage that fails or takes too long
 # leaves the others alone; without a build nothing else runs. The exit status is 1 if a stage failed.
-# The python3 on PATH needs PyTorch with CUDA, pytest, rich and matplotlib; every_op expecttest; for the peers of gpt,
-# TRL and accelerate on PYTHONPATH.
+# The python3 on PATH needs PyTorch with CUDA, pytest, rich and matplotlib; every_op expecttest; plan_models and
+# plans_peers transformers, accelerate and, on PYTHONPATH, TRL; inference accelerate.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 script=build_scripts/gpu.sh
@@ -29,9 +42,20 @@ fi
 export OUT=${OUT:-benchmarks/results}
 export PYTHONPATH=$PWD/python${PYTHONPATH:+:$PYTHONPATH}
 tests=(access memory graphs training optimizers devices profile)
-benchmarks=(transfers overhead model_state what_runs inference optimizer_choice gpt gpt_fixed)
+benchmarks=(transfers overhead model_state what_runs inference optimizer_choice)
 # How long each may take, in seconds; the others 120.
-declare -A most_s=([access]=150 [graphs]=170 [training]=170 [every_op]=300 [gpt]=240 [gpt_fixed]=200)
+declare -A most_s=([access]=150 [graphs]=170 [training]=170 [every_op]=300 [inference]=240 [optimizer_choice]=200
+  [plans]=420 [plans_peers]=240 [plans_compiled]=500 [plan_models]=580 [largest_batch]=590 [largest_tokens]=300
+  [large_state]=500)
+
+# measure MODULE ROWS [WORD...]: a program about plans, some of its rows, and its plans in one file.
+measure() {
+  local status=0
+  python3 -m "benchmarks.$1" --only "${ONLY:-$2}" --seconds $((most_s[$stage] - 60)) --keep --output-dir "$OUT" \
+    "${@:3}" || status=$?
+  [ ! -d "$OUT/plans" ] || tar --create --gzip --file "$OUT/plans.tar.gz" --directory "$OUT" plans
+  return "$status"
+}
 
 # run_stage NAME: what a stage does; 2 for a name that there is not.
 run_stage() {
@@ -54,10 +78,14 @@ run_stage() {
     transfers | overhead | model_state | what_runs | inference | optimizer_choice)
       python3 -m "benchmarks.$1" --output-dir "$OUT"
       ;;
-    gpt) python3 -m benchmarks.gpt --limits 30GiB,40GiB,16GiB --peers --output-dir "$OUT" ;;
-    gpt_fixed)
-      python3 -m benchmarks.gpt --limits 30GiB,40GiB,16GiB --no-expandable --name gpt_fixed --output-dir "$OUT"
-      ;;
+    plans) measure plans 'plain,ours-*' ;;
+    plans_peers) measure plans 'plain,checkpoint-*,selective-*,save_on_cpu,trl' ;;
+    plans_compiled) measure plans 'plain,compiled-*' ;;
+    plan_models) measure plan_models '*' --steps 6 ;;
+    largest_batch) measure largest '*-batch-*' --steps 4 ;;
+    largest_tokens) measure largest '*-tokens-*' --steps 4 ;;
+    large_state) measure large_state '*' ;;
+    plan_picture) python3 -m benchmarks.plan_picture "$OUT/plans.json" --output "$OUT/plans.svg" ;;
     *)
       echo "gpu.sh: expected one of the stages that --help names, found '$1'; correct its name" >&2
       return 2
@@ -67,7 +95,8 @@ run_stage() {
 
 # In a process of its own (see below), so that `timeout` can end it.
 if [ "${1:-}" = --stage ]; then
-  run_stage "$2"
+  stage=$2
+  run_stage "$stage"
   exit
 fi
 
