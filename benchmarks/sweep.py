@@ -23,6 +23,7 @@ from benchmarks.results import Check, Result, commit
 __all__ = ["PRELOAD", "Row", "Sweep", "add_arguments"]
 
 Row = dict[str, Any]
+_SHORTEST_ROW_S = 10.0
 PRELOAD = ("torch", "torch_lms", "benchmarks.plan_worker")
 
 
@@ -31,12 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser, *, seconds: int) -> None:
 
     Args:
         parser: gets them.
-        seconds: after which no further row begins, unless the command says otherwise.
+        seconds: in which all rows end, unless the command says otherwise.
     """
     parser.add_argument("--tiny", action="store_true", help="small shapes on the CPU, to try it without a GPU")
     parser.add_argument("--only", default="*", help="keys of rows, comma-separated; * stands for anything")
     parser.add_argument("--list", action="store_true", help="print the rows' keys and end")
-    parser.add_argument("--seconds", type=float, default=seconds, help="begin no row after so many (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=seconds, help="in which all rows end (%(default)s)")
     parser.add_argument("--row-seconds", type=float, default=100, help="that a row may take (%(default)s)")
     parser.add_argument("--steps", type=int, default=8, help="that are timed (%(default)s)")
     parser.add_argument("--keep", action="store_true", help="write plans and traces beside the results, in plans/")
@@ -82,9 +83,14 @@ class Sweep:
         return next((row for row in self.result.rows if row["key"] == key and "error" not in row), None)
 
     @property
+    def seconds_left(self) -> float:
+        """Until all rows have to have ended."""
+        return float(self.given.seconds) - (time.monotonic() - self.began_s)
+
+    @property
     def out_of_time(self) -> bool:
         """Whether no further row may begin."""
-        return time.monotonic() - self.began_s > float(self.given.seconds)
+        return self.seconds_left < _SHORTEST_ROW_S
 
     def attempt(self, key: str, run: Run, seconds: float | None = None) -> Row:
         """Runs something; its row, or one with its error.
@@ -95,12 +101,12 @@ class Sweep:
             seconds: that it may take, if not those of the command line.
         """
         if self.out_of_time:
-            return {"error": f"not run: {self.given.seconds:.0f} s were over"}
+            return {"error": f"not run: {self.given.seconds:.0f} s were nearly over"}
         began_s = time.monotonic()
         keep = str(Path(self.given.output_dir) / "plans" / f"{self.result.name}-{key}") if self.given.keep else ""
         try:
-            seconds = seconds or self.given.row_seconds
-            row = self.processes.call(measure, replace(run, keep=keep), seconds=seconds)
+            most_s = min(seconds or self.given.row_seconds, self.seconds_left)
+            row = self.processes.call(measure, replace(run, keep=keep), seconds=most_s)
         except CallFailedError as error:
             row = {"error": str(error), **error.news}
         return {**row, "took_s": time.monotonic() - began_s}

@@ -14,7 +14,7 @@
 # Two names stand for several: tests (access to profile) and benchmarks (transfers to optimizer_choice).
 #
 # Stages about plans, by their names alone, with what they are expected to take and at most may:
-#   plans            plain, ours at six limits, each way alone         240 of 420 s
+#   plans            plain, ours at six limits, each way alone         400 of 580 s
 #   plans_peers      plain, checkpoint, selective, save_on_cpu, TRL    120 of 240 s
 #   plans_compiled   plain, torch.compile with six memory budgets      300 of 500 s
 #   plan_models      six models, four ways each                        400 of 580 s
@@ -45,13 +45,13 @@ tests=(access memory graphs training optimizers devices profile)
 benchmarks=(transfers overhead model_state what_runs inference optimizer_choice)
 # How long each may take, in seconds; the others 120.
 declare -A most_s=([access]=150 [graphs]=170 [training]=170 [every_op]=300 [inference]=240 [optimizer_choice]=200
-  [plans]=420 [plans_peers]=240 [plans_compiled]=500 [plan_models]=580 [largest_batch]=590 [largest_tokens]=300
+  [plans]=580 [plans_peers]=240 [plans_compiled]=500 [plan_models]=580 [largest_batch]=590 [largest_tokens]=300
   [large_state]=500)
 
 # measure MODULE ROWS [WORD...]: a program about plans, some of its rows, and its plans in one file.
 measure() {
   local status=0
-  python3 -m "benchmarks.$1" --only "${ONLY:-$2}" --seconds $((most_s[$stage] - 60)) --keep --output-dir "$OUT" \
+  python3 -m "benchmarks.$1" --only "${ONLY:-$2}" --seconds $((most_s[$stage] - 15)) --keep --output-dir "$OUT" \
     "${@:3}" || status=$?
   [ ! -d "$OUT/plans" ] || tar --create --gzip --file "$OUT/plans.tar.gz" --directory "$OUT" plans
   return "$status"
