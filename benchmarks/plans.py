@@ -131,22 +131,13 @@ def judge(rows: Sequence[Row]) -> Iterator[Check]:
     yield from check_peaks(rows)
 
 
-def run_of(entry: Entry, given: argparse.Namespace, plain: Row | None) -> Run:
-    """What a row does.
-
-    Raises:
-        ValueError: if its limit is a share of the plain run's peak, and there is none.
-    """
+def run_of(entry: Entry, given: argparse.Namespace, limit_bytes: int) -> Run:
+    """What a row does."""
     device = "cpu" if given.tiny else "cuda"
     run = Run(workload="gpt", device=device, tiny=given.tiny, change=entry.change, steps=given.steps)
     if entry.limit is None:
         return run
     host_limit = None if given.tiny else HOST_LIMIT
-    limit_bytes = entry.limit * GIB
-    if given.tiny:
-        if plain is None:
-            raise ValueError("expected the plain run's row, of whose peak the limits are shares; run it first")
-        limit_bytes = plain["peak_bytes"] * entry.limit // 100
     return replace(run, paging=Paging(limit_bytes=limit_bytes, host_limit=host_limit, **entry.options))
 
 
@@ -174,8 +165,14 @@ def main() -> None:
 def measure_row(sweep: Sweep, key: str, entry: Entry) -> None:
     """Runs a row, and compares it with plain's."""
     plain = sweep.row("plain")
-    run = run_of(entry, sweep.given, plain)
-    facts = entry.facts | ({"limit_bytes": run.paging.limit_bytes} if run.paging else {})
+    facts, limit_bytes = entry.facts, 0
+    if entry.limit is not None:
+        if sweep.given.tiny and plain is None:
+            sweep.put({"key": key, "mode": entry.mode, "error": "the plain row is missing whose peak sets the limit"})
+            return
+        limit_bytes = plain["peak_bytes"] * entry.limit // 100 if sweep.given.tiny and plain else entry.limit * GIB
+        facts |= {"limit_bytes": limit_bytes}
+    run = run_of(entry, sweep.given, limit_bytes)
     sweep.run(key, entry.mode, run, seconds=entry.seconds, against="plain", **facts)
 
 
