@@ -20,7 +20,8 @@ from torch_lms.errors import PlanError
 from torch_lms.plan import Plan, make_plan, simulate
 
 TRACE = gpt_trace(layers=2, width=256, tokens=1024, vocabulary=1000)
-SYNTHETIC = replace(make_plan(TRACE, simulate(TRACE, []).peak_bytes // 2), device="cpu")
+OPS = tuple(replace(op, key=place + 1) for place, op in enumerate(TRACE.ops))
+SYNTHETIC = replace(make_plan(TRACE, simulate(TRACE, []).peak_bytes // 2), device="cpu", ops=OPS)
 PEAK_BYTES = SYNTHETIC.predicted.peak_bytes
 
 
