@@ -13,9 +13,11 @@ import torch
 import torch_lms
 from benchmarks.results import Result
 from benchmarks.training import GIB, digest, make_deterministic
+from torch_lms._core import core
 from torch_lms.cli.models import GPT, GPTShape
 from torch_lms.swap import parse_bytes
 
+SHARE_FOLLOWED = 0.9  # of a step's ops, if it goes by a plan
 COLUMNS = [
     ("mode", "Mode", "{}"),
     ("state_gib", "Model state (GiB)", "{:.1f}"),
@@ -44,7 +46,7 @@ def train(shape: GPTShape, batch: int, steps: int, device: str, foreach: bool | 
         model = GPT(shape)
         ids = torch.randint(shape.vocabulary, (batch, shape.tokens))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=foreach)
-    losses, times_ms = [], []
+    losses, times_ms, followed = [], [], []
     for _ in range(steps):
         start = time.perf_counter()
         loss = model(ids, ids.roll(-1, 1))
@@ -55,6 +57,8 @@ def train(shape: GPTShape, batch: int, steps: int, device: str, foreach: bool | 
         if device == "cuda":
             torch.cuda.synchronize()
         times_ms.append(1e3 * (time.perf_counter() - start))
+        followed.append(torch_lms.current_plan() is not None and core.share_in_step() > SHARE_FOLLOWED)
+    plan = torch_lms.current_plan()
     counted = torch_lms.stats()
     row = {
         "state_gib": 4 * sum(parameter.nbytes for parameter in model.parameters()) / GIB,
@@ -67,6 +71,9 @@ def train(shape: GPTShape, batch: int, steps: int, device: str, foreach: bool | 
         "prefetched": counted.prefetch_hits / steps,
         "host_served": counted.host_served,
         "wait_ms": counted.wait_us / 1e3 / steps,
+        "followed_after_steps": followed.index(True) + 1 if any(followed) else None,
+        "predicted_ms": plan.predicted.step_us / 1e3 if plan else None,
+        "predicted_peak_gib": plan.predicted.peak_bytes / GIB if plan else None,
         "losses": losses,
     }
     if device == "cuda":
