@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import torch_lms
+from tests.unit.test_plans import wait_for_planner
 from torch_lms.swap import mlms
 
 pytestmark = pytest.mark.slow
@@ -135,7 +136,9 @@ def test_training_in_automatic_mode_leaks_nothing(paged: ModuleType) -> None:
     optimizer = torch.optim.Adam(model.parameters(), 0.001, foreach=True)
     given = torch.randn(256, 64)
 
-    def step(_: int) -> None:
+    def step(number: int) -> None:
+        if number == 50:
+            wait_for_planner()
         optimizer.zero_grad()
         model(given).square().mean().backward()
         optimizer.step()

@@ -52,11 +52,17 @@ void Executor::clear() {
   late_.clear();
 }
 
+void Executor::doubt() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  bad_cycles_ = kBadCycles - 1;
+}
+
 /// `before`: what stood for the numbers of the same plan.
 void Executor::start_cycle_locked(std::vector<Bound>& before) {
   seen_.clear();
   next_ = 0;
   found_ = 0;
+  missed_.store(0, std::memory_order_relaxed);
   const auto last = std::exchange(plan_, plans_.empty() ? nullptr : plans_.back());
   bound_.assign(plan_ != nullptr ? plan_->recurring.size() : 0, Bound());
   if (plan_ == last) {
@@ -114,9 +120,11 @@ int32_t Executor::place_of_locked(uint64_t key, std::vector<Bound>* garbage) {
     if (fits(*plan_, place)) {
       next_ = place + 1;
       ++found_;
+      missed_.store(0, std::memory_order_relaxed);
       return static_cast<int32_t>(place);
     }
   }
+  missed_.fetch_add(1, std::memory_order_relaxed);
   return -1;
 }
 

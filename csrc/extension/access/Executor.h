@@ -68,12 +68,22 @@ class Executor {
   /// A cycle has ended. Returns whether the program is to be recorded (again).
   bool end_cycle();
 
+  /// Whether the program does something else for a while: paging ahead of need is better then.
+  bool lost() const noexcept {
+    return missed_.load(std::memory_order_relaxed) >= kMissesUntilLost;
+  }
+
+  /// Other cycles begin: the first that no plan fits is to be recorded.
+  void doubt();
+
   /// Ops of the last whole cycle that were found in the plan, of all.
   double share_in_step() const noexcept {
     return share_.load(std::memory_order_relaxed);
   }
 
  private:
+  static constexpr size_t kMissesUntilLost = 64;
+
   /// What stands for a number in this cycle.
   struct Bound {
     std::weak_ptr<Entity> entity;
@@ -90,6 +100,7 @@ class Executor {
   Recipes& recipes_;
   std::atomic<bool> active_{false};
   std::atomic<double> share_{0};
+  std::atomic<size_t> missed_{0}; // ops in a row that the plan does not know
   std::mutex mutex_; // guards what follows
   std::vector<std::shared_ptr<const CompiledPlan>> plans_;
   std::shared_ptr<const CompiledPlan> plan_; // of this cycle

@@ -318,8 +318,8 @@ void Observer::note_outputs(const at::RecordFunction& record, Frame& frame) {
   }
 }
 
-void Observer::cycle_ended() {
-  planning_.cycle_ended();
+void Observer::backward_ended() {
+  planning_.backward_ended();
 }
 
 void Observer::note_recipe(const at::RecordFunction& record, Frame& frame) {
@@ -383,10 +383,12 @@ void Observer::end(const at::RecordFunction& record) {
     return;
   }
   planning_.after_op(frame);
-  policy_->after_op(devices[0], is_on_main_thread(frame));
+  const bool on_main_thread = is_on_main_thread(frame);
+  policy_->after_op(devices[0], on_main_thread);
   if (devices[1] != nullptr) {
-    policy_->after_op(devices[1], is_on_main_thread(frame));
+    policy_->after_op(devices[1], on_main_thread);
   }
+  planning_.note_op(record, on_main_thread);
   chaos_.after_op();
 }
 

@@ -32,7 +32,7 @@ class Observer final : public OpFeed {
   // --- OpFeed: automatic mode ---
   void start() override;
   void stop() override;
-  void cycle_ended() override;
+  void backward_ended() override;
 
   /// Ops are observed while one of these lives, and from then on as long as there is reason to.
   class Request {

@@ -1,5 +1,6 @@
 #include <extension/access/Planning.h>
 
+#include <algorithm>
 #include <utility>
 
 #include <torch/csrc/autograd/graph_task.h>
@@ -7,6 +8,13 @@
 #include <extension/base/Interpreter.h>
 
 namespace torch_lms {
+namespace {
+
+bool in_backward() {
+  return torch::autograd::get_current_graph_task_id() != -1;
+}
+
+} // namespace
 
 void Planning::enable(Device& device) {
   device_.store(&device);
@@ -19,6 +27,7 @@ void Planning::disable() {
   policy_.set_planned(false);
   std::lock_guard<std::mutex> lock(mutex_);
   recording_ = nullptr;
+  finder_ = CycleFinder();
   waiting_ = false;
 }
 
@@ -32,7 +41,7 @@ void Planning::begin_op(const at::RecordFunction& record, Frame& frame) {
 
 void Planning::end_op(const at::RecordFunction& record, Frame& frame) {
   if (recorder_.recording()) {
-    recorder_.end_op(record, frame, torch::autograd::get_current_graph_task_id() != -1);
+    recorder_.end_op(record, frame, in_backward());
   } else {
     executor_.end_op(record, frame);
   }
@@ -41,10 +50,54 @@ void Planning::end_op(const at::RecordFunction& record, Frame& frame) {
 void Planning::after_op(Frame& frame) {
   if (executor_.active()) {
     executor_.after_op(frame);
+    if (!recorder_.recording()) {
+      policy_.set_planned(!executor_.lost());
+    }
   }
 }
 
-void Planning::cycle_ended() {
+void Planning::look_for_cycle(const at::RecordFunction& record, bool on_main_thread) {
+  if (!on_main_thread && !in_backward()) {
+    return; // a loader's
+  }
+  bool ended = false;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    ended = finder_.note_op(reinterpret_cast<uintptr_t>(record.name()));
+  }
+  if (ended) {
+    end_cycle();
+  }
+}
+
+void Planning::backward_ended() {
+  bool ended = false;
+  bool changed = false;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    ended = finder_.end_segment(held_bytes());
+    const size_t before = std::exchange(segments_, finder_.segments());
+    changed = before != 0 && before != segments_;
+    waiting_ = waiting_ && !changed;
+  }
+  if (changed) { // what was recorded is no cycle any more, or only a part of one
+    recorder_.abandon();
+    executor_.doubt();
+  }
+  if (ended) {
+    end_cycle();
+  }
+}
+
+/// Where it lies does not matter.
+size_t Planning::held_bytes() const {
+  const Device* device = device_.load();
+  return device == nullptr ? 0
+                           : device->use().allocated_bytes +
+          static_cast<size_t>(std::max<int64_t>(0, pager_.paged_out_bytes()));
+}
+
+void Planning::end_cycle() {
   Device* device = device_.load();
   if (device == nullptr) {
     return;
@@ -52,6 +105,7 @@ void Planning::cycle_ended() {
   if (recorder_.recording()) {
     if (auto recorded = recorder_.end()) {
       std::lock_guard<std::mutex> lock(mutex_);
+      recorded->certain = segments_ == 0 || finder_.certain();
       recording_ = std::move(recorded);
       waiting_ = true;
     }
@@ -71,6 +125,11 @@ void Planning::cycle_ended() {
 std::unique_ptr<RecordedCycle> Planning::take_recording() {
   std::lock_guard<std::mutex> lock(mutex_);
   return std::move(recording_);
+}
+
+void Planning::record_again() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  waiting_ = false;
 }
 
 void Planning::add(std::shared_ptr<const CompiledPlan> plan) {

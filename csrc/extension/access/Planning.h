@@ -10,6 +10,7 @@
 
 #include <extension/access/Executor.h>
 #include <extension/access/Recorder.h>
+#include <extension/trace/CycleFinder.h>
 
 namespace torch_lms {
 
@@ -45,16 +46,28 @@ class Planning {
       recorder_.note_raw_access(entity);
     }
   }
-  void cycle_ended();
+  /// An op of the program's own threads is over: cycles are found by them (Note [Cycles]).
+  void note_op(const at::RecordFunction& record, bool on_main_thread) {
+    if (device_.load(std::memory_order_relaxed) != nullptr) {
+      look_for_cycle(record, on_main_thread);
+    }
+  }
+  void backward_ended();
 
   /// The latest recording, once; null if there is none.
   std::unique_ptr<RecordedCycle> take_recording();
   void add(std::shared_ptr<const CompiledPlan> plan);
+  /// There is none for the latest recording: another cycle may do.
+  void record_again();
   double share_in_step() const noexcept {
     return executor_.share_in_step();
   }
 
  private:
+  void look_for_cycle(const at::RecordFunction& record, bool on_main_thread);
+  void end_cycle();
+  size_t held_bytes() const;
+
   Pager& pager_;
   Policy& policy_;
   Recorder recorder_;
@@ -62,6 +75,8 @@ class Planning {
   std::atomic<Device*> device_{nullptr};
   std::mutex mutex_; // guards what follows
   std::unique_ptr<RecordedCycle> recording_;
+  CycleFinder finder_;
+  size_t segments_ = 0; // in a cycle
   bool waiting_ = false; // for the plan of a recording
 };
 

@@ -49,6 +49,7 @@ struct TraceStorage {
 
 struct RecordedCycle {
   std::string device;
+  bool certain = true; ///< Whether such a cycle has come before.
   std::vector<TraceOp> ops;
   std::vector<TraceStorage> storages;
 };

@@ -529,11 +529,13 @@ void Policy::after_op(Device* used, bool on_main_thread) {
   if (!on_main_thread && !backward) {
     other_threads_.store(true, std::memory_order_relaxed);
   }
-  if (cycles_.note_phase(backward) ||
-      (cycles_.shape().length == 0 &&
-       cycles_.now() - cycle_began_.load(std::memory_order_relaxed) > options_.ops_in_cycle)) {
+  if (cycles_.note_phase(backward)) {
     end_cycle();
-    feed_->cycle_ended();
+    feed_->backward_ended();
+  } else if (
+      cycles_.shape().length == 0 &&
+      cycles_.now() - cycle_began_.load(std::memory_order_relaxed) > options_.ops_in_cycle) {
+    end_cycle();
   }
   if (used == nullptr || used->limit_bytes() == 0 || used->capturing() ||
       attention() == Attention::kAsleep) {

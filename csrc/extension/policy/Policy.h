@@ -25,8 +25,8 @@ class OpFeed {
   virtual void start() = 0;
   /// Ops need not tell any more.
   virtual void stop() = 0;
-  /// A cycle has ended, and another begins, with an op that has just ended.
-  virtual void cycle_ended() = 0;
+  /// A backward has ended, and something else begun, with an op that has just ended.
+  virtual void backward_ended() = 0;
 };
 
 /// What holds a device's memory, in bytes.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import subprocess
@@ -50,6 +51,8 @@ class Wishes:
 _wishes: Wishes | None = None
 _plan: Plan | None = None
 _trace: Trace | None = None
+_planner: threading.Thread | None = None
+_process: subprocess.Popen[str] | None = None
 _lock = threading.Lock()
 
 
@@ -57,6 +60,7 @@ _lock = threading.Lock()
 def bring_back_before_forks() -> None:
     """From now on whoever forks leaves the child all storages: it could not make again what is dropped."""
     os.register_at_fork(before=core.make_dropped_again)
+    atexit.register(end)
 
 
 def given_plan(plan: Plan | str | os.PathLike[str], wishes: Wishes) -> Plan:
@@ -83,6 +87,11 @@ def given_plan(plan: Plan | str | os.PathLike[str], wishes: Wishes) -> Plan:
             f"expected a plan that does only what swap= and recompute= allow, found one with {' and '.join(refused)}; "
             "allow it, or leave plan= out"
         )
+    if not any(op.key for op in found.ops):
+        raise PlanError(
+            "expected a plan that was made of a running program, found one that was made before (torch_lms.fit); "
+            "save current_plan() once the program runs, or leave plan= out"
+        )
     return found
 
 
@@ -106,9 +115,14 @@ def begin(wishes: Wishes, plan: Plan | None = None) -> None:
 
 def end() -> None:
     """No plan is made any more; what is being made is thrown away."""
-    global _wishes, _plan, _trace
+    global _wishes, _plan, _trace, _planner
     with _lock:
         _wishes, _plan, _trace = None, None, None
+        planner, _planner = _planner, None
+        if _process is not None:
+            _process.kill()
+    if planner is not None:
+        planner.join()
 
 
 def current_plan() -> Plan | None:
@@ -129,12 +143,15 @@ def last_trace() -> Trace | None:
 
 def start() -> None:
     """The core has recorded a cycle: plans it on a thread of its own."""
+    global _planner
     recording = core.take_recording()
     where.forget()
     with _lock:
         wishes = _wishes
     if recording is not None and wishes is not None:
         planner = threading.Thread(target=_plan_beside, args=(recording, wishes), daemon=True, name="torch_lms planner")
+        with _lock:
+            _planner = planner
         planner.start()
 
 
@@ -146,6 +163,12 @@ def _plan_beside(recording: Mapping[str, Any], wishes: Wishes) -> None:
         plan = _make_plan(trace, limit_bytes - min(limit_bytes // _MARGIN_SHARE, _MARGIN_BYTES), wishes)
         compiled = compile_plan(plan)
     except Exception as error:  # on a thread of ours: the program goes on with paging on demand
+        with _lock:
+            if _wishes is not wishes:
+                return
+        if not recording["certain"]:
+            core.record_again()
+            return
         warnings.warn(f"torch_lms: no plan was made for this program, which pages on demand: {error}", stacklevel=1)
         return
     with _lock:
@@ -156,7 +179,8 @@ def _plan_beside(recording: Mapping[str, Any], wishes: Wishes) -> None:
 
 
 def _make_plan(trace: Trace, limit_bytes: int, wishes: Wishes) -> Plan:
-    """In a process of its own, so that it takes nothing from the program's threads."""
+    """In a process of its own, so that it takes nothing from the program's threads; `end` kills it."""
+    global _process
     request = {
         "trace": json.loads(trace.to_json()),
         "limit_bytes": limit_bytes,
@@ -167,15 +191,24 @@ def _make_plan(trace: Trace, limit_bytes: int, wishes: Wishes) -> Plan:
     package = str(Path(__file__).parents[2])
     environment = {key: value for key, value in os.environ.items() if key != "TORCH_LMS_CHAOS"}
     environment["PYTHONPATH"] = os.pathsep.join([package, environment.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-m", "torch_lms.plan"],
-        input=json.dumps(request),
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=_PATIENCE_SECONDS,
-        check=False,
-    )
-    if done.returncode != 0:
-        raise PlanError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "no answer of the planner")
-    return Plan.from_json(done.stdout)
+    with _lock:
+        if _wishes is not wishes:
+            raise PlanError("expected automatic mode, found that it has ended")
+        _process = subprocess.Popen(
+            [sys.executable, "-m", "torch_lms.plan"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+    with _process as process:
+        try:
+            made, said = process.communicate(json.dumps(request), timeout=_PATIENCE_SECONDS)
+        finally:
+            process.kill()
+            with _lock:
+                _process = None
+    if process.returncode != 0:
+        raise PlanError(said.strip().splitlines()[-1] if said.strip() else "no answer of the planner")
+    return Plan.from_json(made)

@@ -1,0 +1,84 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <vector>
+
+namespace torch_lms {
+
+/// Note [Cycles]
+/// What a plan covers is what a program repeats: a step. Two things tell where one ends.
+///
+/// A program that trains is cut where its backwards end. The pieces are segments, and a segment is
+/// known by the names of its ops. Most programs repeat one segment. One that accumulates gradients,
+/// takes turns between two models, or runs backward twice in a step repeats several; the cycle is
+/// then all of these. It begins where the least memory is held: elsewhere what one backward leaves
+/// for the next would be cut in two. Where that is the same everywhere it begins with the rarest,
+/// which most often has the optimizer in it.
+///
+/// Where no backward ends for long (inference), the names themselves are looked through for the
+/// shortest sequence that has come twice in a row, and holds on: the layers of a model repeat, too,
+/// but do not go on.
+
+/// Finds where the cycles of a program end, from the names of its outermost ops.
+///
+/// Not thread-safe.
+class CycleFinder {
+ public:
+  /// An op of `name` has run. Returns whether a cycle of a program without backwards has ended.
+  bool note_op(uint64_t name);
+
+  /// A backward has ended, and `held_bytes` are still in use. Returns whether a cycle has ended, too.
+  bool end_segment(size_t held_bytes);
+
+  /// Segments in a cycle; 0 while there is none, or no backward.
+  size_t segments() const noexcept {
+    return period_;
+  }
+
+  /// Whether such a cycle has come twice in a row, or no order is to be expected any more.
+  bool certain() const noexcept {
+    return certain_;
+  }
+
+ private:
+  static constexpr size_t kMostSegments = 16; // in a cycle
+  static constexpr size_t kFewestNames = 256;
+  static constexpr size_t kNamesToHold = 4096;
+  static constexpr size_t kMostNames = size_t{1} << 16;
+
+  struct Segment {
+    uint64_t names; // the sum of all ops': threads mix the order
+    size_t held_bytes;
+  };
+
+  size_t find_period();
+  size_t until_end(size_t period) const;
+  bool note_name(uint64_t name);
+  bool holds_on();
+  bool look_for_repetition(uint64_t name);
+  void look_anew(size_t room);
+
+  // Segments.
+  std::deque<Segment> segments_; // the latest
+  size_t period_ = 0;
+  size_t left_ = 0; // segments until the cycle ends
+  bool certain_ = false;
+  uint64_t names_in_segment_ = 0;
+  size_t ops_in_segment_ = 0;
+  size_t ops_in_last_segment_ = 0;
+  bool repeats_ = false; // something within the present segment
+
+  // Repetitions: the Knuth-Morris-Pratt failure function of all names since `look_anew`.
+  std::vector<uint64_t> names_;
+  std::vector<size_t> borders_;
+  size_t room_ = kFewestNames;
+  size_t repetition_ = 0; // its length; 0 while none is found
+  size_t at_ = 0; // in it
+  size_t held_ = 0; // names that it covers
+  bool holds_ = false; // it is a cycle
+  size_t too_short_ = 0; // a repetition that did not hold on went as far
+};
+
+} // namespace torch_lms

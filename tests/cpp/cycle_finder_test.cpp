@@ -1,0 +1,160 @@
+#include <extension/trace/CycleFinder.h>
+
+#include <initializer_list>
+#include <string>
+
+#include "harness.h"
+
+namespace torch_lms {
+namespace {
+
+/// Runs segments, each of ops of its letter, and writes a bar where a cycle ends.
+std::string run(
+    CycleFinder& finder,
+    const std::string& segments,
+    int ops = 40,
+    const std::string& holding_more = "") {
+  std::string ended;
+  for (const char letter : segments) {
+    for (int i = 0; i < ops; ++i) {
+      finder.note_op(static_cast<uint64_t>(letter) * 1000 + static_cast<uint64_t>(i));
+    }
+    ended += letter;
+    ended += finder.end_segment(holding_more.find(letter) == std::string::npos ? 100 : 200) ? "|" : "";
+  }
+  return ended;
+}
+
+std::string repeated(const std::string& text, int times) {
+  std::string all;
+  for (int i = 0; i < times; ++i) {
+    all += text;
+  }
+  return all;
+}
+
+/// Runs a forward of `layers`; returns after how many ops cycles ended.
+std::vector<int> forward(CycleFinder& finder, int layers) {
+  std::vector<int> ends;
+  int ops = 0;
+  const auto op = [&](uint64_t name) {
+    ++ops;
+    if (finder.note_op(name)) {
+      ends.push_back(ops);
+    }
+  };
+  op(1); // embedding
+  op(2);
+  for (int layer = 0; layer < layers; ++layer) {
+    for (const uint64_t name : {3, 4, 5, 4, 6, 7}) {
+      op(name);
+    }
+  }
+  op(8); // head
+  return ends;
+}
+
+TEST(a_segment_that_is_repeated_is_a_cycle) {
+  CycleFinder finder;
+  CHECK_EQ(run(finder, "AAAA"), "A|A|A|A|");
+  CHECK_EQ(finder.segments(), 1);
+}
+
+TEST(segments_that_take_turns_are_one_cycle_that_begins_with_the_rarest) {
+  CycleFinder finder;
+  run(finder, repeated("ABBB", 3));
+  CHECK_EQ(run(finder, "ABBBABBB"), "ABBB|ABBB|");
+  CHECK_EQ(finder.segments(), 4);
+}
+
+TEST(two_models_in_turn_are_one_cycle) {
+  CycleFinder finder;
+  run(finder, "XGDGDGD"); // the first has no optimizer state yet
+  const std::string ended = run(finder, "GDGDGD");
+  CHECK(ended == "GD|GD|GD|" || ended == "G|DG|DG|D");
+}
+
+TEST(a_cycle_ends_where_the_least_is_held) {
+  CycleFinder finder;
+  run(finder, repeated("PQR", 3), 40, "PR");
+  CHECK_EQ(run(finder, "PQRPQR", 40, "PR"), "PQ|RPQ|R");
+  CHECK(finder.certain());
+}
+
+TEST(a_cycle_that_has_come_once_is_not_certain) {
+  CycleFinder finder;
+  run(finder, "AB");
+  CHECK(!finder.certain());
+  run(finder, "AB");
+  CHECK(finder.certain());
+}
+
+TEST(a_cycle_that_changes_is_found_again) {
+  CycleFinder finder;
+  run(finder, repeated("ABB", 6));
+  run(finder, repeated("CDE", 6));
+  CHECK_EQ(finder.segments(), 3);
+  run(finder, repeated("F", 20));
+  CHECK_EQ(finder.segments(), 1);
+}
+
+TEST(segments_without_an_order_are_cycles_each) {
+  CycleFinder finder;
+  CHECK_EQ(run(finder, "ABCDEFGH"), "A|B|C|D|E|F|G|H|");
+}
+
+TEST(the_order_of_ops_within_a_segment_does_not_matter) {
+  CycleFinder finder;
+  for (int cycle = 0; cycle < 8; ++cycle) {
+    for (uint64_t segment = 0; segment < 2; ++segment) {
+      for (uint64_t i = 0; i < 8; ++i) {
+        finder.note_op(100 * segment + (i ^ (cycle % 2)));
+      }
+      finder.end_segment(100);
+    }
+  }
+  CHECK_EQ(finder.segments(), 2);
+}
+
+TEST(a_forward_that_is_repeated_without_backwards_is_a_cycle_and_its_layers_are_not) {
+  CycleFinder finder;
+  for (int i = 0; i < 30; ++i) {
+    CHECK(forward(finder, 32).size() <= 1);
+  }
+  const std::vector<int> ends = forward(finder, 32);
+  REQUIRE(ends.size() == 1);
+  CHECK(forward(finder, 32) == ends);
+}
+
+TEST(a_short_forward_is_a_cycle_once_it_has_held_on) {
+  CycleFinder finder;
+  size_t ended = 0;
+  for (int i = 0; i < 1000; ++i) {
+    ended += forward(finder, 1).size();
+  }
+  CHECK(ended > 400);
+  CHECK(ended < 900);
+}
+
+TEST(a_program_that_becomes_another_is_found_again_without_backwards) {
+  CycleFinder finder;
+  for (int i = 0; i < 40; ++i) {
+    forward(finder, 32);
+  }
+  for (int i = 0; i < 40; ++i) {
+    forward(finder, 40);
+  }
+  CHECK_EQ(forward(finder, 40).size(), 1);
+}
+
+TEST(an_evaluation_between_segments_leaves_their_order_alone) {
+  CycleFinder finder;
+  run(finder, repeated("ABBB", 4), 10);
+  for (int i = 0; i < 60; ++i) {
+    forward(finder, 32);
+  }
+  CHECK_EQ(run(finder, "ABBBABBB", 10), "ABBB|ABBB|");
+}
+
+} // namespace
+} // namespace torch_lms
