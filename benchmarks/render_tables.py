@@ -6,7 +6,8 @@ A pair of markers names the files whose tables stand between them, and if need b
     <!-- results:end -->
 
 A table is a file's ``title``, its ``columns`` (key, heading, format) and its ``rows``, with the command and the machine
-below. A row with none of the columns but the first is left out; one without a column's key has an empty cell there.
+below; where rows have a ``command`` and a ``commit`` of their own, with those of all rows that are shown. A row with
+none of the columns but the first is left out; one without a column's key has an empty cell there.
 
     python benchmarks/render_tables.py           # writes README.md
     python benchmarks/render_tables.py --check   # fails if README.md is not what it would write
@@ -66,9 +67,17 @@ def render_results(folder: Path, names: Sequence[str]) -> str:
         parts += [
             f"**{document.get('title') or document['name']}**",
             render_table(columns, shown),
-            f"`{document['command']}` on {_describe(document['environment'])}.",
+            _source(document, shown),
         ]
     return "\n\n".join(parts)
+
+
+def _source(document: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
+    """What has made a table."""
+    commands = list(dict.fromkeys(row["command"] for row in rows if "command" in row)) or [document["command"]]
+    commits = ", ".join(dict.fromkeys(row["commit"] for row in rows if "commit" in row))
+    environment = {**document["environment"], **({"commit": commits} if commits else {})}
+    return f"{', '.join(f'`{command}`' for command in commands)} on {_describe(environment)}."
 
 
 def fill(text: str, folder: Path) -> str:

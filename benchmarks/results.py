@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from dataclasses import asdict, dataclass, field
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Check", "Result", "commit", "environment"]
+__all__ = ["Check", "Result", "command", "commit", "environment"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,16 +63,17 @@ class Result:
         """Writes ``<name>.json`` and returns its path."""
         path = Path(directory) / f"{self.name}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        document = {"command": " ".join(_command()), "environment": environment(), **asdict(self)}
+        document = {"command": command(), "environment": environment(), **asdict(self)}
         path.write_text(json.dumps(document, indent=1) + "\n")
         print(f"wrote {path.name}", flush=True)
         return path
 
 
-def _command() -> list[str]:
+def command() -> str:
+    """The command that this process runs."""
     module = sys.modules["__main__"].__spec__
     name = ["-m", module.name] if module is not None else [Path(sys.argv[0]).name]
-    return ["python3", *name, *sys.argv[1:]]
+    return shlex.join(["python3", *name, *sys.argv[1:]])
 
 
 def commit() -> str:

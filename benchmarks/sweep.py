@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks.equal_peak import compare
 from benchmarks.fresh import CallFailedError, FreshProcesses
 from benchmarks.plan_worker import Run, measure
-from benchmarks.results import Check, Result, commit
+from benchmarks.results import Check, Result, command, commit
 
 __all__ = ["PRELOAD", "Row", "Sweep", "add_arguments"]
 
@@ -138,7 +138,7 @@ class Sweep:
 
     def put(self, row: Row) -> None:
         """Keeps a row in place of the one with its key, and writes the file."""
-        row = {**row, "commit": commit()}
+        row = {**row, "command": command(), "commit": commit()}
         others = [other for other in self.result.rows if other["key"] != row["key"]]
         self.result.rows = sorted([*others, row], key=self._place)
         print(json.dumps(row), flush=True)
