@@ -75,10 +75,9 @@ class Entry:
         return found
 
 
-def our_entries(*, tiny: bool) -> dict[str, Entry]:
+def our_entries(limits: Sequence[int], *, tiny: bool) -> dict[str, Entry]:
     """Our rows, by key."""
     unit = "% of plain's peak" if tiny else " GiB"
-    limits = LIMITS_TINY if tiny else LIMITS_GIB
     entries = {f"ours-{limit}": Entry(mode=f"ours, {limit}{unit}", limit=limit) for limit in limits}
     for limit in limits[1:2] if tiny else ALONE_GIB:
         for name, words, options in (
@@ -115,9 +114,11 @@ def peer_entries() -> dict[str, Entry]:
     return entries
 
 
-def entries_of(*, tiny: bool) -> dict[str, Entry]:
+def entries_of(given: argparse.Namespace) -> dict[str, Entry]:
     """All rows, by key, in the table's order."""
-    return {"plain": Entry(mode="plain"), **our_entries(tiny=tiny), **peer_entries()}
+    limits = [int(limit) for limit in given.limits.split(",")] if given.limits else None
+    ours = our_entries(limits or (LIMITS_TINY if given.tiny else LIMITS_GIB), tiny=given.tiny)
+    return {"plain": Entry(mode="plain"), **ours, **peer_entries()}
 
 
 def judge(rows: Sequence[Row]) -> Iterator[Check]:
@@ -145,8 +146,9 @@ def main() -> None:
     """Runs the rows that the command names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser, seconds=560)
+    parser.add_argument("--limits", default="", help="other limits than the table's, comma-separated")
     given = parser.parse_args()
-    entries = entries_of(tiny=given.tiny)
+    entries = entries_of(given)
     if given.list:
         print("\n".join(entries))
         return

@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +77,9 @@ def command() -> str:
     return shlex.join(["python3", *name, *sys.argv[1:]])
 
 
+@cache
 def commit() -> str:
-    """The commit that is checked out."""
+    """The commit that was checked out when this was asked first."""
     try:
         done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
@@ -105,6 +107,7 @@ def environment() -> dict[str, Any]:
     return facts
 
 
+@cache
 def _driver() -> str:
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
     try:

@@ -149,6 +149,11 @@ class Sweep:
         failed = [row for row in self.result.rows if "error" in row]
         self.result.checks = [
             *(Check(what=f"{row['mode']} ran", target="True", measured=row["error"][:300], ok=False) for row in failed),
+            *(
+                Check(what=f"{row['mode']}: its process ended with", target="0", measured=row["exit_status"], ok=False)
+                for row in self.result.rows
+                if row.get("exit_status", 0) != 0
+            ),
             *self.judge([row for row in self.result.rows if "error" not in row]),
         ]
         self.result.write(self.given.output_dir)
