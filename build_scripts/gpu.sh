@@ -14,11 +14,11 @@
 # Two names stand for several: tests (access to profile) and benchmarks (transfers to optimizer_choice).
 #
 # Stages about plans, by their names alone, with what they are expected to take and at most may:
-#   plans            plain, ours at six limits, each way alone         400 of 580 s
+#   plans            plain, ours at six limits, each way alone         400 of 540 s
 #   plans_peers      plain, checkpoint, selective, save_on_cpu, TRL    120 of 240 s
 #   plans_compiled   plain, torch.compile with six memory budgets      300 of 500 s
-#   plan_models      six models, four ways each                        400 of 580 s
-#   largest_batch    GPT, ResNet-152, 3D U-Net within 24 GiB           480 of 590 s
+#   plan_models      six models, four ways each                        400 of 540 s
+#   largest_batch    GPT, ResNet-152, 3D U-Net within 24 GiB           480 of 540 s
 #   largest_tokens   GPT's longest sequence within 24 GiB              160 of 300 s
 #   large_state      6.7B within 60 GiB, 12.9B within 125              280 of 500 s
 #   plan_picture     draws what plans, plans_peers and plans_compiled wrote
@@ -45,7 +45,7 @@ tests=(access memory graphs training optimizers devices profile)
 benchmarks=(transfers overhead model_state what_runs inference optimizer_choice)
 # How long each may take, in seconds; the others 120.
 declare -A most_s=([access]=150 [graphs]=170 [training]=170 [every_op]=300 [inference]=240 [optimizer_choice]=200
-  [plans]=580 [plans_peers]=240 [plans_compiled]=500 [plan_models]=580 [largest_batch]=590 [largest_tokens]=300
+  [plans]=540 [plans_peers]=240 [plans_compiled]=500 [plan_models]=540 [largest_batch]=540 [largest_tokens]=300
   [large_state]=500)
 
 # measure MODULE ROWS [WORD...]: a program about plans, some of its rows, and its plans in one file.
