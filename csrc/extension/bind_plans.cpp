@@ -63,7 +63,6 @@ py::object take_recording() {
   }
   py::dict values;
   values["device"] = cycle->device;
-  values["certain"] = cycle->certain;
   values["ops"] = ops;
   values["storages"] = storages;
   return std::move(values);
@@ -134,7 +133,6 @@ void bind_plans(py::module_& module) {
   });
   module.def("take_recording", &take_recording);
   module.def("add_plan", &add_plan);
-  module.def("record_again", [] { Runtime::get().planning.record_again(); });
   module.def(
       "make_dropped_again",
       [] {

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.slow
 STEPS = 10_000
 WARM_UP = 1_500  # pools, tables and caches have grown
 ALLOWANCE_BYTES = 24 << 20
+COPIES_BYTES = 1 << 20  # of dead storages' copies, which are given back where their room is needed
 TABLE_ALLOWANCE = 64 * 64  # dead storages are swept when a shard of the table has grown by so many
 
 
@@ -72,7 +73,7 @@ def check_nothing_grows(step: Callable[[int], object], steps: int, warm_up: int 
     assert after.objects < before.objects + 200
     assert after.private_bytes < before.private_bytes + ALLOWANCE_BYTES
     assert after.host_bytes == before.host_bytes
-    assert after.host_used_bytes <= before.host_used_bytes
+    assert after.host_used_bytes <= before.host_used_bytes + COPIES_BYTES
     assert after.paged_out_storages <= before.paged_out_storages
     assert after.tracked_storages <= max(before.tracked_storages, TABLE_ALLOWANCE)
 

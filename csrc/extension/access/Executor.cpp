@@ -129,7 +129,7 @@ int32_t Executor::place_of_locked(uint64_t key, std::vector<Bound>* garbage) {
 }
 
 /// Under the mutex.
-void Executor::bind_inputs_locked(const PlannedOp& op, Frame& frame) {
+void Executor::bind_inputs_locked(const PlannedOp& op, Frame& frame, std::vector<Bound>* garbage) {
   size_t at = 0;
   for (Entity* entity : frame.pinned) {
     if (entity->device().device() != plan_->device) {
@@ -138,7 +138,10 @@ void Executor::bind_inputs_locked(const PlannedOp& op, Frame& frame) {
     if (at < op.inputs.size()) {
       Bound& bound = bound_[static_cast<size_t>(op.inputs[at])];
       if (bound.entity.expired()) {
-        bound.entity = entity_of(entity->shared_from_this());
+        garbage->push_back(
+            std::exchange(
+                bound,
+                Bound{entity_of(entity->shared_from_this()), nullptr, 0})); // another's recipe
       }
     }
     ++at;
@@ -157,7 +160,7 @@ void Executor::begin_op(const at::RecordFunction& record, Frame& frame) {
     }
     const PlannedOp& op = plan_->ops[static_cast<size_t>(frame.place)];
     if (op.binds) {
-      bind_inputs_locked(op, frame);
+      bind_inputs_locked(op, frame, &garbage);
     }
     makes_recipe = op.makes_recipe;
   }
@@ -179,8 +182,9 @@ void Executor::end_op(const at::RecordFunction& record, Frame& frame) {
   }
   const std::vector<at::Tensor> made = tensors_in(outputs_of(record));
   const std::vector<c10::StorageImpl*> fresh =
-      recipe != nullptr ? recipes_.note_made(recipe, made)
-                        : std::vector<c10::StorageImpl*>(made.size(), nullptr);
+      recipe != nullptr && audition_.try_out(*recipe, made).empty()
+          ? recipes_.note_made(recipe, made)
+          : std::vector<c10::StorageImpl*>(made.size(), nullptr);
   const std::vector<int32_t>& numbers = plan->ops[place].outputs;
   size_t at = 0;
   for (size_t i = 0; i < made.size(); ++i) {

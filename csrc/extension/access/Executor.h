@@ -9,6 +9,7 @@
 
 #include <ATen/record_function.h>
 
+#include <extension/access/Audition.h>
 #include <extension/access/Frame.h>
 #include <extension/access/Recipes.h>
 #include <extension/policy/Policy.h>
@@ -49,7 +50,8 @@ struct CompiledPlan {
 /// and starts prefetches, and waits for nothing; nothing is called under the mutex.
 class Executor {
  public:
-  Executor(Pager& pager, Recipes& recipes) : pager_(pager), recipes_(recipes) {}
+  Executor(Pager& pager, Recipes& recipes, Audition& audition)
+      : pager_(pager), recipes_(recipes), audition_(audition) {}
 
   /// From the next cycle on; one that begins with the same ops goes.
   void add(std::shared_ptr<const CompiledPlan> plan);
@@ -92,12 +94,13 @@ class Executor {
   };
 
   int32_t place_of_locked(uint64_t key, std::vector<Bound>* garbage);
-  void bind_inputs_locked(const PlannedOp& op, Frame& frame);
+  void bind_inputs_locked(const PlannedOp& op, Frame& frame, std::vector<Bound>* garbage);
   void start_cycle_locked(std::vector<Bound>& before);
   void prefetch_late();
 
   Pager& pager_;
   Recipes& recipes_;
+  Audition& audition_; // plans may be given, or fit another program
   std::atomic<bool> active_{false};
   std::atomic<double> share_{0};
   std::atomic<size_t> missed_{0}; // ops in a row that the plan does not know

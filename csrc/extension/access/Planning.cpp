@@ -17,6 +17,7 @@ bool in_backward() {
 } // namespace
 
 void Planning::enable(Device& device) {
+  executor_.clear(); // of plans for another limit
   device_.store(&device);
 }
 
@@ -28,6 +29,7 @@ void Planning::disable() {
   std::lock_guard<std::mutex> lock(mutex_);
   recording_ = nullptr;
   finder_ = CycleFinder();
+  segments_ = 0;
   waiting_ = false;
 }
 
@@ -92,9 +94,10 @@ void Planning::backward_ended() {
 /// Where it lies does not matter.
 size_t Planning::held_bytes() const {
   const Device* device = device_.load();
-  return device == nullptr ? 0
-                           : device->use().allocated_bytes +
-          static_cast<size_t>(std::max<int64_t>(0, pager_.paged_out_bytes()));
+  return device == nullptr
+             ? 0
+             : device->use().allocated_bytes +
+                   static_cast<size_t>(std::max<int64_t>(0, pager_.paged_out_bytes()));
 }
 
 void Planning::end_cycle() {
@@ -103,13 +106,17 @@ void Planning::end_cycle() {
     return;
   }
   if (recorder_.recording()) {
-    if (auto recorded = recorder_.end()) {
+    auto recorded = recorder_.end();
+    bool certain = false; // that it is what the program repeats
+    {
       std::lock_guard<std::mutex> lock(mutex_);
-      recorded->certain = segments_ == 0 || finder_.certain();
-      recording_ = std::move(recorded);
-      waiting_ = true;
+      certain = recorded != nullptr && (segments_ == 0 || finder_.certain());
+      if (certain) {
+        recording_ = std::move(recorded);
+        waiting_ = true;
+      }
     }
-    if (interpreter().make_plan != nullptr) {
+    if (certain && interpreter().make_plan != nullptr) {
       interpreter().make_plan();
     }
   }
@@ -125,11 +132,6 @@ void Planning::end_cycle() {
 std::unique_ptr<RecordedCycle> Planning::take_recording() {
   std::lock_guard<std::mutex> lock(mutex_);
   return std::move(recording_);
-}
-
-void Planning::record_again() {
-  std::lock_guard<std::mutex> lock(mutex_);
-  waiting_ = false;
 }
 
 void Planning::add(std::shared_ptr<const CompiledPlan> plan) {

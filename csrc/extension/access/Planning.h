@@ -26,7 +26,10 @@ namespace torch_lms {
 class Planning {
  public:
   Planning(Pager& pager, Policy& policy, Recipes& recipes)
-      : pager_(pager), policy_(policy), recorder_(pager, recipes), executor_(pager, recipes) {}
+      : pager_(pager),
+        policy_(policy),
+        recorder_(pager, recipes, audition_),
+        executor_(pager, recipes, audition_) {}
 
   /// From now on the program on `device` is recorded and planned.
   void enable(Device& device);
@@ -57,8 +60,6 @@ class Planning {
   /// The latest recording, once; null if there is none.
   std::unique_ptr<RecordedCycle> take_recording();
   void add(std::shared_ptr<const CompiledPlan> plan);
-  /// There is none for the latest recording: another cycle may do.
-  void record_again();
   double share_in_step() const noexcept {
     return executor_.share_in_step();
   }
@@ -70,6 +71,7 @@ class Planning {
 
   Pager& pager_;
   Policy& policy_;
+  Audition audition_;
   Recorder recorder_;
   Executor executor_;
   std::atomic<Device*> device_{nullptr};

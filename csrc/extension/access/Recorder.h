@@ -49,7 +49,6 @@ struct TraceStorage {
 
 struct RecordedCycle {
   std::string device;
-  bool certain = true; ///< Whether such a cycle has come before.
   std::vector<TraceOp> ops;
   std::vector<TraceStorage> storages;
 };
@@ -62,7 +61,8 @@ struct RecordedCycle {
 /// allocator are asked; `end_op` runs an op (`Audition`).
 class Recorder {
  public:
-  Recorder(Pager& pager, Recipes& recipes) : pager_(pager), recipes_(recipes) {}
+  Recorder(Pager& pager, Recipes& recipes, Audition& audition)
+      : pager_(pager), recipes_(recipes), audition_(audition) {}
 
   /// From the next cycle on, for one cycle.
   void begin(Device& device, std::function<size_t()> take_peak_bytes);
@@ -92,7 +92,7 @@ class Recorder {
 
   Pager& pager_;
   Recipes& recipes_;
-  Audition audition_;
+  Audition& audition_;
   std::atomic<bool> recording_{false};
   std::mutex mutex_; // guards what follows
   Device* device_ = nullptr;

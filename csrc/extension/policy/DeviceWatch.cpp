@@ -1,6 +1,7 @@
 #include <extension/policy/DeviceWatch.h>
 
 #include <algorithm>
+#include <unordered_set>
 #include <utility>
 
 namespace torch_lms {
@@ -50,14 +51,42 @@ size_t DeviceWatch::largest_recent_bytes() {
 // --- where entities are ---------------------------------------------------------
 
 void DeviceWatch::note_resident(const EntityPtr& entity) {
+  std::vector<EntityPtr> dropped; // destroyed after unlocking
   std::lock_guard<std::mutex> lock(mutex_);
   resident_[entity.get()] = entity;
+  sweep_locked(dropped);
 }
 
 void DeviceWatch::note_paged_out(const EntityPtr& entity, uint64_t next_use) {
+  std::vector<EntityPtr> dropped; // destroyed after unlocking
   std::lock_guard<std::mutex> lock(mutex_);
   paged_out_.emplace(next_use, entity);
+  sweep_locked(dropped);
   paged_out_count_.store(paged_out_.size(), std::memory_order_relaxed);
+}
+
+/// While a plan is carried out nobody asks for what is known here, and so nothing comes up.
+void DeviceWatch::sweep_locked(std::vector<EntityPtr>& dropped) {
+  if (resident_.size() + paged_out_.size() < sweep_at_) {
+    return;
+  }
+  for (auto at = resident_.begin(); at != resident_.end();) {
+    dropped.push_back(at->second.lock());
+    const EntityPtr& entity = dropped.back();
+    const bool there =
+        entity != nullptr && !entity->gone() && entity->state() == EntityState::kResident;
+    at = there ? std::next(at) : resident_.erase(at);
+  }
+  std::unordered_set<const Entity*> seen; // the first time that one is expected will do
+  for (auto at = paged_out_.begin(); at != paged_out_.end();) {
+    dropped.push_back(at->second.lock());
+    const EntityPtr& entity = dropped.back();
+    const bool there = entity != nullptr && !entity->gone() &&
+                       entity->state() == EntityState::kPagedOut &&
+                       seen.insert(entity.get()).second;
+    at = there ? std::next(at) : paged_out_.erase(at);
+  }
+  sweep_at_ = std::max(kSweepAtLeast, 2 * (resident_.size() + paged_out_.size()));
 }
 
 std::vector<Victim> DeviceWatch::resident_by_next_use(

@@ -84,6 +84,9 @@ class DeviceWatch {
   size_t planned_now_bytes();
 
  private:
+  static constexpr size_t kSweepAtLeast = 4096;
+
+  void sweep_locked(std::vector<EntityPtr>& dropped);
   const PolicyOptions& options() const noexcept {
     return *options_.load(std::memory_order_acquire);
   }
@@ -98,6 +101,7 @@ class DeviceWatch {
   // Both may hold entities that are elsewhere by now: checked when they come up.
   std::unordered_map<const Entity*, std::weak_ptr<Entity>> resident_;
   std::multimap<uint64_t, std::weak_ptr<Entity>> paged_out_; // by next use
+  size_t sweep_at_ = kSweepAtLeast;
   std::array<size_t, 32> recent_bytes_{};
   size_t recent_at_ = 0;
   PageoutPlan plan_;

@@ -42,7 +42,7 @@ bool CycleFinder::end_segment(size_t held_bytes) {
   look_anew(kFewestNames);
   const size_t period = find_period();
   left_ = std::exchange(period_, period) != period ? until_end(period)
-      : left_ == 0                                 ? period - 1
+          : left_ == 0                             ? period - 1
                                                    : left_ - 1;
   return left_ == 0;
 }
@@ -63,7 +63,7 @@ size_t CycleFinder::find_period() {
       best = period;
     }
   }
-  certain_ = longest != 0 || count >= 2 * kMostSegments;
+  certain_ = longest != 0 || count >= kMostUncertain;
   return best;
 }
 

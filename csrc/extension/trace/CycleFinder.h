@@ -29,7 +29,8 @@ class CycleFinder {
   /// An op of `name` has run. Returns whether a cycle of a program without backwards has ended.
   bool note_op(uint64_t name);
 
-  /// A backward has ended, and `held_bytes` are still in use. Returns whether a cycle has ended, too.
+  /// A backward has ended, and `held_bytes` are still in use. Returns whether a cycle has ended,
+  /// too.
   bool end_segment(size_t held_bytes);
 
   /// Segments in a cycle; 0 while there is none, or no backward.
@@ -44,6 +45,7 @@ class CycleFinder {
 
  private:
   static constexpr size_t kMostSegments = 16; // in a cycle
+  static constexpr size_t kMostUncertain = 8; // segments, before no order is expected
   static constexpr size_t kFewestNames = 256;
   static constexpr size_t kNamesToHold = 4096;
   static constexpr size_t kMostNames = size_t{1} << 16;

@@ -160,15 +160,12 @@ def _plan_beside(recording: Mapping[str, Any], wishes: Wishes) -> None:
     try:
         limit_bytes = wishes.limits[recording["device"]]
         trace = trace_of(recording, limit_bytes=limit_bytes, link=measure_link(recording["device"]))
-        plan = _make_plan(trace, limit_bytes - min(limit_bytes // _MARGIN_SHARE, _MARGIN_BYTES), wishes)
+        plan = _make_plan(trace, limit_bytes, wishes)
         compiled = compile_plan(plan)
     except Exception as error:  # on a thread of ours: the program goes on with paging on demand
         with _lock:
             if _wishes is not wishes:
                 return
-        if not recording["certain"]:
-            core.record_again()
-            return
         warnings.warn(f"torch_lms: no plan was made for this program, which pages on demand: {error}", stacklevel=1)
         return
     with _lock:
@@ -184,6 +181,7 @@ def _make_plan(trace: Trace, limit_bytes: int, wishes: Wishes) -> Plan:
     request = {
         "trace": json.loads(trace.to_json()),
         "limit_bytes": limit_bytes,
+        "margin_bytes": min(limit_bytes // _MARGIN_SHARE, _MARGIN_BYTES),
         "host_limit_bytes": wishes.host_limit_bytes,
         "swap": wishes.swap,
         "recompute": wishes.recompute,
