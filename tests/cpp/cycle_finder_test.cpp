@@ -20,7 +20,8 @@ std::string run(
       finder.note_op(static_cast<uint64_t>(letter) * 1000 + static_cast<uint64_t>(i));
     }
     ended += letter;
-    ended += finder.end_segment(holding_more.find(letter) == std::string::npos ? 100 : 200) ? "|" : "";
+    ended +=
+        finder.end_segment(holding_more.find(letter) == std::string::npos ? 100 : 200) ? "|" : "";
   }
   return ended;
 }

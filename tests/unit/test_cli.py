@@ -23,7 +23,7 @@ from torch_lms.cli.checks import check_runs
 from torch_lms.cli.host import spill_place
 from torch_lms.cli.images import ImageBatches
 from torch_lms.cli.models import GPT, GPTShape, ResNet, ResNetShape
-from torch_lms.cli.report import RunProgress, check_table, comparison_table
+from torch_lms.cli.report import RunProgress, check_table, comparison_table, step_table
 from torch_lms.cli.run import Paging, RunFailedError, RunResult, StepDone, run_in_fresh_process
 from torch_lms.cli.text import TextBatches, read_text
 from torch_lms.cli.timeline import GIB, MemorySampler, Sample, Timeline, anonymous_bytes, draw_timelines
@@ -241,6 +241,16 @@ def test_train_under_a_limit_is_bit_equal(model: str, tmp_path: Path) -> None:
     assert document["runs"]["plain"]["stats"]["pageout_bytes"] == 0
     assert all(check["ok"] for check in document["checks"])
     assert (tmp_path / "memory.svg").stat().st_size > 0
+
+
+def test_the_steps_of_a_limited_run_show_when_a_plan_is_there() -> None:
+    plain = result_of([3.0, 2.0, 1.0])
+    steps = [replace(step, planned=step.step > 2, recomputed_bytes=step.step * GIB) for step in plain.steps]
+    console = Console(record=True, width=100)
+    console.print(step_table(plain, replace(plain, steps=steps)))
+    lines = [line for line in console.export_text().splitlines() if "on demand" in line or "planned" in line]
+    assert ["planned" in line for line in lines] == [False, False, True]
+    assert "3.000" in lines[-1]
 
 
 @pytest.mark.slow

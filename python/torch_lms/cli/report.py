@@ -13,7 +13,7 @@ from torch_lms.cli.checks import Check
 from torch_lms.cli.run import RunResult, StepDone
 from torch_lms.cli.timeline import GIB
 
-__all__ = ["RunProgress", "check_table", "comparison_table", "section_table"]
+__all__ = ["RunProgress", "check_table", "comparison_table", "section_table", "step_table"]
 
 
 class RunProgress:
@@ -81,6 +81,23 @@ def comparison_table(plain: RunResult, limited: RunResult, *, limit_bytes: int) 
         ("Prefetch hits a step", "prefetch_hits", 1, "{:.1f}"),
     ):
         table.add_row(title, *(form.format(run.stats[key] / unit / steps) for run in (plain, limited)), "")
+    return table
+
+
+def step_table(plain: RunResult, limited: RunResult) -> Table:
+    """How the limited run's steps go, as a plan is learned: time against plain's median, and what moves."""
+    table = Table(title="Limited, step by step")
+    for heading in ("step", "", "time / plain", "paged out (GiB)", "made again (GiB)"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    plain_s = median_step_s(plain)
+    for step in limited.steps:
+        table.add_row(
+            str(step.step),
+            "planned" if step.planned else "on demand",
+            f"{step.seconds / plain_s:.2f}" if plain_s else "",
+            f"{step.pageout_bytes / GIB:.3f}",
+            f"{step.recomputed_bytes / GIB:.3f}",
+        )
     return table
 
 

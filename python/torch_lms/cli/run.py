@@ -38,11 +38,23 @@ class Paging:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepDone:
-    """A step has ended."""
+    """A step has ended.
+
+    Attributes:
+        step: its number, from 1.
+        loss: at its beginning.
+        seconds: that it took.
+        planned: whether a plan was there when it began.
+        pageout_bytes: that left the device by a copy.
+        recomputed_bytes: that were made again.
+    """
 
     step: int
     loss: float
     seconds: float
+    planned: bool = False
+    pageout_bytes: int = 0
+    recomputed_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +68,7 @@ class RunResult:
         peak_anonymous_bytes: the most anonymous memory that a sample found.
         timeline: memory over time.
         stats: `torch_lms.stats` at the end.
+        plan: JSON of the plan that was carried out at the end; empty without one.
     """
 
     steps: list[StepDone]
@@ -64,6 +77,7 @@ class RunResult:
     peak_anonymous_bytes: int
     timeline: Timeline
     stats: dict[str, int]
+    plan: str = ""
 
     @property
     def losses(self) -> list[float]:
@@ -122,7 +136,7 @@ def _train(workload: Workload, paging: Paging | None, on_step: Callable[[StepDon
     with MemorySampler(device) as sampler:
         model = workload.build_model()
         steps, digests = _train_steps(workload, model, on_step)
-    stats = torch_lms.stats()
+    stats, plan = torch_lms.stats(), torch_lms.current_plan()
     peak_tensor_bytes = stats.peak_allocated_bytes
     if device.type == "cuda":
         peak_tensor_bytes = torch.cuda.max_memory_allocated(device)
@@ -133,6 +147,7 @@ def _train(workload: Workload, paging: Paging | None, on_step: Callable[[StepDon
         peak_anonymous_bytes=max(sample.anonymous_bytes for sample in sampler.timeline.samples),
         timeline=sampler.timeline.thinned(),
         stats=asdict(stats),
+        plan="" if plan is None else plan.to_json(),
     )
 
 
@@ -165,6 +180,7 @@ def _train_steps(
     steps = []
     for step in range(1, workload.steps + 1):
         inputs, targets = (tensor.to(workload.device) for tensor in draw())
+        before, planned = torch_lms.stats(), torch_lms.current_plan() is not None
         began = time.perf_counter()
         loss: torch.Tensor = model(inputs, targets)
         loss.backward()
@@ -172,7 +188,17 @@ def _train_steps(
         value = float(loss.item())
         if inputs.is_cuda:
             torch.cuda.synchronize(inputs.device)
-        steps.append(StepDone(step=step, loss=value, seconds=time.perf_counter() - began))
+        seconds, after = time.perf_counter() - began, torch_lms.stats()
+        steps.append(
+            StepDone(
+                step=step,
+                loss=value,
+                seconds=seconds,
+                planned=planned,
+                pageout_bytes=after.pageout_bytes - before.pageout_bytes,
+                recomputed_bytes=after.recomputed_bytes - before.recomputed_bytes,
+            )
+        )
         for name, parameter in model.named_parameters():
             hashes[name].update(_bits(parameter.grad))
         optimizer.zero_grad(set_to_none=True)

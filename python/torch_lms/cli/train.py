@@ -15,10 +15,12 @@ from rich.console import Console
 
 import torch_lms
 from torch_lms.cli.checks import Check, check_runs
-from torch_lms.cli.report import RunProgress, check_table, comparison_table
+from torch_lms.cli.report import RunProgress, check_table, comparison_table, step_table
 from torch_lms.cli.run import Paging, RunResult, run_in_fresh_process
 from torch_lms.cli.timeline import GIB, draw_timelines
 from torch_lms.cli.workload import Workload
+from torch_lms.plan import Plan
+from torch_lms.plan.explain import draw_plan
 from torch_lms.swap import parse_bytes
 from torch_lms.swap.limits import parse_limits
 
@@ -35,7 +37,7 @@ class TrainOptions:
         workload: what is trained.
         limit: of the limited run's tensor bytes: a size, or a percentage of the plain run's measured peak.
         paging: how paging is set up, but for the limit.
-        output: the picture that is drawn; None draws none.
+        output: the picture that is drawn; None draws none. That of the plan, if there is one, is drawn beside it.
         json: the file that gets all figures; None writes none.
         anonymous_percent: see `check_runs`.
 
@@ -75,6 +77,7 @@ def train(options: TrainOptions, console: Console) -> int:
     limit_bytes = parse_bytes(options.limit, total_bytes=plain.peak_tensor_bytes)
     limited = _run(options, replace(options.paging, limit_bytes=limit_bytes), console)
     checks = check_runs(plain, limited, limit_bytes=limit_bytes, anonymous_percent=options.anonymous_percent)
+    console.print(step_table(plain, limited))
     console.print(comparison_table(plain, limited, limit_bytes=limit_bytes))
     console.print(check_table(checks))
     runs = {"plain": plain, "limited": limited}
@@ -82,11 +85,19 @@ def train(options: TrainOptions, console: Console) -> int:
         timelines = {name: run.timeline for name, run in runs.items()}
         draw_timelines(timelines, limit_bytes=limit_bytes, title=options.workload.describe(), path=options.output)
         console.print(f"wrote {options.output}")
+    if limited.plan:
+        _show_plan(Plan.from_json(limited.plan), options.output, console)
     if options.json is not None:
         document = _document(options, runs, limit_bytes, checks)
         options.json.write_text(json.dumps(document, indent=1) + "\n")
         console.print(f"wrote {options.json}")
     return 0 if all(check.ok for check in checks) else 1
+
+
+def _show_plan(plan: Plan, output: Path | None, console: Console) -> None:
+    console.print(str(plan), markup=False, highlight=False, soft_wrap=True)
+    if output is not None:
+        console.print(f"wrote {draw_plan(plan, output.with_name(f'plan{output.suffix}'))}")
 
 
 def _run(options: TrainOptions, paging: Paging | None, console: Console) -> RunResult:
