@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -71,6 +72,29 @@ def test_a_second_run_starts_planned(tmp_path: Path) -> None:
     recomputed = in_fresh_process(recomputed_bytes_of_a_second_run, path, limit_bytes, expected)
     assert len(recomputed) == STEPS
     assert all(recomputed[1:])  # the first step ends the first cycle: which one it is nobody knows before
+
+
+def mixed_up(plan: Plan, seed: int) -> Plan:
+    """The plan with other storages' numbers in every fourth place."""
+    draw = random.Random(seed)
+
+    def other(number: int) -> int:
+        return draw.randrange(len(plan.recurring)) if draw.random() < 0.25 else number
+
+    ops = (
+        replace(op, inputs=tuple(map(other, op.inputs)), outputs=tuple(dict.fromkeys(map(other, op.outputs))))
+        for op in plan.ops
+    )
+    return replace(plan, ops=tuple(ops))
+
+
+@counts_exactly
+@one_thread()
+@pytest.mark.parametrize("seed", range(4))
+def test_a_plan_that_mixes_storages_up_changes_no_bit(seed: int, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    limit_bytes, expected = in_fresh_process(save_a_plan, path), list(run(plain_training))
+    assert list(started_with(mixed_up(Plan.load(path), seed), limit_bytes)) == expected
 
 
 @counts_exactly
