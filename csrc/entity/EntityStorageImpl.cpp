@@ -615,12 +615,16 @@ bool EntityStorageImpl::settled() {
 }
 
 void EntityStorageImpl::host_copy_released() noexcept {
+  const KeepAlive keep = binding_->hold(); // null where the storage dies
   std::shared_ptr<Recipe> recipe; // destroyed after unlocking
   std::shared_ptr<PageinTransfer> transfer;
   void* host = nullptr;
   {
     std::unique_lock<std::mutex> lock(mutex_);
     gone_.store(true, std::memory_order_release);
+    if (keep != nullptr) {
+      binding_->unwatch(); // What is watched next is the new memory, by another entity.
+    }
     transfer = in_;
     if (transfer != nullptr) {
       submitted_.wait(lock, [&] { return transfer->submitted; });

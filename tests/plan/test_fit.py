@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -233,6 +234,16 @@ def test_the_model_is_left_as_it_was() -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert [one.grad for one in model.parameters() if one.grad is not None] == [marked]
     assert torch.equal(torch.get_rng_state(), random)
+
+
+@pytest.mark.parametrize("config", [config_of(QUICK), config_of(IN_PIECES), RATED], ids=["whole", "pieces", "rates"])
+def test_a_model_that_is_not_used_any_more_is_freed(config: FitConfig) -> None:
+    model, batch = model_of(GPT_TRAINING), GPT_TRAINING.batch(0)
+    torch_lms.fit(model, *batch, limit=1 << 30, optimizer=torch.optim.AdamW, config=config)
+    alive = [weakref.ref(one) for one in model.parameters()]
+    del model
+    gc.collect()
+    assert not any(one() is not None for one in alive)
 
 
 def test_a_stage_of_a_pipeline_is_planned_alone() -> None:

@@ -313,6 +313,14 @@ def test_resize_of_what_is_out_keeps_its_bytes() -> None:
     assert torch.equal(tensor[: NBYTES // 4], filled())
 
 
+def test_what_was_resized_behind_our_back_while_out_goes_out_again() -> None:
+    tensor = filled()
+    paged_out(tensor)
+    torch._C.StorageBase.resize_(tensor.untyped_storage(), 2 * NBYTES)
+    paged_out(tensor)
+    assert torch.equal(tensor, filled())
+
+
 def test_new_data_for_what_is_out() -> None:
     tensor, other = filled(), filled(1)
     paged_out(tensor)

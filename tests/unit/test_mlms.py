@@ -325,16 +325,22 @@ def test_a_new_ibm_limit_holds_at_once() -> None:
     assert torch_lms.stats().limit_bytes == 2**31
 
 
-@counts_exactly
-def test_a_new_ibm_size_holds_at_once(paged: ModuleType) -> None:
+def tracked_storages_with_a_new_size() -> list[int]:
+    mlms.attach()
     ibm.set_limit_lms({"cpu": "1GiB"})
     ibm.set_enabled_lms(True)
-    tracked = paged.stats().tracked_storages
     small = torch.rand(2000)
-    assert paged.stats().tracked_storages == tracked
+    found = [torch_lms.stats().tracked_storages]
     ibm.set_size_lms(1000)
     small.add_(1)
-    assert paged.stats().tracked_storages > tracked
+    found.append(torch_lms.stats().tracked_storages)
+    ibm.set_enabled_lms(False)
+    return found
+
+
+@counts_exactly
+def test_a_new_ibm_size_holds_at_once() -> None:
+    assert in_fresh_process(tracked_storages_with_a_new_size) == [0, 1]
 
 
 def test_a_wrong_ibm_limit_is_refused_at_once() -> None:

@@ -13,6 +13,7 @@ marks belongs to one node, the accumulation of its parameters' gradients include
 from __future__ import annotations
 
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
@@ -147,7 +148,8 @@ class RunTimer:
         if (function, name) not in self._functions and function in self._functions:
             return
         self._functions |= {function, (function, name)}
-        tensor.register_hook(lambda _gradient: self._enter(name))
+        timer = weakref.proxy(self)  # it holds the functions, which hold their hooks: nobody would see that cycle
+        tensor.register_hook(lambda _gradient: timer._enter(name))
 
     def backward(self, run: Callable[[], None]) -> None:
         """Runs the backward of what has run forward."""
