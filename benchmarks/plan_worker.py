@@ -155,6 +155,15 @@ class _Steps:
             self.optimizer.step()
         return loss.detach()
 
+    def one_profiled(self, path: str) -> None:
+        """A step's kernels and copies, as a Chrome trace."""
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as profiler:
+            self.one()
+        profiler.export_chrome_trace(path)
+        Path(f"{path}.gz").write_bytes(gzip.compress(Path(path).read_bytes()))
+        Path(path).unlink()
+
     def several(self, count: int) -> list[float]:
         """Their times in milliseconds."""
         for _ in range(count):
@@ -222,6 +231,8 @@ def measure(run: Run, news: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     row |= {**_counted(run), **_planned(run)}
     row["most_gib"] = max(before_bytes / GIB, row["peak_gib"])
     row["deterministic"] = steps.deterministic
+    if run.keep and run.device != "cpu":
+        steps.one_profiled(f"{run.keep}.profile.json")
     return {**row, "losses": steps.losses, "digest": steps.results() if run.with_digest else ""}
 
 

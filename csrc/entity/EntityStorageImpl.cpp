@@ -366,10 +366,11 @@ bool EntityStorageImpl::commit_pagein_locked(const std::shared_ptr<PageinTransfe
   }
   transfer->recipe = std::move(recipe_);
   recipe_ = nullptr;
-  const bool keeps = transfer->recipe == nullptr && binding_->install_watched(transfer->block);
+  const bool keeps =
+      transfer->recipe == nullptr && binding_->install_watched(std::move(transfer->block));
   if (transfer->recipe != nullptr) {
     binding_->unwatch();
-    binding_->install_device(transfer->block);
+    binding_->install_device(std::move(transfer->block));
   }
   in_ = nullptr;
   void* host = std::exchange(host_, nullptr);

@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <memory>
 #include <string>
+#include <utility>
 
 #include <entity/TransferBackend.h>
 
@@ -61,7 +62,7 @@ class StorageBinding {
   virtual std::unique_ptr<DeviceBlock> allocate(size_t nbytes) = 0;
 
   /// Points the storage, which holds the host copy, at `block`, and takes it.
-  virtual void install_device(std::unique_ptr<DeviceBlock>& block) = 0;
+  virtual void install_device(std::unique_ptr<DeviceBlock> block) = 0;
 
   /// From now on raw mutable access to the storage calls `access` (where the
   /// tensor library can do that).
@@ -71,9 +72,9 @@ class StorageBinding {
   /// `install_device`, and from now on tells by `unwritten` whether anybody has had the chance
   /// to write to the block. Returns false where the tensor library cannot tell; the block is
   /// installed all the same.
-  virtual bool install_watched(std::unique_ptr<DeviceBlock>& block) {
+  virtual bool install_watched(std::unique_ptr<DeviceBlock> block) {
     unwatch();
-    install_device(block);
+    install_device(std::move(block));
     return false;
   }
   virtual bool unwritten() {

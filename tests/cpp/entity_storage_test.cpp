@@ -250,6 +250,14 @@ TEST(a_pagein_copies_behind_the_work_that_was_submitted_before_it) {
   CHECK(work->done());
 }
 
+TEST(the_end_of_a_transfer_whose_block_is_the_storages_waits_for_no_copy) {
+  EntityRig rig(Copies::kOnStreams);
+  rig.go_to(PI);
+  CHECK(rig.entity->commit_pagein(rig.in));
+  rig.in = nullptr;
+  CHECK(rig.entity->arrival() != nullptr);
+}
+
 TEST(the_host_copy_of_a_committed_pagein_lasts_until_its_copy_is_over) {
   EntityRig rig(Copies::kOnStreams);
   rig.go_to(PI);

@@ -176,7 +176,7 @@ class FakeBinding final : public torch_lms::StorageBinding {
     return block;
   }
 
-  void install_device(std::unique_ptr<DeviceBlock>& block) override {
+  void install_device(std::unique_ptr<DeviceBlock> block) override {
     CHECK(storage().mark != nullptr);
     storage().block = std::move(static_cast<Block&>(*block).data_);
     storage().data = storage().block.get();
@@ -190,11 +190,11 @@ class FakeBinding final : public torch_lms::StorageBinding {
     storage().watched = false;
     storage().block_watched = false;
   }
-  bool install_watched(std::unique_ptr<DeviceBlock>& block) override {
+  bool install_watched(std::unique_ptr<DeviceBlock> block) override {
     if (!device_->keeps_copies) {
-      return StorageBinding::install_watched(block);
+      return StorageBinding::install_watched(std::move(block));
     }
-    install_device(block);
+    install_device(std::move(block));
     storage().written = false;
     storage().block_watched = true;
     return true;

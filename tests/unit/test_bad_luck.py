@@ -111,7 +111,7 @@ def test_leaving_an_environment_tells_of_it_and_pages_everything_in(paged: Modul
         env.pageout(tensors[0])
 
 
-def test_a_full_host_in_automatic_mode_is_out_of_memory_that_says_why() -> None:
+def full_host_in_automatic_mode() -> None:
     torch_lms.enable({"cpu": 8 * BLOCK_BYTES}, host_limit=4 * BLOCK_BYTES)
     held: list[torch.Tensor] = []
     with raises_saying(torch.OutOfMemoryError, found=RAISE_HOST_LIMIT, do=", or page less out"):
@@ -119,6 +119,11 @@ def test_a_full_host_in_automatic_mode_is_out_of_memory_that_says_why() -> None:
     del held[6:]
     assert all(torch.equal(tensor, block(value)) for value, tensor in enumerate(held))
     assert torch_lms.stats().allocated_bytes <= 8 * BLOCK_BYTES
+
+
+@pytest.mark.slow
+def test_a_full_host_in_automatic_mode_is_out_of_memory_that_says_why() -> None:
+    in_fresh_process(full_host_in_automatic_mode)
 
 
 def full_host_again_and_again() -> None:

@@ -318,6 +318,14 @@ void Observer::note_outputs(const at::RecordFunction& record, Frame& frame) {
   }
 }
 
+void Observer::wait_begins(Device& device) {
+  planning_.wait_begins(device);
+}
+
+void Observer::wait_ends(Device& device) noexcept {
+  planning_.wait_ends(device);
+}
+
 void Observer::backward_ended() {
   planning_.backward_ended();
 }
@@ -473,6 +481,7 @@ void Observer::uninstall() {
   at::removeCallback(handle_);
   handle_ = at::INVALID_CALLBACK_HANDLE;
   installed_.store(false, std::memory_order_release);
+  recipes_.forget();
 }
 
 bool Observer::wanted() const {

@@ -33,6 +33,8 @@ class Observer final : public OpFeed {
   void start() override;
   void stop() override;
   void backward_ended() override;
+  void wait_begins(Device& device) override;
+  void wait_ends(Device& device) noexcept override;
 
   /// Ops are observed while one of these lives, and from then on as long as there is reason to.
   class Request {

@@ -56,6 +56,17 @@ class Planning {
     }
   }
   void backward_ended();
+  /// The op that runs waits for room: that is no time of its own.
+  void wait_begins(Device& device) {
+    if (recorder_.recording()) {
+      recorder_.end_span(device);
+    }
+  }
+  void wait_ends(Device& device) noexcept {
+    if (recorder_.recording()) {
+      recorder_.begin_span(device);
+    }
+  }
 
   /// The latest recording, once; null if there is none.
   std::unique_ptr<RecordedCycle> take_recording();

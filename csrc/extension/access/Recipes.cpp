@@ -111,6 +111,19 @@ void Recipes::forget_dead_locked() {
   count_.store(known_.size(), std::memory_order_release);
 }
 
+void Recipes::forget() {
+  const auto is_dropped = [](const std::weak_ptr<Entity>& weak) {
+    const EntityPtr entity = weak.lock();
+    return entity != nullptr && entity->state() == EntityState::kDropped;
+  };
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (auto at = known_.begin(); at != known_.end();) {
+    const auto& dropped = at->second.dropped;
+    at = std::any_of(dropped.begin(), dropped.end(), is_dropped) ? std::next(at) : known_.erase(at);
+  }
+  count_.store(known_.size(), std::memory_order_release);
+}
+
 /// Whether nobody but ops can write to what the recipe reads.
 bool Recipes::reads_only_ours(const OpRecipe& recipe) {
   for (const c10::Storage& input : recipe.inputs()) {

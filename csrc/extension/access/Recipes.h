@@ -45,6 +45,10 @@ class Recipes {
     }
   }
 
+  /// Ops are not observed any more: what has not been dropped by now will not be, since nobody
+  /// tells who writes to it.
+  void forget();
+
   bool any() const noexcept {
     return count_.load(std::memory_order_acquire) != 0;
   }

@@ -41,10 +41,11 @@ void Recorder::begin(Device& device, std::function<size_t()> take_peak_bytes) {
   take_peak_bytes_ = std::move(take_peak_bytes);
   thread_ = 0;
   several_threads_ = false;
+  waiting_ = false;
   ++generation_;
   cycle_ = std::make_unique<RecordedCycle>();
   cycle_->device = device.device().str();
-  marks_.clear();
+  spans_.clear();
   entities_.clear();
   alive_.clear();
   numbers_.clear();
@@ -55,7 +56,7 @@ void Recorder::abandon() {
   std::lock_guard<std::mutex> lock(mutex_);
   recording_.store(false, std::memory_order_release);
   cycle_ = nullptr;
-  marks_.clear();
+  spans_.clear();
   entities_.clear();
 }
 
@@ -93,7 +94,27 @@ void Recorder::begin_op(const at::RecordFunction& record, Frame& frame) {
   }
   cycle_->ops.push_back(std::move(op));
   take_peak_bytes_();
-  marks_.emplace_back(device_->mark_time(), nullptr);
+  spans_.push_back({frame.place, device_->mark_time(), nullptr});
+}
+
+void Recorder::end_span(Device& device) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (cycle_ != nullptr && device_ == &device && !spans_.empty() && spans_.back().end == nullptr) {
+    spans_.back().end = device_->mark_time();
+    waiting_ = true;
+  }
+}
+
+void Recorder::begin_span(Device& device) noexcept {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (cycle_ == nullptr || device_ != &device || !std::exchange(waiting_, false)) {
+    return;
+  }
+  try {
+    spans_.push_back({spans_.back().place, device_->mark_time(), nullptr});
+  } catch (const std::exception&) {
+    cycle_ = nullptr; // its times would be wrong: the next is recorded
+  }
 }
 
 /// Under the mutex.
@@ -121,7 +142,9 @@ void Recorder::end_op(const at::RecordFunction& record, Frame& frame, bool backw
       return;
     }
     TraceOp& op = cycle_->ops[static_cast<size_t>(place)];
-    marks_[static_cast<size_t>(place)].second = device_->mark_time();
+    if (spans_.back().place == place) {
+      spans_.back().end = device_->mark_time();
+    }
     op.backward = backward;
     op.allocated_bytes = device_->use().allocated_bytes;
     op.paged_out_bytes = static_cast<size_t>(pager_.paged_out_bytes());
@@ -199,7 +222,7 @@ void Recorder::note_raw_access(const EntityPtr& entity) {
 
 std::unique_ptr<RecordedCycle> Recorder::end() {
   std::unique_ptr<RecordedCycle> cycle;
-  std::vector<std::pair<std::shared_ptr<TimeMark>, std::shared_ptr<TimeMark>>> marks;
+  std::vector<Span> spans;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     recording_.store(false, std::memory_order_release);
@@ -212,16 +235,16 @@ std::unique_ptr<RecordedCycle> Recorder::end() {
           !entities_[static_cast<size_t>(number)]->fixed();
     }
     cycle = std::move(cycle_);
-    marks.swap(marks_);
+    spans.swap(spans_);
     entities_.clear();
     numbers_.clear();
     if (several_threads_) {
       return nullptr;
     }
   }
-  for (size_t place = 0; place < cycle->ops.size(); ++place) {
-    if (marks[place].second != nullptr) {
-      cycle->ops[place].duration_us = marks[place].second->us_since(*marks[place].first);
+  for (const Span& span : spans) {
+    if (span.end != nullptr) {
+      cycle->ops[static_cast<size_t>(span.place)].duration_us += span.end->us_since(*span.begin);
     }
   }
   return cycle;

@@ -25,7 +25,7 @@ struct TraceOp {
   double duration_us = 0;
   size_t allocated_bytes = 0; ///< When it ended.
   size_t paged_out_bytes = 0; ///< The same.
-  size_t peak_bytes = 0; ///< At its own allocations; 0 if it made no large ones.
+  size_t peak_bytes = 0; ///< At its own allocations, with what was out; 0 if it made no large ones.
   std::vector<int32_t> inputs; ///< Storages, in order, by number.
   std::vector<bool> written; ///< Of these, which it may write to.
   std::vector<int32_t> outputs;
@@ -77,10 +77,21 @@ class Recorder {
   void end_op(const at::RecordFunction& record, Frame& frame, bool backward);
   void note_raw_access(const EntityPtr& entity);
 
+  /// The op that runs stops meanwhile, and goes on. No effect where none runs.
+  void end_span(Device& device);
+  void begin_span(Device& device) noexcept;
+
   /// The cycle has ended. Waits for the device. Null if it was none.
   std::unique_ptr<RecordedCycle> end();
 
  private:
+  /// A time in which an op runs.
+  struct Span {
+    int32_t place;
+    std::shared_ptr<TimeMark> begin;
+    std::shared_ptr<TimeMark> end;
+  };
+
   /// Whether the cycle is recorded still in which the frame's op began.
   bool records_locked(const Frame& frame) const {
     return cycle_ != nullptr && frame.recording == generation_;
@@ -101,7 +112,8 @@ class Recorder {
   uint64_t thread_ = 0;
   bool several_threads_ = false;
   std::unique_ptr<RecordedCycle> cycle_;
-  std::vector<std::pair<std::shared_ptr<TimeMark>, std::shared_ptr<TimeMark>>> marks_;
+  std::vector<Span> spans_; // only the last may be open
+  bool waiting_ = false; // for room: the op goes on later
   std::vector<EntityPtr> entities_; // by number; they hold no storage
   std::vector<int32_t> alive_;
   std::unordered_map<const Entity*, int32_t> numbers_;

@@ -5,6 +5,15 @@
 #include <utility>
 
 namespace torch_lms {
+namespace {
+
+void raise_to(std::atomic<size_t>& most, size_t now) {
+  size_t known = most.load(std::memory_order_relaxed);
+  while (now > known && !most.compare_exchange_weak(known, now, std::memory_order_relaxed)) {
+  }
+}
+
+} // namespace
 
 void DeviceWatch::begin(Device& device, const PolicyOptions& options) {
   options_.store(&options, std::memory_order_release); // the policy's, which stays
@@ -24,13 +33,9 @@ size_t DeviceWatch::margin_bytes() const noexcept {
   return std::min(limit_bytes() / options().margin_share, options().max_margin_bytes);
 }
 
-void DeviceWatch::note_allocation(size_t nbytes, size_t used_bytes) {
-  for (std::atomic<size_t>* of : {&peak_bytes_, &recent_peak_bytes_}) {
-    const size_t now = used_bytes + nbytes;
-    size_t peak = of->load(std::memory_order_relaxed);
-    while (now > peak && !of->compare_exchange_weak(peak, now, std::memory_order_relaxed)) {
-    }
-  }
+void DeviceWatch::note_allocation(size_t nbytes, size_t used_bytes, size_t out_bytes) {
+  raise_to(peak_bytes_, used_bytes + nbytes);
+  raise_to(recent_peak_bytes_, used_bytes + nbytes + out_bytes);
   if (nbytes >= options().large_bytes) {
     std::lock_guard<std::mutex> lock(mutex_);
     recent_bytes_[recent_at_++ % recent_bytes_.size()] = nbytes;

@@ -45,13 +45,14 @@ class DeviceWatch {
   /// Room beyond what is asked for: see Note [Room in batches].
   size_t margin_bytes() const noexcept;
 
-  /// An allocation is about to be made, with so much in use before it.
-  void note_allocation(size_t nbytes, size_t used_bytes);
+  /// An allocation is about to be made, with so much in use before it, and so much paged out.
+  void note_allocation(size_t nbytes, size_t used_bytes, size_t out_bytes);
   /// The most that was in use at an allocation since the last `end_cycle`.
   size_t peak_bytes() const noexcept {
     return peak_bytes_.load(std::memory_order_relaxed);
   }
-  /// The same since the last call of this one; 0 if there was no allocation to note.
+  /// The same, with what was out then, since the last call of this one; 0 if there was no
+  /// allocation to note.
   size_t take_recent_peak() noexcept {
     return recent_peak_bytes_.exchange(0, std::memory_order_relaxed);
   }

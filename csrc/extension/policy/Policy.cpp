@@ -29,6 +29,23 @@ bool in_backward() {
 // Python passes nothing to what it calls between two instructions.
 std::atomic<Policy*> main_thread_waits{nullptr};
 
+/// While one lives the op on this thread waits.
+class OpWaits {
+ public:
+  OpWaits(OpFeed& feed, Device& device) : feed_(feed), device_(device) {
+    feed_.wait_begins(device_);
+  }
+  ~OpWaits() {
+    feed_.wait_ends(device_);
+  }
+  OpWaits(const OpWaits&) = delete;
+  OpWaits& operator=(const OpWaits&) = delete;
+
+ private:
+  OpFeed& feed_;
+  Device& device_;
+};
+
 int64_t microseconds_since(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration_cast<std::chrono::microseconds>(
              std::chrono::steady_clock::now() - start)
@@ -237,17 +254,22 @@ bool Policy::fill_budget(Device& device, size_t nbytes) {
   const size_t limit = device.limit_bytes();
   const size_t most = asleep ? limit / 4 * options_.sleep_below_quarters : limit;
   const size_t used = device.use().allocated_bytes;
-  watch_of(device).note_allocation(nbytes, used);
   if (used > most || nbytes > most - used) {
     device.grant(0, options_.large_bytes);
     return false;
   }
+  note_allocation(device, nbytes, used);
   // Awake, the peak of a cycle is to be known within a small share of the limit.
   const size_t left = most - used - nbytes;
   device.grant(
       asleep ? left : std::min(left, limit / options_.peak_share),
       asleep ? SIZE_MAX : options_.large_bytes);
   return true;
+}
+
+void Policy::note_allocation(Device& device, size_t nbytes, size_t used_bytes) {
+  const int64_t out_bytes = std::max<int64_t>(0, pager_.paged_out_bytes());
+  watch_of(device).note_allocation(nbytes, used_bytes, static_cast<size_t>(out_bytes));
 }
 
 Room::Answer Policy::make_room(Device& device, size_t nbytes) {
@@ -262,16 +284,17 @@ Room::Answer Policy::make_room(Device& device, size_t nbytes) {
     }
   }
   if (!may_vacate()) {
-    return give_way(device);
+    return give_way(device, nbytes);
   }
   RECORD_USER_SCOPE("torch_lms::make_room");
   const WithoutGil no_gil;
+  const OpWaits waits(*feed_, device);
   const Answer answer = wait_for_room(device, nbytes);
   const size_t inputs = this_thread().op_input_bytes;
   if (answer == Answer::kRefuse &&
       device.use().allocated_bytes + nbytes <= device.limit_bytes() + inputs) {
     this_thread().op_refused = true; // See Note [Ops larger than the limit]: once.
-    return give_way(device);
+    return give_way(device, nbytes);
   }
   fill_budget(device, nbytes);
   return answer;
@@ -279,7 +302,8 @@ Room::Answer Policy::make_room(Device& device, size_t nbytes) {
 
 /// See Note [Foreign calls]. No page-out may begin either: what is written through an address
 /// after the copy would be lost. The next op that is not inside the call makes up for it.
-Room::Answer Policy::give_way(Device& device) {
+Room::Answer Policy::give_way(Device& device, size_t nbytes) {
+  note_allocation(device, nbytes, device.use().allocated_bytes);
   gave_way_.store(true, std::memory_order_relaxed);
   pager_.stats().limit_exceeded.fetch_add(1, std::memory_order_relaxed);
   TORCH_WARN_ONCE(
@@ -297,10 +321,12 @@ Room::Answer Policy::give_way(Device& device) {
 Room::Answer Policy::wait_for_room(Device& device, size_t nbytes) {
   const size_t limit = device.limit_bytes();
   const auto deadline = Clock::now() + options_.patience_in_all;
-  // See Note [Room in batches]. Backward frees more than it allocates: it needs no margin.
+  // See Note [Room in batches]. Backward frees more than it allocates, and a plan knows what goes
+  // out: they need no margin.
   const size_t margin =
-      in_backward() ? 0
-                    : std::min(watch_of(device).margin_bytes(), limit - std::min(limit, nbytes));
+      in_backward() || planned_.load(std::memory_order_relaxed)
+          ? 0
+          : std::min(watch_of(device).margin_bytes(), limit - std::min(limit, nbytes));
   forget_error();
   keep_error(); // of what was requested ahead of need
   pager_.cancel_prefetches();
@@ -354,7 +380,11 @@ void Policy::make_contiguous(Device& device, size_t nbytes) {
   if (!may_vacate()) {
     return;
   }
+  if (planned_.load(std::memory_order_relaxed) && device.joins_free_blocks()) {
+    return; // What a plan keeps would have to come back.
+  }
   const WithoutGil no_gil;
+  const OpWaits waits(*feed_, device);
   const auto deadline = Clock::now() + options_.patience;
   uint64_t progress = pager_.out_queue().progress();
   for (int tries = 0; tries < options_.contiguous_tries && !device.has_contiguous(nbytes);
@@ -414,9 +444,10 @@ Room::Answer Policy::after_out_of_memory(Device& device, size_t nbytes) {
     return Answer::kRefuse;
   }
   if (!may_vacate()) {
-    return give_way(device);
+    return give_way(device, nbytes);
   }
   const WithoutGil no_gil;
+  const OpWaits waits(*feed_, device);
   pager_.stats().allocation_retries.fetch_add(1, std::memory_order_relaxed);
   pager_.cancel_prefetches();
   const auto deadline = Clock::now() + options_.patience;

@@ -27,6 +27,9 @@ class OpFeed {
   virtual void stop() = 0;
   /// A backward has ended, and something else begun, with an op that has just ended.
   virtual void backward_ended() = 0;
+  /// An op that runs on this thread has begun to wait for room, or gone on.
+  virtual void wait_begins(Device& device) = 0;
+  virtual void wait_ends(Device& device) noexcept = 0;
 };
 
 /// What holds a device's memory, in bytes.
@@ -175,7 +178,8 @@ class Policy final : public Room, public PagerListener {
   }
   Answer wait_for_room(Device& device, size_t nbytes);
   bool fill_budget(Device& device, size_t nbytes);
-  Answer give_way(Device& device);
+  Answer give_way(Device& device, size_t nbytes);
+  void note_allocation(Device& device, size_t nbytes, size_t used_bytes);
   size_t request_pageouts(Device& device, size_t nbytes);
   size_t page_out(Device& device, const std::vector<EntityPtr>& entities);
   bool free_window(Device& device, size_t nbytes);

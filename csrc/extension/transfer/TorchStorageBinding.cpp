@@ -105,7 +105,7 @@ std::unique_ptr<DeviceBlock> TorchStorageBinding::allocate(size_t nbytes) {
   return std::make_unique<TorchDeviceBlock>(device_.allocate(nbytes, home_stream_));
 }
 
-void TorchStorageBinding::install_device(std::unique_ptr<DeviceBlock>& block) {
+void TorchStorageBinding::install_device(std::unique_ptr<DeviceBlock> block) {
   c10::DataPtr resident = std::move(static_cast<TorchDeviceBlock&>(*block).pointer());
   compat::swap_data_ptr(*raw(), resident);
   // The host copy is the entity's to free: only the mark goes.
@@ -121,8 +121,8 @@ void TorchStorageBinding::refuse(const std::string& why) {
   refusing_ = true;
 }
 
-bool TorchStorageBinding::install_watched(std::unique_ptr<DeviceBlock>& block) {
-  install_device(block);
+bool TorchStorageBinding::install_watched(std::unique_ptr<DeviceBlock> block) {
+  install_device(std::move(block));
   if (!events_.keeps_copies()) {
     unwatch();
     return false;

@@ -94,9 +94,9 @@ class TorchStorageBinding final : public StorageBinding {
       void* host,
       const std::shared_ptr<EntityStorageImpl>& entity) override;
   std::unique_ptr<DeviceBlock> allocate(size_t nbytes) override;
-  void install_device(std::unique_ptr<DeviceBlock>& block) override;
+  void install_device(std::unique_ptr<DeviceBlock> block) override;
   void refuse(const std::string& why) override;
-  bool install_watched(std::unique_ptr<DeviceBlock>& block) override;
+  bool install_watched(std::unique_ptr<DeviceBlock> block) override;
   bool unwritten() override;
   void watch() override;
   void unwatch() override;

@@ -28,6 +28,7 @@ __all__ = ["Wishes", "begin", "current_plan", "end", "given_plan", "last_trace",
 
 _MARGIN_SHARE = 32  # of the limit, which the allocator's rounding and small differences take
 _MARGIN_BYTES = 1 << 30
+_MOST_MARGIN_SHARE = 8
 _PATIENCE_SECONDS = 600
 
 
@@ -175,13 +176,21 @@ def _plan_beside(recording: Mapping[str, Any], wishes: Wishes) -> None:
     core.add_plan(compiled)
 
 
+def _margin_bytes(trace: Trace, limit_bytes: int) -> int:
+    """How far below the limit a plan stays: on CUDA, free memory lies in pieces, and is to hold the largest storage."""
+    margin_bytes = min(limit_bytes // _MARGIN_SHARE, _MARGIN_BYTES)
+    if trace.device.startswith("cuda"):
+        margin_bytes += max((storage.bytes for storage in trace.storages), default=0)
+    return min(margin_bytes, limit_bytes // _MOST_MARGIN_SHARE)
+
+
 def _make_plan(trace: Trace, limit_bytes: int, wishes: Wishes) -> Plan:
     """In a process of its own, so that it takes nothing from the program's threads; `end` kills it."""
     global _process
     request = {
         "trace": json.loads(trace.to_json()),
         "limit_bytes": limit_bytes,
-        "margin_bytes": min(limit_bytes // _MARGIN_SHARE, _MARGIN_BYTES),
+        "margin_bytes": _margin_bytes(trace, limit_bytes),
         "host_limit_bytes": wishes.host_limit_bytes,
         "swap": wishes.swap,
         "recompute": wishes.recompute,

@@ -39,7 +39,7 @@ def trace_of(recording: Mapping[str, Any], *, limit_bytes: int, link: Link) -> T
                 name=op["name"],
                 phase="backward" if op["backward"] else "forward" if place >= first_forward else "other",
                 duration_us=durations_us[op["key"]],
-                other_bytes=max(0, max(op["allocated_bytes"], op["peak_bytes"]) + op["paged_out_bytes"] - live),
+                other_bytes=max(0, max(op["allocated_bytes"] + op["paged_out_bytes"], op["peak_bytes"]) - live),
                 key=op["key"],
                 inputs=tuple(op["inputs"]),
                 outputs=tuple(op["outputs"]),

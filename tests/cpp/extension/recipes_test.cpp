@@ -107,6 +107,22 @@ TEST(it_comes_back_before_what_it_is_made_from_is_written) {
   CHECK(!made.drop()); // it cannot be made again any more
 }
 
+TEST(what_nobody_has_observed_for_a_while_is_not_dropped) {
+  const Settled settled;
+  const at::Tensor input = tensor_of(3);
+  Made made;
+  {
+    const Observer::Request request{lms().observer};
+    made = made_by([&] { return input.mul(5); });
+  }
+  lms().observer.stop_if_idle();
+  REQUIRE(!lms().observer.observing());
+  made.tensor.add_(1);
+  const Observer::Request request{lms().observer};
+  CHECK(!made.drop());
+  CHECK(holds(made.tensor, 16));
+}
+
 TEST(it_comes_back_before_what_it_is_made_from_is_written_through_an_address) {
   if (!compat::kHasMaterializer) {
     return; // nothing tells of that

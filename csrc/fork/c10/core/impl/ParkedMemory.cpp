@@ -57,7 +57,7 @@ std::unique_ptr<torch_lms::DeviceBlock> ParkedMemory::allocate(size_t nbytes) {
   }
 }
 
-void ParkedMemory::install_device(std::unique_ptr<torch_lms::DeviceBlock>& block) {
+void ParkedMemory::install_device(std::unique_ptr<torch_lms::DeviceBlock> block) {
   data_ = static_cast<ParkedBlock&>(*block).take();
   leave_host();
   SwapCounters& counters = swap_counters();

@@ -69,7 +69,7 @@ class ParkedMemory final : public torch_lms::StorageBinding {
       void* host,
       const std::shared_ptr<torch_lms::EntityStorageImpl>& entity) override;
   std::unique_ptr<torch_lms::DeviceBlock> allocate(size_t nbytes) override;
-  void install_device(std::unique_ptr<torch_lms::DeviceBlock>& block) override;
+  void install_device(std::unique_ptr<torch_lms::DeviceBlock> block) override;
   void watch() override {}
   void unwatch() override {}
   void keep_block_for_copy() override {
