@@ -49,6 +49,11 @@ FencePtr CpuTransferBackend::copy_to_device(
   return nullptr;
 }
 
+bool CpuTransferBackend::copy_on_device(void* to, const void* from, size_t nbytes) {
+  std::memcpy(to, from, nbytes);
+  return true;
+}
+
 void CpuTransferBackend::order_after(const FencePtr&) {}
 
 } // namespace torch_lms

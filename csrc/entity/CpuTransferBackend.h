@@ -28,6 +28,7 @@ class CpuTransferBackend final : public TransferBackend {
       const std::atomic<bool>& cancelled) override;
   FencePtr copy_to_device(void* device, const void* host, size_t nbytes, const FencePtr& after)
       override;
+  bool copy_on_device(void* to, const void* from, size_t nbytes) override;
   void order_after(const FencePtr& fence) override;
 
  private:

@@ -5,6 +5,11 @@
 #include <utility>
 
 namespace torch_lms {
+namespace {
+
+constexpr size_t kMostBlocksToTry = 8;
+
+} // namespace
 
 const char* to_string(EntityState state) noexcept {
   switch (state) {
@@ -561,6 +566,36 @@ bool EntityStorageImpl::drop(
   recipe_ = recipe;
   stale = take_copy_locked();
   return true;
+}
+
+bool EntityStorageImpl::relocate(const std::function<bool(const void*)>& suits) {
+  const KeepAlive alive = binding_->hold(); // so that `acquire` never lets go of the last
+  const EarlierOps earlier{first_seen_, OpClock::this_thread()};
+  std::vector<std::unique_ptr<DeviceBlock>> blocks; // go back after unlocking
+  do {
+    if (alive == nullptr || blocks.size() == kMostBlocksToTry ||
+        state() != EntityState::kResident) {
+      return false;
+    }
+    blocks.push_back(binding_->allocate(nbytes_));
+  } while (!suits(blocks.back()->data()));
+  KeepAlive keep; // dropped after unlocking
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (earlier.running() || !may_leave_locked(&keep) || !binding_->on_home_stream()) {
+    return false;
+  }
+  set_state(EntityState::kPagingOut); // See Note [Pins and requests].
+  bool moved = false;
+  try {
+    moved = !pinned() &&
+            backend_->copy_on_device(blocks.back()->data(), binding_->address(), nbytes_) &&
+            binding_->exchange(blocks.back());
+  } catch (...) {
+    set_state(EntityState::kResident);
+    throw;
+  }
+  set_state(EntityState::kResident);
+  return moved;
 }
 
 void EntityStorageImpl::refuse(const std::string& why) {

@@ -4,9 +4,11 @@
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <vector>
 
 #include <entity/OpClock.h>
 #include <entity/Recipe.h>
@@ -184,6 +186,12 @@ class EntityStorageImpl : public std::enable_shared_from_this<EntityStorageImpl>
       const std::shared_ptr<Recipe>& recipe,
       void* unreadable,
       std::unique_ptr<DeviceBlock>* garbage);
+
+  /// RESIDENT -> RESIDENT: moves the bytes to another block of the device, one whose address
+  /// `suits`. Returns false, and changes nothing, for an entity that may not leave its block either
+  /// (as `drop`), or that other streams than the caller's may use. Throws what the device allocator
+  /// throws.
+  bool relocate(const std::function<bool(const void*)>& suits);
 
   /// A dropped entity could not be made again: who asks for its address gets an error that says
   /// so, until it has been. Changes nothing in other states. The caller holds the storage.

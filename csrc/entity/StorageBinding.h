@@ -64,6 +64,12 @@ class StorageBinding {
   /// Points the storage, which holds the host copy, at `block`, and takes it.
   virtual void install_device(std::unique_ptr<DeviceBlock> block) = 0;
 
+  /// Gives the storage, which has just been acquired, `block` for its own, which `block` is
+  /// afterwards. Returns false, and changes nothing, where that cannot be.
+  virtual bool exchange(std::unique_ptr<DeviceBlock>& /*block*/) {
+    return false;
+  }
+
   /// From now on raw mutable access to the storage calls `access` (where the
   /// tensor library can do that).
   virtual void watch() = 0;

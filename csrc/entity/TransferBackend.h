@@ -63,6 +63,12 @@ class TransferBackend {
       size_t nbytes,
       const FencePtr& after) = 0;
 
+  /// Copies between two of the device's blocks, in order with what the calling thread submits.
+  /// False, and nothing is copied, where work that others have submitted may use them.
+  virtual bool copy_on_device(void* /*to*/, const void* /*from*/, size_t /*nbytes*/) {
+    return false;
+  }
+
   /// Work that the calling thread submits from now on starts after `fence`.
   virtual void order_after(const FencePtr& fence) = 0;
 };

@@ -255,6 +255,18 @@ FencePtr CudaTransferBackend::copy_to_device(
   return copy(in_, device, host, nbytes, cudaMemcpyHostToDevice, after);
 }
 
+bool CudaTransferBackend::copy_on_device(void* to, const void* from, size_t nbytes) {
+  DeviceScope scope(device_);
+  const cudaStream_t current = current_stream_();
+  const size_t count = stream_count_.load(std::memory_order_acquire);
+  if (is_capturing(current) || count > 1 || (count == 1 && streams_[0] != current)) {
+    return false;
+  }
+  check_cuda(
+      cudaMemcpyAsync(to, from, nbytes, cudaMemcpyDeviceToDevice, current), "to submit a copy");
+  return true;
+}
+
 void CudaTransferBackend::order_after(const FencePtr& fence) {
   DeviceScope scope(device_);
   const cudaStream_t current = current_stream_();

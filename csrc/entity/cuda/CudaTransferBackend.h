@@ -73,6 +73,7 @@ class CudaTransferBackend final : public TransferBackend {
       const std::atomic<bool>& cancelled) override;
   FencePtr copy_to_device(void* device, const void* host, size_t nbytes, const FencePtr& after)
       override;
+  bool copy_on_device(void* to, const void* from, size_t nbytes) override;
   void order_after(const FencePtr& fence) override;
 
   cudaStream_t pageout_stream() const noexcept {

@@ -5,7 +5,6 @@
 #include <tuple>
 #include <utility>
 
-#include <c10/core/AllocatorConfig.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -126,10 +125,6 @@ bool CudaDevice::has_contiguous(size_t nbytes) const {
   size_t largest = 1; // anything but 0, which would ask the driver
   allocator::get()->cacheInfo(index_, &largest); // slow: it looks at every block
   return nbytes <= largest;
-}
-
-bool CudaDevice::joins_free_blocks() const {
-  return c10::CachingAllocator::AcceleratorAllocatorConfig::use_expandable_segments();
 }
 
 std::vector<std::vector<AllocatorBlock>> CudaDevice::blocks() const {

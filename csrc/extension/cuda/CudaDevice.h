@@ -33,7 +33,6 @@ class CudaDevice final : public Device {
   DeviceUse use() const override;
   void reset_peak() override;
   bool has_contiguous(size_t nbytes) const override;
-  bool joins_free_blocks() const override;
   std::vector<std::vector<AllocatorBlock>> blocks() const override;
   std::shared_ptr<TimeMark> mark_time() override;
   size_t total_bytes() const override;

@@ -82,11 +82,6 @@ class Device {
   /// Whether the allocator could hand out such a block now without giving memory back to
   /// the system first, which is slow and waits for the device.
   virtual bool has_contiguous(size_t nbytes) const = 0;
-  /// Whether it can make one block of free ones that lie apart. That takes tens of milliseconds for
-  /// gigabytes, and waits for the device.
-  virtual bool joins_free_blocks() const {
-    return false;
-  }
 
   /// The allocator's blocks, segment by segment, in the order of their addresses.
   /// Empty where fragmentation does not exist. Slow.

@@ -380,9 +380,6 @@ void Policy::make_contiguous(Device& device, size_t nbytes) {
   if (!may_vacate()) {
     return;
   }
-  if (planned_.load(std::memory_order_relaxed) && device.joins_free_blocks()) {
-    return; // What a plan keeps would have to come back.
-  }
   const WithoutGil no_gil;
   const OpWaits waits(*feed_, device);
   const auto deadline = Clock::now() + options_.patience;
@@ -400,8 +397,8 @@ void Policy::make_contiguous(Device& device, size_t nbytes) {
   }
 }
 
-/// Pages out what gives one free block of `nbytes` at the least cost; the very next stay. False if
-/// there is no such window.
+/// Moves aside, or pages out where that cannot be, what gives one free block of `nbytes` at the
+/// least cost; the very next stay. False if there is no such window.
 bool Policy::free_window(Device& device, size_t nbytes) {
   const auto victims = watch_of(device).resident_by_next_use(cycles_, eligible_from_.load());
   std::unordered_map<const void*, size_t> movable; // by address, places in `victims`
@@ -412,6 +409,7 @@ bool Policy::free_window(Device& device, size_t nbytes) {
   }
   FreeWindow best;
   std::vector<EntityPtr> chosen;
+  std::pair<uintptr_t, uintptr_t> range; // of addresses
   for (const auto& blocks : device.blocks()) {
     std::vector<WindowBlock> segment;
     for (const AllocatorBlock& block : blocks) {
@@ -428,6 +426,9 @@ bool Policy::free_window(Device& device, size_t nbytes) {
     const FreeWindow window = cheapest_window(segment, nbytes);
     if (window.cost < best.cost) {
       best = window;
+      range.first = reinterpret_cast<uintptr_t>(blocks[window.first].address);
+      range.second = reinterpret_cast<uintptr_t>(blocks[window.last - 1].address) +
+                     blocks[window.last - 1].nbytes;
       chosen.clear();
       for (size_t i = window.first; i < window.last; ++i) {
         if (!blocks[i].free) {
@@ -436,7 +437,15 @@ bool Policy::free_window(Device& device, size_t nbytes) {
       }
     }
   }
-  return page_out(device, chosen) != 0;
+  const auto last = std::remove_if(chosen.begin(), chosen.end(), [&](const EntityPtr& entity) {
+    return pager_.relocate(entity, [&](const void* block) {
+      const auto address = reinterpret_cast<uintptr_t>(block);
+      return address < range.first || address >= range.second;
+    });
+  });
+  const bool moved = last != chosen.end();
+  chosen.erase(last, chosen.end());
+  return (!chosen.empty() && page_out(device, chosen) != 0) || moved;
 }
 
 Room::Answer Policy::after_out_of_memory(Device& device, size_t nbytes) {

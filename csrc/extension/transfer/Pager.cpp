@@ -123,6 +123,19 @@ bool Pager::drop(const EntityPtr& entity, const std::shared_ptr<Recipe>& recipe)
   return true;
 }
 
+bool Pager::relocate(const EntityPtr& entity, const std::function<bool(const void*)>& suits) {
+  if (in_foreign_call()) { // It may hold the address.
+    return false;
+  }
+  try {
+    const PrefetchAllocations scope(/*contiguous_reserve_bytes=*/0);
+    return entity->relocate(suits);
+  } catch (const NoRoom&) {
+  } catch (const c10::OutOfMemoryError&) {
+  }
+  return false;
+}
+
 bool Pager::evict(const EntityPtr& entity) {
   if (entity->keeps_copy() && !in_foreign_call() && drop_unwritten(entity)) {
     return true;

@@ -100,6 +100,10 @@ class Pager final : public StorageEvents {
 
   // --- requests ---
 
+  /// Moves a resident entity's bytes to another block of its device, in order with what the calling
+  /// thread submits. False if that cannot be now, or no block was free whose address `suits`.
+  bool relocate(const EntityPtr& entity, const std::function<bool(const void*)>& suits);
+
   /// Begins a page-out, or drops an unwritten storage's block at once. Returns false if the
   /// entity is in use or not resident. For several see `PageoutBatch`.
   bool evict(const EntityPtr& entity);

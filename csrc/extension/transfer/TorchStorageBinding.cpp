@@ -116,6 +116,19 @@ void TorchStorageBinding::install_device(std::unique_ptr<DeviceBlock> block) {
   }
 }
 
+bool TorchStorageBinding::exchange(std::unique_ptr<DeviceBlock>& block) {
+  const c10::DataPtr& data = raw()->_mutable_data_ptr_no_checks();
+  if ((watching_ && !compat::kHasMaterializer) || data.get() != block_ ||
+      data.get_deleter() != block_deleter_) {
+    return false;
+  }
+  compat::swap_data_ptr(*raw(), static_cast<TorchDeviceBlock&>(*block).pointer());
+  if (watched_block_ == block_) {
+    watched_block_ = data.get();
+  }
+  return true;
+}
+
 void TorchStorageBinding::refuse(const std::string& why) {
   raw()->release_data_and_set_meta_custom_data_ptr_error_msg_(why); // it releases nothing
   refusing_ = true;

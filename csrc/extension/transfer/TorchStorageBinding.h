@@ -95,6 +95,7 @@ class TorchStorageBinding final : public StorageBinding {
       const std::shared_ptr<EntityStorageImpl>& entity) override;
   std::unique_ptr<DeviceBlock> allocate(size_t nbytes) override;
   void install_device(std::unique_ptr<DeviceBlock> block) override;
+  bool exchange(std::unique_ptr<DeviceBlock>& block) override;
   void refuse(const std::string& why) override;
   bool install_watched(std::unique_ptr<DeviceBlock> block) override;
   bool unwritten() override;

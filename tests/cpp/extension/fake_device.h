@@ -215,6 +215,10 @@ class AsyncBackend final : public torch_lms::TransferBackend {
       const torch_lms::FencePtr& after) override {
     return in.submit(device, host, device, nbytes, after);
   }
+  bool copy_on_device(void* to, const void* from, size_t nbytes) override {
+    std::memcpy(to, from, nbytes);
+    return true;
+  }
   void order_after(const torch_lms::FencePtr& fence) override {
     if (fence != nullptr) {
       fence->wait();

@@ -37,6 +37,9 @@ class Stress {
   }
 
   void run() {
+    // An op that began while nobody observed ops is not known to a page-out by hand that another
+    // thread asks for: see `Observer`.
+    const Observer::Request request(lms().observer);
     end_ = Clock::now() + std::chrono::seconds(seconds_);
     std::vector<std::thread> threads;
     for (int t = 0; t < kThreads; ++t) {
@@ -94,7 +97,12 @@ class Stress {
       } catch (const Error& error) {
         failed(error.what());
       } catch (const std::exception& error) {
-        harness::report(false, "stress", 0, error.what());
+        // PyTorch itself tells an op that what has been dropped found no room.
+        if (std::string(error.what()).find("expected room in") == std::string::npos) {
+          harness::report(false, "stress", 0, error.what());
+        } else {
+          ++refused_;
+        }
       }
     }
   }

@@ -1,0 +1,72 @@
+// Storages whose bytes move to another block of the same device.
+
+#include "made.h"
+
+namespace torch_lms {
+namespace {
+
+bool anywhere(const void*) {
+  return true;
+}
+
+EntityPtr entity_of_tensor(const at::Tensor& tensor) {
+  return lms().pager.find_or_track(*tensor.storage().unsafeGetStorageImpl(), /*by_hand=*/true);
+}
+
+TEST(a_relocated_storage_has_its_bytes_elsewhere) {
+  const Settled settled;
+  const at::Tensor tensor = tensor_of(3);
+  const void* before = tensor.const_data_ptr();
+  REQUIRE(lms().pager.relocate(entity_of_tensor(tensor), &anywhere));
+  CHECK(tensor.const_data_ptr() != before);
+  CHECK_EQ(state(tensor), "resident");
+  CHECK(holds(tensor, 3));
+  CHECK(go_out(tensor)); // as any other
+  CHECK(holds(tensor, 3));
+}
+
+TEST(an_address_that_does_not_suit_is_not_taken) {
+  const Settled settled;
+  const at::Tensor tensor = tensor_of(3);
+  const void* before = tensor.const_data_ptr();
+  const void* refused = nullptr;
+  REQUIRE(lms().pager.relocate(entity_of_tensor(tensor), [&](const void* address) {
+    const bool first = refused == nullptr;
+    refused = first ? address : refused;
+    return !first;
+  }));
+  CHECK(tensor.const_data_ptr() != before);
+  CHECK(tensor.const_data_ptr() != refused);
+  CHECK(!lms().pager.relocate(entity_of_tensor(tensor), [](const void*) { return false; }));
+  CHECK(holds(tensor, 3));
+}
+
+TEST(what_is_in_use_or_out_stays_where_it_is) {
+  const Settled settled;
+  const Observer::Request request{lms().observer};
+  const at::Tensor tensor = tensor_of(3);
+  const EntityPtr entity = entity_of_tensor(tensor);
+  const void* before = tensor.const_data_ptr();
+  entity->pin();
+  CHECK(!lms().pager.relocate(entity, &anywhere));
+  entity->unpin();
+  CHECK(tensor.const_data_ptr() == before);
+  REQUIRE(go_out(tensor));
+  CHECK(!lms().pager.relocate(entity, &anywhere));
+  CHECK_EQ(state(tensor), "paged_out");
+  CHECK(holds(tensor, 3));
+}
+
+TEST(a_dropped_storage_is_made_again_from_one_that_was_relocated) {
+  const Settled settled;
+  const Observer::Request request{lms().observer};
+  const at::Tensor input = tensor_of(3);
+  const Made made = made_by([&] { return input.mul(5); });
+  REQUIRE(made.drop());
+  REQUIRE(lms().pager.relocate(entity_of_tensor(input), &anywhere));
+  CHECK(holds(made.tensor, 15));
+  CHECK(!lms().pager.relocate(entity_of_tensor(input), [](const void*) { return false; }));
+}
+
+} // namespace
+} // namespace torch_lms
