@@ -55,14 +55,16 @@ def test_weights_beyond_the_limit_are_copied_out_once(paged: ModuleType) -> None
 def test_a_weight_that_is_written_now_and_then_is_copied_again(paged: ModuleType) -> None:
     paged.enable({"cpu": 8 * MIB}, min_bytes="64KiB")
     weights = [torch.full((NUMEL,), float(number)) for number in range(16)]
+    copied_at_first = 0
     for turn in range(6):
         weights[turn].add_(100)
         sums = [weight.sum().item() for weight in weights]
         written = [100.0 if number <= turn else 0.0 for number in range(16)]
         assert sums == [(number + more) * NUMEL for number, more in enumerate(written)]
+        copied_at_first = copied_at_first or paged.stats().pageouts
     stats = paged.stats()
     assert stats.dropped_bytes > 0
-    assert stats.pageouts > 16
+    assert stats.pageouts > copied_at_first
 
 
 # --- writes ---------------------------------------------------------------------------------------------------------
@@ -250,6 +252,13 @@ READS: dict[str, Callable[[torch.Tensor], object]] = {
     "op": lambda tensor: tensor + 1,
     "several inputs": lambda tensor: torch.mm(tensor.view(512, 512), tensor.view(512, 512).t()),
     "linear": lambda tensor: nn.functional.linear(torch.ones(4, 512), tensor.view(512, 512)),
+    "layer norm": lambda tensor: nn.functional.layer_norm(tensor.view(512, 512), (512,)),
+    "layer norm's weight": lambda tensor: nn.functional.layer_norm(torch.ones(2, NUMEL), (NUMEL,), tensor),
+    "group norm": lambda tensor: nn.functional.group_norm(tensor.view(512, 512), 4),
+    "batch norm": lambda tensor: nn.functional.batch_norm(
+        tensor.view(512, 512), torch.zeros(512), torch.ones(512), training=True
+    ),
+    "norm": lambda tensor: torch.linalg.vector_norm(tensor),
     "view": lambda tensor: tensor.view(512, 512).t()[3:5].contiguous(),
     "clone": lambda tensor: tensor.clone(),
     "item": lambda tensor: tensor[5].item(),

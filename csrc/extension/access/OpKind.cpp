@@ -21,16 +21,14 @@ bool is_composite(const c10::OperatorHandle& op) {
          !op.hasKernelForDispatchKey(c10::DispatchKey::CUDA);
 }
 
-/// What the schema says; but those that update running statistics say nothing.
-uint64_t written_arguments(const char* name, const c10::OperatorHandle& op) {
-  if (std::strstr(name, "_norm") != nullptr) {
-    return kAll;
-  }
+/// What the schema says; but most ops that update running statistics say nothing.
+uint64_t written_arguments(const c10::OperatorHandle& op) {
   uint64_t written = 0;
   const auto& arguments = op.schema().arguments();
   for (size_t i = 0; i < arguments.size(); ++i) {
     const auto* alias = arguments[i].alias_info();
-    if (alias != nullptr && alias->isWrite()) {
+    if ((alias != nullptr && alias->isWrite()) ||
+        starts_with(arguments[i].name().c_str(), "running_")) {
       written |= uint64_t{1} << std::min<size_t>(i, 63);
     }
   }
@@ -70,7 +68,7 @@ OpTraits traits_of_pytorchs(const char* name, const char* overload) {
   const OpKind kind = is_composite(*op) ? OpKind::kComposite
                       : is_view(*op)    ? OpKind::kView
                                         : OpKind::kSealed;
-  return {kind, written_arguments(name, *op), casts_under_autocast(*op)};
+  return {kind, written_arguments(*op), casts_under_autocast(*op)};
 }
 
 OpTraits find_traits(const char* name, const char* overload) {

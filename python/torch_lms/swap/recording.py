@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from statistics import median
 from typing import Any
 
 from torch_lms.plan.document import Actions, Plan
@@ -64,11 +65,11 @@ def _places_of(ops: Sequence[Mapping[str, Any]], storages: int) -> tuple[list[li
 
 
 def _durations_us(ops: Iterable[Mapping[str, Any]]) -> dict[int, float]:
-    """By op: the least of those alike, since some waited for room while the cycle was recorded."""
-    least: dict[int, float] = {}
+    """By op: the median of those alike, since some waited for what the host does while the cycle was recorded."""
+    alike: dict[int, list[float]] = {}
     for op in ops:
-        least[op["key"]] = min(op["duration_us"], least.get(op["key"], op["duration_us"]))
-    return least
+        alike.setdefault(op["key"], []).append(op["duration_us"])
+    return {key: median(durations_us) for key, durations_us in alike.items()}
 
 
 def _storage(
