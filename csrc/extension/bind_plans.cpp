@@ -2,6 +2,7 @@
 
 #include <memory>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -82,6 +83,7 @@ std::vector<int32_t> numbers(const py::handle& op, const char* name, size_t stor
 
 void add_plan(const py::dict& plan) {
   auto compiled = std::make_shared<CompiledPlan>();
+  compiled->signature = plan["signature"].cast<std::string>();
   compiled->device = c10::Device(plan["device"].cast<std::string>());
   compiled->recurring = plan["recurring"].cast<std::vector<bool>>();
   const size_t storages = compiled->recurring.size();
@@ -141,6 +143,10 @@ void bind_plans(py::module_& module) {
         }
       },
       py::call_guard<py::gil_scoped_release>());
+  module.def("measured_plan", [] {
+    const MeasuredPlan found = Runtime::get().planning.measured();
+    return std::make_tuple(found.signature, found.step_us, found.peak_bytes);
+  });
   module.def("share_in_step", [] { return Runtime::get().planning.share_in_step(); });
 }
 

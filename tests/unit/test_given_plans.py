@@ -52,13 +52,19 @@ def save_a_plan(path: Path) -> int:
     return limit_bytes
 
 
+def without_figures(plan: Plan | None) -> Plan:
+    """What a run has not measured."""
+    assert plan is not None
+    return replace(plan, measured=None)
+
+
 def recomputed_bytes_of_a_second_run(path: Path, limit_bytes: int, expected: list[list[str]]) -> list[int]:
     """By step."""
     given, recomputed = Plan.load(path), []
     with one_thread():
         for made, same in zip(started_with(path, limit_bytes, swap=False), expected, strict=True):
             assert made == same
-            assert torch_lms.current_plan() == given
+            assert without_figures(torch_lms.current_plan()) == without_figures(given)
             recomputed.append(torch_lms.stats(reset=True).recomputed_bytes)
     assert core.share_in_step() > 0.95
     return recomputed
@@ -101,7 +107,7 @@ def test_a_plan_that_mixes_storages_up_changes_no_bit(seed: int, tmp_path: Path)
 @one_thread()
 def test_a_plan_is_in_use_until_automatic_mode_ends() -> None:
     torch_lms.enable({"cpu": PEAK_BYTES}, plan=SYNTHETIC)
-    assert torch_lms.current_plan() is SYNTHETIC
+    assert torch_lms.current_plan() == SYNTHETIC
     torch_lms.disable()
     assert torch_lms.current_plan() is None
 

@@ -48,6 +48,7 @@ void Executor::clear() {
   active_.store(false, std::memory_order_release);
   plans_.clear();
   plan_ = nullptr;
+  followed_ = nullptr;
   bound.swap(bound_);
   late_.clear();
 }
@@ -85,6 +86,7 @@ bool Executor::end_cycle() {
     share_.store(share, std::memory_order_relaxed);
     bad_cycles_ = share < kShareInStep ? bad_cycles_ + 1 : 0;
   }
+  followed_ = planned && bad_cycles_ == 0 ? plan_ : nullptr;
   const bool none = plans_.empty();
   const bool bad = bad_cycles_ >= kBadCycles;
   if (bad) {
@@ -94,6 +96,11 @@ bool Executor::end_cycle() {
   late_.clear();
   start_cycle_locked(bound);
   return none || bad;
+}
+
+std::string Executor::followed() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return followed_ != nullptr ? followed_->signature : std::string();
 }
 
 /// Under the mutex. -1 for an op that the plan does not know.

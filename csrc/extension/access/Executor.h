@@ -5,6 +5,7 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <vector>
 
 #include <ATen/record_function.h>
@@ -29,6 +30,7 @@ struct PlannedOp {
 };
 
 struct CompiledPlan {
+  std::string signature; ///< Names it to who asks.
   c10::Device device{c10::kCPU};
   std::vector<bool> recurring; ///< By number: whether it is the same one in every cycle.
   std::vector<PlannedOp> ops;
@@ -78,6 +80,9 @@ class Executor {
   /// Other cycles begin: the first that no plan fits is to be recorded.
   void doubt();
 
+  /// The signature of the plan that the last whole cycle has followed; empty if none.
+  std::string followed();
+
   /// Ops of the last whole cycle that were found in the plan, of all.
   double share_in_step() const noexcept {
     return share_.load(std::memory_order_relaxed);
@@ -112,6 +117,7 @@ class Executor {
   size_t next_ = 0; // the place that is expected
   size_t found_ = 0;
   int bad_cycles_ = 0;
+  std::shared_ptr<const CompiledPlan> followed_; // by the last cycle
   std::deque<EntityPtr> late_; // prefetches that have found no room
 };
 

@@ -25,6 +25,7 @@ void Planning::disable() {
   device_.store(nullptr);
   recorder_.abandon();
   executor_.clear();
+  meter_.end_cycle("", 0, StepMeter::Clock::now());
   policy_.set_planned(false);
   std::lock_guard<std::mutex> lock(mutex_);
   recording_ = nullptr;
@@ -121,6 +122,7 @@ void Planning::end_cycle() {
     }
   }
   const bool wanted = executor_.end_cycle();
+  meter_.end_cycle(executor_.followed(), policy_.take_cycle_peak(*device), StepMeter::Clock::now());
   std::lock_guard<std::mutex> lock(mutex_);
   const bool records = wanted && !waiting_ && policy_.attention() == Policy::Attention::kArmed;
   policy_.set_planned(executor_.active() || records); // what comes ahead of need would be counted

@@ -10,6 +10,7 @@
 
 #include <extension/access/Executor.h>
 #include <extension/access/Recorder.h>
+#include <extension/access/StepMeter.h>
 #include <extension/trace/CycleFinder.h>
 
 namespace torch_lms {
@@ -71,6 +72,10 @@ class Planning {
   /// The latest recording, once; null if there is none.
   std::unique_ptr<RecordedCycle> take_recording();
   void add(std::shared_ptr<const CompiledPlan> plan);
+  /// The plan that has been carried out last, and what its cycles took.
+  MeasuredPlan measured() const {
+    return meter_.measured();
+  }
   double share_in_step() const noexcept {
     return executor_.share_in_step();
   }
@@ -85,6 +90,7 @@ class Planning {
   Audition audition_;
   Recorder recorder_;
   Executor executor_;
+  StepMeter meter_;
   std::atomic<Device*> device_{nullptr};
   std::mutex mutex_; // guards what follows
   std::unique_ptr<RecordedCycle> recording_;

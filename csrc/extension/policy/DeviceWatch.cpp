@@ -35,6 +35,7 @@ size_t DeviceWatch::margin_bytes() const noexcept {
 
 void DeviceWatch::note_allocation(size_t nbytes, size_t used_bytes, size_t out_bytes) {
   raise_to(peak_bytes_, used_bytes + nbytes);
+  raise_to(cycle_peak_bytes_, used_bytes + nbytes);
   raise_to(recent_peak_bytes_, used_bytes + nbytes + out_bytes);
   if (nbytes >= options().large_bytes) {
     std::lock_guard<std::mutex> lock(mutex_);

@@ -56,6 +56,10 @@ class DeviceWatch {
   size_t take_recent_peak() noexcept {
     return recent_peak_bytes_.exchange(0, std::memory_order_relaxed);
   }
+  /// The most that was in use at an allocation since the last call of this one; 0 without one.
+  size_t take_cycle_peak() noexcept {
+    return cycle_peak_bytes_.exchange(0, std::memory_order_relaxed);
+  }
   /// Whether anything has been allocated since the last call. Cheap.
   bool take_allocated() noexcept;
   /// The largest of the latest large allocations, as far as prefetches give way to it.
@@ -98,6 +102,7 @@ class DeviceWatch {
   std::atomic<int64_t> seen_budget_bytes_{0};
   std::atomic<size_t> peak_bytes_{0};
   std::atomic<size_t> recent_peak_bytes_{0};
+  std::atomic<size_t> cycle_peak_bytes_{0};
   std::atomic<size_t> paged_out_count_{0};
   // Both may hold entities that are elsewhere by now: checked when they come up.
   std::unordered_map<const Entity*, std::weak_ptr<Entity>> resident_;

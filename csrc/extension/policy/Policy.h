@@ -152,6 +152,10 @@ class Policy final : public Room, public PagerListener {
   size_t take_recent_peak(const Device& device) noexcept {
     return watch_of(device).take_recent_peak();
   }
+  /// The same in all, but for the small allocations since the last look at memory.
+  size_t take_cycle_peak(const Device& device) noexcept {
+    return watch_of(device).take_cycle_peak();
+  }
   bool wants_boundary() const noexcept {
     return boundary_wanted_.load(std::memory_order_acquire);
   }

@@ -10,7 +10,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 from torch_lms._core import core
 from torch_lms.errors import PlanError
 from torch_lms.plan.decision import DROP_UNCHANGED, HOST, RECOMPUTE, SWAP
-from torch_lms.plan.document import Plan
+from torch_lms.plan.document import Measured, Plan
 from torch_lms.plan.trace import Trace
 from torch_lms.swap import where
 from torch_lms.swap.link import measure_link
@@ -51,6 +51,7 @@ class Wishes:
 
 _wishes: Wishes | None = None
 _plan: Plan | None = None
+_plans: dict[str, Plan] = {}  # by signature: the program may take turns between several
 _trace: Trace | None = None
 _planner: threading.Thread | None = None
 _process: subprocess.Popen[str] | None = None
@@ -105,7 +106,10 @@ def begin(wishes: Wishes, plan: Plan | None = None) -> None:
     """
     global _wishes, _plan, _trace
     with _lock:
-        _wishes, _plan, _trace = wishes, plan, None
+        _wishes, _plan, _trace = wishes, None, None
+        _plans.clear()
+        if plan is not None:
+            _plan = _plans[plan.signature] = replace(plan, measured=None)  # not yet in this run
     bring_back_before_forks()
     for device in wishes.limits:
         measure_link(device)  # before there is a limit
@@ -119,6 +123,7 @@ def end() -> None:
     global _wishes, _plan, _trace, _planner
     with _lock:
         _wishes, _plan, _trace = None, None, None
+        _plans.clear()
         planner, _planner = _planner, None
         if _process is not None:
             _process.kill()
@@ -129,11 +134,16 @@ def end() -> None:
 def current_plan() -> Plan | None:
     """The plan that automatic mode carries out; None while it has none.
 
-    It says for each storage what is done with it and why, and predicts the step's time and peak.
+    It says for each storage what is done with it and why, and predicts the step's time and peak; once it has been
+    carried out for some steps, ``measured`` says what they took. Where several take turns, it is the last one's.
     ``print`` shows it as a table, ``to_json`` and ``save`` keep it for ``python -m torch_lms explain``.
     """
+    signature, step_us, peak_bytes = core.measured_plan()
     with _lock:
-        return _plan
+        plan = _plans.get(signature, _plan)
+    if plan is None or plan.signature != signature or not step_us:
+        return plan
+    return replace(plan, measured=Measured(step_us=step_us, peak_bytes=peak_bytes))
 
 
 def last_trace() -> Trace | None:
@@ -173,6 +183,7 @@ def _plan_beside(recording: Mapping[str, Any], wishes: Wishes) -> None:
         if _wishes is not wishes:
             return
         _plan, _trace = plan, trace
+        _plans[plan.signature] = plan
     core.add_plan(compiled)
 
 

@@ -176,4 +176,4 @@ def compile_plan(plan: Plan) -> dict[str, Any]:
                 "makes_recipe": not dropped.isdisjoint(op.outputs),
             }
         )
-    return {"device": plan.device, "ops": ops, "recurring": plan.recurring}
+    return {"signature": plan.signature, "device": plan.device, "ops": ops, "recurring": plan.recurring}

@@ -1,0 +1,49 @@
+#include <extension/access/StepMeter.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace torch_lms {
+
+void StepMeter::end_cycle(const std::string& signature, size_t peak_bytes, Clock::time_point now) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto began = std::exchange(ended_, now);
+  if (signature.empty()) {
+    in_step_ = false;
+    return;
+  }
+  if (signature != signature_) {
+    signature_ = signature;
+    cycles_.clear();
+    at_ = 0;
+    in_step_ = false;
+  }
+  if (!std::exchange(in_step_, true)) {
+    return; // The first one still clears up after what was before.
+  }
+  const Cycle cycle{std::chrono::duration<double, std::micro>(now - began).count(), peak_bytes};
+  if (cycles_.size() < kMostCycles) {
+    cycles_.push_back(cycle);
+  } else {
+    cycles_[at_++ % kMostCycles] = cycle;
+  }
+}
+
+MeasuredPlan StepMeter::measured() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  MeasuredPlan found;
+  found.signature = signature_;
+  std::vector<double> steps_us;
+  for (const Cycle& cycle : cycles_) {
+    steps_us.push_back(cycle.step_us);
+    found.peak_bytes = std::max(found.peak_bytes, cycle.peak_bytes);
+  }
+  if (!steps_us.empty()) {
+    const auto middle = steps_us.begin() + static_cast<std::ptrdiff_t>(steps_us.size() / 2);
+    std::nth_element(steps_us.begin(), middle, steps_us.end());
+    found.step_us = *middle;
+  }
+  return found;
+}
+
+} // namespace torch_lms

@@ -1,0 +1,46 @@
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <mutex>
+#include <string>
+#include <vector>
+
+namespace torch_lms {
+
+/// What the latest cycles under a plan took.
+struct MeasuredPlan {
+  std::string signature; ///< Of the plan; empty while none has been carried out.
+  double step_us = 0; ///< The median of the latest cycles, from one's end to the next's; 0 before.
+  size_t peak_bytes = 0; ///< The most that was in use at once in these.
+};
+
+/// Measures cycles that are carried out by a plan.
+///
+/// Thread-safe: every method may be called from any thread.
+class StepMeter {
+ public:
+  using Clock = std::chrono::steady_clock;
+
+  /// A cycle has ended. `signature`: of the plan that it has followed, empty if none.
+  void end_cycle(const std::string& signature, size_t peak_bytes, Clock::time_point now);
+
+  MeasuredPlan measured() const;
+
+ private:
+  static constexpr size_t kMostCycles = 8;
+
+  struct Cycle {
+    double step_us;
+    size_t peak_bytes;
+  };
+
+  mutable std::mutex mutex_; // guards what follows
+  std::string signature_;
+  std::vector<Cycle> cycles_; // the latest, in any order
+  size_t at_ = 0; // where the next goes
+  bool in_step_ = false; // the cycle before followed the same plan
+  Clock::time_point ended_;
+};
+
+} // namespace torch_lms
