@@ -138,3 +138,72 @@ def test_compiling_with_parameters_out_does_not_change_the_graph(paged: ModuleTy
         torch.compile(block, backend=keep)(x)
     assert graphs[0] == graphs[1]
     assert len(graphs) == 2
+
+
+class Deep(torch.nn.Module):
+    """Blocks that keep much for their backward."""
+
+    def __init__(self, number: int = 6) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.ups = torch.nn.ModuleList(torch.nn.Linear(128, 512) for _ in range(number))
+        self.downs = torch.nn.ModuleList(torch.nn.Linear(512, 128) for _ in range(number))
+
+    def block(self, number: int, x: torch.Tensor) -> torch.Tensor:
+        return x + self.downs[number](torch.nn.functional.gelu(self.ups[number](x)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number in range(len(self.ups)):
+            x = self.block(number, x)
+        return x
+
+    def step(self) -> Any:
+        self.zero_grad()
+        loss = self(torch.linspace(-1, 1, 1024 * 128).view(1024, 128)).square().mean()
+        loss.backward()
+        return snapshot([loss, *(parameter.grad for parameter in self.parameters())])
+
+
+@pytest.fixture
+def deep(request: pytest.FixtureRequest, paged: ModuleType) -> Iterator[tuple[Deep, Any, int]]:
+    """A model of which blocks, or the whole, are compiled; what a step comes to; and its peak in bytes."""
+    torch._dynamo.reset()
+    model = Deep()
+    if request.param == "blocks":
+        model.block = torch.compile(model.block)  # type: ignore[method-assign]
+    else:
+        model.compile()
+    model.step()
+    paged.swap.count_cpu_allocations()
+    held_bytes = paged.stats(reset=True).allocated_bytes
+    expected = model.step()
+    yield model, expected, paged.stats().peak_allocated_bytes - held_bytes
+    torch._dynamo.reset()
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("deep", ["blocks"], indirect=True)
+def test_compiled_blocks_train_in_half_of_their_peak(deep: tuple[Deep, Any, int], paged: ModuleType) -> None:
+    model, expected, peak_bytes = deep
+    limit_bytes = paged.stats().allocated_bytes + peak_bytes // 2
+    paged.enable({"cpu": limit_bytes}, min_bytes="64KiB")
+    paged.stats(reset=True)
+    for _ in range(3):
+        assert model.step() == expected
+    stats = paged.stats()
+    assert stats.pageout_bytes > 0
+    assert stats.peak_allocated_bytes <= limit_bytes
+    assert stats.limit_exceeded == 0
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("deep", ["whole"], indirect=True)
+def test_a_compiled_whole_without_room_says_what_cannot_move(deep: tuple[Deep, Any, int], paged: ModuleType) -> None:
+    model, expected, peak_bytes = deep
+    paged.enable({"cpu": paged.stats().allocated_bytes + peak_bytes // 2}, min_bytes="64KiB")
+    with pytest.raises(RuntimeError, match="inputs of running ops: [1-9].*a limit of .* would do here"):
+        model.step()
+    paged.disable()
+    assert model.step() == expected
