@@ -98,9 +98,9 @@ bool Executor::end_cycle() {
   return none || bad;
 }
 
-std::string Executor::followed() {
+std::shared_ptr<const CompiledPlan> Executor::followed() {
   std::lock_guard<std::mutex> lock(mutex_);
-  return followed_ != nullptr ? followed_->signature : std::string();
+  return followed_;
 }
 
 /// Under the mutex. -1 for an op that the plan does not know.

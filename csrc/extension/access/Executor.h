@@ -5,36 +5,17 @@
 #include <deque>
 #include <memory>
 #include <mutex>
-#include <string>
 #include <vector>
 
 #include <ATen/record_function.h>
 
 #include <extension/access/Audition.h>
+#include <extension/access/CompiledPlan.h>
 #include <extension/access/Frame.h>
 #include <extension/access/Recipes.h>
 #include <extension/policy/Policy.h>
 
 namespace torch_lms {
-
-/// What happens after one op. Storages are named by the numbers of the cycle that was recorded.
-struct PlannedOp {
-  uint64_t key = 0; ///< See `TraceOp`.
-  std::vector<int32_t> inputs; ///< On the plan's device, in order.
-  std::vector<int32_t> outputs;
-  std::vector<int32_t> drops;
-  std::vector<int32_t> pageouts;
-  std::vector<int32_t> prefetches;
-  bool binds = false; ///< Whether any of its storages is named by an action.
-  bool makes_recipe = false;
-};
-
-struct CompiledPlan {
-  std::string signature; ///< Names it to who asks.
-  c10::Device device{c10::kCPU};
-  std::vector<bool> recurring; ///< By number: whether it is the same one in every cycle.
-  std::vector<PlannedOp> ops;
-};
 
 /// Note [Plans and programs]
 /// A plan's actions are keyed by places in the cycle. An op is at a place if its name and the sizes
@@ -80,8 +61,8 @@ class Executor {
   /// Other cycles begin: the first that no plan fits is to be recorded.
   void doubt();
 
-  /// The signature of the plan that the last whole cycle has followed; empty if none.
-  std::string followed();
+  /// The plan that the last whole cycle has followed; null if none.
+  std::shared_ptr<const CompiledPlan> followed();
 
   /// Ops of the last whole cycle that were found in the plan, of all.
   double share_in_step() const noexcept {

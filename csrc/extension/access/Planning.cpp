@@ -25,7 +25,7 @@ void Planning::disable() {
   device_.store(nullptr);
   recorder_.abandon();
   executor_.clear();
-  meter_.end_cycle("", 0, StepMeter::Clock::now());
+  meter_.clear();
   policy_.set_planned(false);
   std::lock_guard<std::mutex> lock(mutex_);
   recording_ = nullptr;

@@ -5,15 +5,18 @@
 
 namespace torch_lms {
 
-void StepMeter::end_cycle(const std::string& signature, size_t peak_bytes, Clock::time_point now) {
+void StepMeter::end_cycle(
+    const std::shared_ptr<const CompiledPlan>& followed,
+    size_t peak_bytes,
+    Clock::time_point now) {
   std::lock_guard<std::mutex> lock(mutex_);
   const auto began = std::exchange(ended_, now);
-  if (signature.empty()) {
+  if (followed == nullptr) {
     in_step_ = false;
     return;
   }
-  if (signature != signature_) {
-    signature_ = signature;
+  if (followed != plan_) {
+    plan_ = followed;
     cycles_.clear();
     at_ = 0;
     in_step_ = false;
@@ -29,10 +32,18 @@ void StepMeter::end_cycle(const std::string& signature, size_t peak_bytes, Clock
   }
 }
 
+void StepMeter::clear() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  plan_ = nullptr;
+  cycles_.clear();
+  at_ = 0;
+  in_step_ = false;
+}
+
 MeasuredPlan StepMeter::measured() const {
   std::lock_guard<std::mutex> lock(mutex_);
   MeasuredPlan found;
-  found.signature = signature_;
+  found.signature = plan_ != nullptr ? plan_->signature : std::string();
   std::vector<double> steps_us;
   for (const Cycle& cycle : cycles_) {
     steps_us.push_back(cycle.step_us);

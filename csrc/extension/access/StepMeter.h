@@ -2,9 +2,12 @@
 
 #include <chrono>
 #include <cstddef>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
+
+#include <extension/access/CompiledPlan.h>
 
 namespace torch_lms {
 
@@ -22,8 +25,13 @@ class StepMeter {
  public:
   using Clock = std::chrono::steady_clock;
 
-  /// A cycle has ended. `signature`: of the plan that it has followed, empty if none.
-  void end_cycle(const std::string& signature, size_t peak_bytes, Clock::time_point now);
+  /// A cycle has ended that has followed a plan; null: none.
+  void end_cycle(
+      const std::shared_ptr<const CompiledPlan>& followed,
+      size_t peak_bytes,
+      Clock::time_point now);
+
+  void clear();
 
   MeasuredPlan measured() const;
 
@@ -36,7 +44,7 @@ class StepMeter {
   };
 
   mutable std::mutex mutex_; // guards what follows
-  std::string signature_;
+  std::shared_ptr<const CompiledPlan> plan_;
   std::vector<Cycle> cycles_; // the latest, in any order
   size_t at_ = 0; // where the next goes
   bool in_step_ = false; // the cycle before followed the same plan

@@ -29,6 +29,7 @@ def make_plan(
     swap: bool = True,
     recompute: bool = True,
     others: Sequence[Plan] = (),
+    simply: bool = False,
 ) -> Plan:
     """Decides for every storage of a cycle whether it is kept, swapped or made again.
 
@@ -40,12 +41,13 @@ def make_plan(
         recompute: whether they may be dropped and made again.
         others: plans of the same cycle, for instance for lower limits; the new plan is never slower than one of them
             that keeps the limit.
+        simply: whether the linear program is left out, which takes most of the time.
 
     Raises:
         LimitError: if no plan keeps the limit; it states the least limit that one keeps.
     """
     planning = _Planning(trace, limit_bytes, host_limit_bytes, swap, recompute)
-    best = planning.best(others)
+    best = planning.best(others, simply)
     if best is None:
         least = least_limit(trace, host_limit_bytes=host_limit_bytes, swap=swap, recompute=recompute)
         host = "" if host_limit_bytes is None else f" with {host_limit_bytes} bytes of host memory"
@@ -68,24 +70,25 @@ class _Planning:
         self.results: list[MethodResult] = []
         self.bound_us = trace.plain_us
 
-    def best(self, others: Sequence[Plan]) -> tuple[str, Timed] | None:
+    def best(self, others: Sequence[Plan], simply: bool) -> tuple[str, Timed] | None:
         """The winner's name and what it chose; None if nothing keeps the limit."""
         if self.plain.peak_bytes <= self.problem.limit_bytes:
             return "keep", Timed({}, [], self.plain)
         best: tuple[str, Timed] | None = None
-        for name, timed in (*self._by_methods(), *self._by_others(others)):
+        for name, timed in (*self._by_methods(simply), *self._by_others(others)):
             if self._keeps(timed) and (best is None or timed.better_than(best[1])):
                 best = name, timed
         return best or self._pressed()
 
-    def _by_methods(self) -> Iterator[tuple[str, Timed]]:
+    def _by_methods(self, simply: bool) -> Iterator[tuple[str, Timed]]:
         yield from self._carried(simple_methods(self.problem))
         if all(result.step_us is None for result in self.results):
             tried = {result.name for result in self.results}
             more = simple_methods(self.problem, all_of_them=True)
             yield from self._carried([method for method in more if method.name not in tried])
-        if not scipy_is_there():
-            self.results.append(MethodResult(name="linear", step_us=None, note="left out: SciPy is not installed"))
+        if simply or not scipy_is_there():
+            why = "it takes longer" if simply else "SciPy is not installed"
+            self.results.append(MethodResult(name="linear", step_us=None, note=f"left out: {why}"))
             return
         self.bound_us = linear_bound_us(self.problem) or self.bound_us
         yield from self._carried(linear_methods(self.problem))

@@ -5,11 +5,9 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import subprocess
-import sys
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -22,6 +20,7 @@ from torch_lms.plan.document import Measured, Plan
 from torch_lms.plan.trace import Trace
 from torch_lms.swap import where
 from torch_lms.swap.link import measure_link
+from torch_lms.swap.planner_process import PlannerProcess
 from torch_lms.swap.recording import compile_plan, trace_of
 
 __all__ = ["Wishes", "begin", "current_plan", "end", "given_plan", "last_trace", "start"]
@@ -29,7 +28,6 @@ __all__ = ["Wishes", "begin", "current_plan", "end", "given_plan", "last_trace",
 _MARGIN_SHARE = 32  # of the limit, which the allocator's rounding and small differences take
 _MARGIN_BYTES = 1 << 30
 _MOST_MARGIN_SHARE = 8
-_PATIENCE_SECONDS = 600
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +52,7 @@ _plan: Plan | None = None
 _plans: dict[str, Plan] = {}  # by signature: the program may take turns between several
 _trace: Trace | None = None
 _planner: threading.Thread | None = None
-_process: subprocess.Popen[str] | None = None
+_process: PlannerProcess | None = None
 _lock = threading.Lock()
 
 
@@ -163,28 +161,31 @@ def start() -> None:
         planner = threading.Thread(target=_plan_beside, args=(recording, wishes), daemon=True, name="torch_lms planner")
         with _lock:
             _planner = planner
+            if _process is not None:  # of an earlier recording
+                _process.kill()
         planner.start()
 
 
 def _plan_beside(recording: Mapping[str, Any], wishes: Wishes) -> None:
     global _plan, _trace
+    made = False
     try:
         limit_bytes = wishes.limits[recording["device"]]
         trace = trace_of(recording, limit_bytes=limit_bytes, link=measure_link(recording["device"]))
-        plan = _make_plan(trace, limit_bytes, wishes)
-        compiled = compile_plan(plan)
-    except Exception as error:  # on a thread of ours: the program goes on with paging on demand
+        for plan in _plans_of(trace, limit_bytes, wishes):
+            compiled = compile_plan(plan)
+            with _lock:
+                if not _is_wanted(wishes):
+                    return
+                _plan, _trace = plan, trace
+                _plans[plan.signature] = plan
+            core.add_plan(compiled)
+            made = True
+    except Exception as error:  # on a thread of ours: the program goes on with paging on demand, or with what was made
         with _lock:
-            if _wishes is not wishes:
+            if made or not _is_wanted(wishes):
                 return
         warnings.warn(f"torch_lms: no plan was made for this program, which pages on demand: {error}", stacklevel=1)
-        return
-    with _lock:
-        if _wishes is not wishes:
-            return
-        _plan, _trace = plan, trace
-        _plans[plan.signature] = plan
-    core.add_plan(compiled)
 
 
 def _margin_bytes(trace: Trace, limit_bytes: int) -> int:
@@ -195,8 +196,8 @@ def _margin_bytes(trace: Trace, limit_bytes: int) -> int:
     return min(margin_bytes, limit_bytes // _MOST_MARGIN_SHARE)
 
 
-def _make_plan(trace: Trace, limit_bytes: int, wishes: Wishes) -> Plan:
-    """In a process of its own, so that it takes nothing from the program's threads; `end` kills it."""
+def _plans_of(trace: Trace, limit_bytes: int, wishes: Wishes) -> Iterator[Plan]:
+    """By a process that `end`, and the next recording, kill."""
     global _process
     request = {
         "trace": json.loads(trace.to_json()),
@@ -206,27 +207,18 @@ def _make_plan(trace: Trace, limit_bytes: int, wishes: Wishes) -> Plan:
         "swap": wishes.swap,
         "recompute": wishes.recompute,
     }
-    package = str(Path(__file__).parents[2])
-    environment = {key: value for key, value in os.environ.items() if key != "TORCH_LMS_CHAOS"}
-    environment["PYTHONPATH"] = os.pathsep.join([package, environment.get("PYTHONPATH", "")])
     with _lock:
-        if _wishes is not wishes:
-            raise PlanError("expected automatic mode, found that it has ended")
-        _process = subprocess.Popen(
-            [sys.executable, "-m", "torch_lms.plan"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-    with _process as process:
-        try:
-            made, said = process.communicate(json.dumps(request), timeout=_PATIENCE_SECONDS)
-        finally:
-            process.kill()
-            with _lock:
-                _process = None
-    if process.returncode != 0:
-        raise PlanError(said.strip().splitlines()[-1] if said.strip() else "no answer of the planner")
-    return Plan.from_json(made)
+        if not _is_wanted(wishes):
+            return
+        process = _process = PlannerProcess()
+    try:
+        yield from process.plans(request)
+    finally:
+        process.kill()
+        with _lock:
+            _process = None if _process is process else _process
+
+
+def _is_wanted(wishes: Wishes) -> bool:
+    """Under the lock: whether the calling planner's plans are still asked for."""
+    return _wishes is wishes and _planner is threading.current_thread()

@@ -1,0 +1,30 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include <c10/core/Device.h>
+
+namespace torch_lms {
+
+/// What happens after one op. Storages are named by the numbers of the cycle that was recorded.
+struct PlannedOp {
+  uint64_t key = 0; ///< See `TraceOp`.
+  std::vector<int32_t> inputs; ///< On the plan's device, in order.
+  std::vector<int32_t> outputs;
+  std::vector<int32_t> drops;
+  std::vector<int32_t> pageouts;
+  std::vector<int32_t> prefetches;
+  bool binds = false; ///< Whether any of its storages is named by an action.
+  bool makes_recipe = false;
+};
+
+struct CompiledPlan {
+  std::string signature; ///< Names it to who asks.
+  c10::Device device{c10::kCPU};
+  std::vector<bool> recurring; ///< By number: whether it is the same one in every cycle.
+  std::vector<PlannedOp> ops;
+};
+
+} // namespace torch_lms
