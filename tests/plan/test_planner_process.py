@@ -38,7 +38,7 @@ def test_where_the_margin_leaves_no_plan_it_is_given_up() -> None:
 
 
 def test_a_limit_that_nothing_keeps_is_said() -> None:
-    with pytest.raises(PlanError, match="expected a limit of at least [0-9]+ bytes"):
+    with pytest.raises(PlanError, match=r"expected a limit of at least [0-9]+ bytes"):
         list(PlannerProcess().plans(request(1000)))
 
 
@@ -47,10 +47,10 @@ def test_a_planner_that_is_killed_is_an_error_and_leaves_nothing(when: str) -> N
     process = PlannerProcess()
     if when == "before":
         process.kill()
-    plans = process.plans(request(PEAK_BYTES // 2, trace=gpt_trace(layers=40)))
+    answers = process.plans(request(PEAK_BYTES // 2, trace=gpt_trace(layers=40)))
+    killing = (process.kill() for _ in answers)
     with pytest.raises((PlanError, OSError)):
-        for _ in plans:
-            process.kill()
+        list(killing)
     process.kill()  # again
     assert process._process.poll() is not None
     assert not Path(f"/proc/{process._process.pid}").exists()

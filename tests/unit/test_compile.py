@@ -203,7 +203,7 @@ def test_compiled_blocks_train_in_half_of_their_peak(deep: tuple[Deep, Any, int]
 def test_a_compiled_whole_without_room_says_what_cannot_move(deep: tuple[Deep, Any, int], paged: ModuleType) -> None:
     model, expected, peak_bytes = deep
     paged.enable({"cpu": paged.stats().allocated_bytes + peak_bytes // 2}, min_bytes="64KiB")
-    with pytest.raises(RuntimeError, match="inputs of running ops: [1-9].*a limit of .* would do here"):
+    with pytest.raises(RuntimeError, match=r"inputs of running ops: [1-9].*a limit of .* would do here"):
         model.step()
     paged.disable()
     assert model.step() == expected
