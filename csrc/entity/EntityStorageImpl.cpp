@@ -7,7 +7,8 @@
 namespace torch_lms {
 namespace {
 
-constexpr size_t kMostBlocksToTry = 8;
+// Allocators hand out the smallest block that fits, and those that do not suit are held meanwhile.
+constexpr size_t kMostBlocksToTry = 64;
 
 } // namespace
 
