@@ -18,6 +18,7 @@ NOT_REACHED = {"intercepts.py", "discovery.py"}
 BEHIND_NEED_EXTENSION = {"enable", "disable", "enable_chaos", "attention", "memory_report"} | {
     "add_plan",
     "make_dropped_again",
+    "measured_plan",
     "plan_program",
     "take_recording",
 }

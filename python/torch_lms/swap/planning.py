@@ -136,10 +136,13 @@ def current_plan() -> Plan | None:
     carried out for some steps, ``measured`` says what they took. Where several take turns, it is the last one's.
     ``print`` shows it as a table, ``to_json`` and ``save`` keep it for ``python -m torch_lms explain``.
     """
-    signature, step_us, peak_bytes = core.measured_plan()
     with _lock:
-        plan = _plans.get(signature, _plan)
-    if plan is None or plan.signature != signature or not step_us:
+        plan, plans = _plan, dict(_plans)
+    if plan is None:
+        return None
+    signature, step_us, peak_bytes = core.measured_plan()
+    plan = plans.get(signature, plan)
+    if plan.signature != signature or not step_us:
         return plan
     return replace(plan, measured=Measured(step_us=step_us, peak_bytes=peak_bytes))
 
