@@ -21,6 +21,7 @@ from tests.unit.fresh_process import in_fresh_process
 from tests.unit.markers import counts_exactly
 from tests.unit.trainings import MIN_BYTES, one_thread
 from torch_lms._core import core
+from torch_lms.swap.planning import last_trace
 
 Step = Callable[[int], list[torch.Tensor]]
 
@@ -310,6 +311,20 @@ def test_a_planned_program_is_bit_equal_within_its_limit(program: str) -> None:
     assert measured is not None or program not in WHOLE_CYCLES
     assert measured is None or (measured.step_us > 0 and 0 < measured.peak_bytes <= limit_bytes)
     assert torch_lms.stats().peak_allocated_bytes <= limit_bytes
+
+
+@counts_exactly
+@one_thread()
+def test_what_a_layer_norm_reads_can_be_made_again() -> None:
+    on(limit_for(plain_training))
+    for _ in run(plain_training):
+        pass
+    trace = last_trace()
+    assert trace is not None
+    read = {number for op in trace.ops if op.name == "aten::native_layer_norm" for number in op.inputs}
+    made = [trace.storages[number] for number in read if trace.storages[number].producer is not None]
+    assert [one for one in made if one.writes] == []
+    assert any(one.recompute is not None for one in made)  # what is random cannot be
 
 
 @counts_exactly
