@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <sstream>
 #include <thread>
-#include <unordered_map>
 #include <utility>
 
 #include <ATen/record_function.h>
@@ -15,7 +14,6 @@
 #include <extension/base/ForeignCall.h>
 #include <extension/base/Interpreter.h>
 #include <extension/base/ThreadContext.h>
-#include <extension/policy/FreeWindow.h>
 #include <extension/transfer/PageoutBatch.h>
 
 namespace torch_lms {
@@ -386,66 +384,30 @@ void Policy::make_contiguous(Device& device, size_t nbytes) {
   uint64_t progress = pager_.out_queue().progress();
   for (int tries = 0; tries < options_.contiguous_tries && !device.has_contiguous(nbytes);
        ++tries) {
+    const auto victims = watch_of(device).resident_by_next_use(cycles_, eligible_from_.load());
+    CrowdedWindow window = find_crowded_window(device.blocks(), victims, nbytes);
+    const bool moved = move_aside(window);
     // What is on its way out anyway may be enough.
     while (!device.has_contiguous(nbytes) && Clock::now() < deadline &&
            (wait_for_pageouts(&progress, deadline) == Progress::kMoved ||
             pager_.cancel_last_prefetch())) {
     }
-    if (!device.has_contiguous(nbytes) && !free_window(device, nbytes)) {
+    if (!device.has_contiguous(nbytes) && page_out(device, window.inside) == 0 && !moved) {
       return;
     }
   }
 }
 
-/// Moves aside, or pages out where that cannot be, what gives one free block of `nbytes` at the
-/// least cost; the very next stay. False if there is no such window.
-bool Policy::free_window(Device& device, size_t nbytes) {
-  const auto victims = watch_of(device).resident_by_next_use(cycles_, eligible_from_.load());
-  std::unordered_map<const void*, size_t> movable; // by address, places in `victims`
-  for (size_t i = 0; i < victims.size() - victims.size() / 8; ++i) {
-    if (const void* address = victims[i].entity->device_address()) {
-      movable.emplace(address, i);
-    }
-  }
-  FreeWindow best;
-  std::vector<EntityPtr> chosen;
-  std::pair<uintptr_t, uintptr_t> range; // of addresses
-  for (const auto& blocks : device.blocks()) {
-    std::vector<WindowBlock> segment;
-    for (const AllocatorBlock& block : blocks) {
-      const auto at = movable.find(block.address);
-      // What is needed soon costs twice as much, and so does what must be copied.
-      size_t weight = at != movable.end() && at->second >= victims.size() / 2 ? 2 : 1;
-      weight *= at != movable.end() && victims[at->second].entity->keeps_copy() ? 1 : 2;
-      segment.push_back(
-          {block.nbytes,
-           block.free            ? 0
-           : at == movable.end() ? WindowBlock::kImmovable
-                                 : weight * block.nbytes});
-    }
-    const FreeWindow window = cheapest_window(segment, nbytes);
-    if (window.cost < best.cost) {
-      best = window;
-      range.first = reinterpret_cast<uintptr_t>(blocks[window.first].address);
-      range.second = reinterpret_cast<uintptr_t>(blocks[window.last - 1].address) +
-                     blocks[window.last - 1].nbytes;
-      chosen.clear();
-      for (size_t i = window.first; i < window.last; ++i) {
-        if (!blocks[i].free) {
-          chosen.push_back(victims[movable.at(blocks[i].address)].entity);
-        }
-      }
-    }
-  }
-  const auto last = std::remove_if(chosen.begin(), chosen.end(), [&](const EntityPtr& entity) {
-    return pager_.relocate(entity, [&](const void* block) {
-      const auto address = reinterpret_cast<uintptr_t>(block);
-      return address < range.first || address >= range.second;
-    });
+/// Moves what lies in a window to other places of the device: that costs next to nothing. What
+/// cannot be moved stays in `window`. Returns whether anything has been.
+bool Policy::move_aside(CrowdedWindow& window) {
+  std::vector<EntityPtr>& inside = window.inside;
+  const auto last = std::remove_if(inside.begin(), inside.end(), [&](const EntityPtr& entity) {
+    return pager_.relocate(entity, [&](const void* address) { return !window.holds(address); });
   });
-  const bool moved = last != chosen.end();
-  chosen.erase(last, chosen.end());
-  return (!chosen.empty() && page_out(device, chosen) != 0) || moved;
+  const bool moved = last != inside.end();
+  inside.erase(last, inside.end());
+  return moved;
 }
 
 Room::Answer Policy::after_out_of_memory(Device& device, size_t nbytes) {

@@ -11,6 +11,7 @@
 #include <extension/base/Options.h>
 #include <extension/memory/Devices.h>
 #include <extension/memory/Room.h>
+#include <extension/policy/CrowdedWindow.h>
 #include <extension/policy/DeviceWatch.h>
 #include <extension/trace/CycleTracker.h>
 #include <extension/transfer/Pager.h>
@@ -186,7 +187,7 @@ class Policy final : public Room, public PagerListener {
   void note_allocation(Device& device, size_t nbytes, size_t used_bytes);
   size_t request_pageouts(Device& device, size_t nbytes);
   size_t page_out(Device& device, const std::vector<EntityPtr>& entities);
-  bool free_window(Device& device, size_t nbytes);
+  bool move_aside(CrowdedWindow& window);
   Progress wait_for_pageouts(uint64_t* progress, Clock::time_point deadline);
   bool others_may_let_go(Clock::time_point since);
   void page_out_ahead(Device& device, bool backward);

@@ -1,5 +1,7 @@
 // Storages whose bytes move to another block of the same device.
 
+#include <extension/policy/CrowdedWindow.h>
+
 #include "made.h"
 
 namespace torch_lms {
@@ -66,6 +68,41 @@ TEST(a_dropped_storage_is_made_again_from_one_that_was_relocated) {
   REQUIRE(lms().pager.relocate(entity_of_tensor(input), &anywhere));
   CHECK(holds(made.tensor, 15));
   CHECK(!lms().pager.relocate(entity_of_tensor(input), [](const void*) { return false; }));
+}
+
+const char* address_of(const at::Tensor& tensor) {
+  return static_cast<const char*>(tensor.const_data_ptr());
+}
+
+AllocatorBlock used(const at::Tensor& tensor) {
+  return {address_of(tensor), tensor.nbytes(), false};
+}
+
+TEST(a_window_is_made_of_what_costs_least_and_emptied) {
+  const Settled settled;
+  std::vector<at::Tensor> tensors;
+  std::vector<Victim> victims; // the last eighth of them are needed too soon
+  for (int64_t value = 0; value < 8; ++value) {
+    tensors.push_back(tensor_of(value));
+    victims.push_back({100 - static_cast<uint64_t>(value), entity_of_tensor(tensors.back())});
+  }
+  const size_t nbytes = tensors[0].nbytes();
+  const AllocatorBlock free{address_of(tensors[0]) + nbytes, nbytes, true};
+  const CrowdedWindow window = find_crowded_window(
+      {{used(tensors[5]), used(tensors[6])}, {used(tensors[0]), free}, {used(tensors[7]), free}},
+      victims,
+      2 * nbytes);
+  REQUIRE(window.inside.size() == 1);
+  CHECK(window.inside[0] == victims[0].entity);
+  CHECK(window.holds(address_of(tensors[0])));
+  CHECK(window.holds(address_of(tensors[0]) + 2 * nbytes - 1));
+  CHECK(!window.holds(address_of(tensors[0]) + 2 * nbytes));
+  const auto outside = [&](const void* address) { return !window.holds(address); };
+  REQUIRE(lms().pager.relocate(window.inside[0], outside));
+  CHECK(!window.holds(address_of(tensors[0])));
+  CHECK(holds(tensors[0], 0));
+  CHECK(find_crowded_window({{used(tensors[7])}}, victims, nbytes).inside.empty());
+  CHECK(find_crowded_window({}, victims, nbytes).inside.empty());
 }
 
 } // namespace

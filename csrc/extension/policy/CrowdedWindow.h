@@ -1,0 +1,31 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include <extension/memory/Device.h>
+#include <extension/policy/DeviceWatch.h>
+
+namespace torch_lms {
+
+/// Addresses that would be one free block, but for the entities that lie there.
+struct CrowdedWindow {
+  std::vector<EntityPtr> inside; ///< Empty if there is no such window.
+  uintptr_t begin = 0;
+  uintptr_t end = 0;
+
+  bool holds(const void* address) const noexcept {
+    const auto at = reinterpret_cast<uintptr_t>(address);
+    return begin <= at && at < end;
+  }
+};
+
+/// The window of at least `nbytes` that costs least to empty. `segments`: of `Device::blocks`;
+/// `victims`: what may go, by its next use; the very next stay.
+CrowdedWindow find_crowded_window(
+    const std::vector<std::vector<AllocatorBlock>>& segments,
+    const std::vector<Victim>& victims,
+    size_t nbytes);
+
+} // namespace torch_lms
