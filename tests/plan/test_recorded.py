@@ -1,0 +1,55 @@
+"""Plans of a real program: GPT 1.3B, batch 16 x 2048, forward and backward, recorded on an H200 by `benchmarks.plans`.
+
+It was recorded when layer norms still counted as writing what they read, so that fewer storages could be made again.
+"""
+
+from __future__ import annotations
+
+import gzip
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from torch_lms.errors import LimitError
+from torch_lms.plan import Plan, Trace, make_plan, simulate
+
+GIB = 2**30
+RECORDED = Path(__file__).parent / "recorded" / "gpt_1_3b_h200.trace.json.gz"
+LIMITS_GIB = (40, 30, 20, 16, 12, 9)
+
+
+@cache
+def trace() -> Trace:
+    return Trace.from_json(gzip.decompress(RECORDED.read_bytes()).decode())
+
+
+@cache
+def plan(limit_gib: float, *, simply: bool = False) -> Plan:
+    return make_plan(trace(), int(limit_gib * GIB), simply=simply)
+
+
+@pytest.mark.parametrize("limit_gib", LIMITS_GIB)
+def test_a_plan_is_near_the_bound_and_does_what_it_says(limit_gib: int) -> None:
+    predicted = plan(limit_gib).predicted
+    assert predicted.step_us <= 1.02 * predicted.lower_bound_us
+    carried_out = simulate(trace(), plan(limit_gib).decisions, limit_gib * GIB)
+    assert carried_out.feasible
+    assert carried_out.step_us == pytest.approx(predicted.step_us)
+    assert carried_out.peak_bytes == predicted.peak_bytes <= limit_gib * GIB
+
+
+def test_less_memory_never_makes_it_faster() -> None:
+    steps_us = [plan(limit_gib).predicted.step_us for limit_gib in LIMITS_GIB]
+    assert all(more <= 1.001 * less for more, less in pairwise(steps_us))
+
+
+@pytest.mark.parametrize("limit_gib", [30, 9])
+def test_the_plan_that_comes_soon_is_nearly_as_good(limit_gib: int) -> None:
+    assert plan(limit_gib, simply=True).predicted.step_us <= 1.03 * plan(limit_gib).predicted.step_us
+
+
+def test_recompute_alone_needs_more_memory_and_says_how_much() -> None:
+    with pytest.raises(LimitError, match="expected a limit of at least"):
+        make_plan(trace(), 16 * GIB, swap=False)
