@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import torch_lms
-from tests.unit.error_messages import raises_saying
+from tests.unit.error_messages import check_message, raises_saying
 from torch_lms._core import core
 from torch_lms.errors import LimitError, LmsError
-from torch_lms.swap import SwapEnv, parse_bytes
+from torch_lms.swap import SwapEnv, limits, parse_bytes
 from torch_lms.swap.limits import parse_limits
 
 UNITS_BYTES = {
@@ -175,6 +176,28 @@ def test_a_device_without_paging_is_refused(device: Any) -> None:
 def test_cuda_is_refused_by_a_build_without_it(device: Any) -> None:
     with raises_saying(LimitError, found="CPU only", do="install it where"):
         parse_limits({device: "1GiB"})
+
+
+@needs_build_without_cuda
+def test_a_bare_limit_beside_cuda_devices_is_refused_by_a_build_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with raises_saying(LimitError, found="CPU only", do="limit={'cpu': '1GiB'}"):
+        parse_limits("1GiB")
+    assert parse_limits({"cpu": "1GiB"}) == {"cpu": 2**30}
+
+
+@pytest.mark.parametrize("visible", ["0", "", None])
+def test_a_device_that_is_not_visible_is_refused(visible: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "core", SimpleNamespace(has_cuda=True))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with pytest.raises(LimitError) as caught:
+        parse_limits({"cuda:1": "1GiB"})
+    check_message(str(caught.value), found="'cuda:1'", do="count from cuda:0")
+    assert (f"CUDA_VISIBLE_DEVICES={visible} shows" in str(caught.value)) == (visible is not None)
 
 
 def test_an_empty_mapping_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from fractions import Fraction
@@ -28,6 +29,7 @@ _UNITS_BYTES = {
     "tib": 2**40,
 }
 _MOST_BYTES = 2**62
+_HOW_TO_BUILD = "install it where PyTorch has CUDA and the CUDA toolkit is found (CUDA_HOME)"
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*|%)\s*", re.IGNORECASE)
 
 
@@ -81,7 +83,12 @@ def parse_limits(limit: Limit | Mapping[str | torch.device, int | str]) -> dict[
     """
     if not isinstance(limit, Mapping):
         value = "100%" if limit is None else limit
-        count = torch.cuda.device_count() if core.has_cuda else 0
+        count = torch.cuda.device_count()
+        if count and not core.has_cuda:
+            raise LimitError(
+                f"expected a build of torch_lms with CUDA for the {count} CUDA devices that there are, found one for the "
+                f"CPU only; {_HOW_TO_BUILD}, or limit the CPU by its name: limit={{'cpu': {value!r}}}"
+            )
         devices = [f"cuda:{index}" for index in range(count)] or ["cpu"]
         return {name: parse_bytes(value, total_bytes=core.total_bytes(name)) for name in devices}
     if not limit:
@@ -105,10 +112,13 @@ def device_name(device: str | torch.device) -> str:
         raise LimitError(f"expected a cpu or cuda device, found {device!r}; other devices cannot be paged")
     if not core.has_cuda:
         raise LimitError(
-            f"expected a build of torch_lms with CUDA for {device!r}, found one for the CPU only; "
-            "install it where PyTorch has CUDA and the CUDA toolkit is found (CUDA_HOME)"
+            f"expected a build of torch_lms with CUDA for {device!r}, found one for the CPU only; {_HOW_TO_BUILD}"
         )
     index = parsed.index if parsed.index is not None else torch.cuda.current_device()
     if index >= torch.cuda.device_count():
-        raise LimitError(f"expected one of {torch.cuda.device_count()} CUDA devices, found {device!r}")
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        of = "" if visible is None else f" of those that CUDA_VISIBLE_DEVICES={visible} shows"
+        raise LimitError(
+            f"expected one of {torch.cuda.device_count()} CUDA devices{of}, found {device!r}; count from cuda:0"
+        )
     return f"cuda:{index}"
