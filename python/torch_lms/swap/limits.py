@@ -86,7 +86,7 @@ def parse_limits(limit: Limit | Mapping[str | torch.device, int | str]) -> dict[
         count = torch.cuda.device_count()
         if count and not core.has_cuda:
             raise LimitError(
-                f"expected a build of torch_lms with CUDA for the {count} CUDA devices that there are, found one for the "
+                f"expected a build of torch_lms with CUDA for the {count} CUDA devices there are, found one for the "
                 f"CPU only; {_HOW_TO_BUILD}, or limit the CPU by its name: limit={{'cpu': {value!r}}}"
             )
         devices = [f"cuda:{index}" for index in range(count)] or ["cpu"]
