@@ -32,7 +32,7 @@ def _run(answer: Connection, function: Callable[..., Any], arguments: tuple[Any,
         answer.send((None, traceback.format_exc()))
 
 
-def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
+def in_fresh_process(function: Callable[..., Any], *arguments: Any, within_s: float = ANSWER_WITHIN_S) -> Any:
     """Calls a function of a module in a new process; its result, or an assertion with its traceback.
 
     A process that does not answer is ended: an endless wait in the core holds up no signal and no other test.
@@ -42,7 +42,7 @@ def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
     process.start()
     there.close()
     try:
-        value, failure = here.recv() if here.poll(ANSWER_WITHIN_S) else (None, "the process did not answer")
+        value, failure = here.recv() if here.poll(within_s) else (None, "the process did not answer")
     except EOFError:
         value, failure = None, "the process ended without an answer"
     if failure is not None:

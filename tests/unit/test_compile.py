@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -10,6 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+import torch_lms
+from tests.unit.fresh_process import in_fresh_process
+from tests.unit.markers import counts_exactly
 from tests.unit.paging_states import STATES, Place, round_trip, snapshot
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore::torch.jit.TracerWarning")
@@ -164,46 +168,63 @@ class Deep(torch.nn.Module):
         return snapshot([loss, *(parameter.grad for parameter in self.parameters())])
 
 
-@pytest.fixture
-def deep(request: pytest.FixtureRequest, paged: ModuleType) -> Iterator[tuple[Deep, Any, int]]:
-    """A model of which blocks, or the whole, are compiled; what a step comes to; and its peak in bytes."""
-    torch._dynamo.reset()
+def compiled(part: str) -> tuple[Deep, Any, int]:
+    """A model of which blocks, or the whole, are compiled; what a step comes to; and half of its peak."""
     model = Deep()
-    if request.param == "blocks":
+    if part == "blocks":
         model.block = torch.compile(model.block)  # type: ignore[method-assign]
     else:
         model.compile()
     model.step()
-    paged.swap.count_cpu_allocations()
-    held_bytes = paged.stats(reset=True).allocated_bytes
+    torch_lms.swap.count_cpu_allocations()
+    held_bytes = torch_lms.stats(reset=True).allocated_bytes
     expected = model.step()
-    yield model, expected, paged.stats().peak_allocated_bytes - held_bytes
-    torch._dynamo.reset()
+    return model, expected, held_bytes + (torch_lms.stats().peak_allocated_bytes - held_bytes) // 2
 
 
-@needs_compiler
-@pytest.mark.slow
-@pytest.mark.parametrize("deep", ["blocks"], indirect=True)
-def test_compiled_blocks_train_in_half_of_their_peak(deep: tuple[Deep, Any, int], paged: ModuleType) -> None:
-    model, expected, peak_bytes = deep
-    limit_bytes = paged.stats().allocated_bytes + peak_bytes // 2
-    paged.enable({"cpu": limit_bytes}, min_bytes="64KiB")
-    paged.stats(reset=True)
-    for _ in range(3):
-        assert model.step() == expected
-    stats = paged.stats()
-    assert stats.pageout_bytes > 0
-    assert stats.peak_allocated_bytes <= limit_bytes
-    assert stats.limit_exceeded == 0
+def three_steps_of_compiled_blocks() -> dict[str, Any]:
+    model, expected, limit_bytes = compiled("blocks")
+    torch_lms.enable({"cpu": limit_bytes}, min_bytes="64KiB")
+    torch_lms.stats(reset=True)
+    equal = [model.step() == expected for _ in range(3)]
+    stats = torch_lms.stats()
+    return {
+        "equal": equal,
+        "paged": stats.pageout_bytes > 0,
+        "within": stats.peak_allocated_bytes <= limit_bytes and stats.limit_exceeded == 0,
+    }
 
 
-@needs_compiler
-@pytest.mark.slow
-@pytest.mark.parametrize("deep", ["whole"], indirect=True)
-def test_a_compiled_whole_without_room_says_what_cannot_move(deep: tuple[Deep, Any, int], paged: ModuleType) -> None:
-    model, expected, peak_bytes = deep
-    paged.enable({"cpu": paged.stats().allocated_bytes + peak_bytes // 2}, min_bytes="64KiB")
-    with pytest.raises(RuntimeError, match=r"inputs of running ops: [1-9].*a limit of .* would do here"):
+def a_step_of_a_compiled_whole() -> tuple[str, bool]:
+    """What is said, and whether all is as before when automatic mode has ended."""
+    model, expected, limit_bytes = compiled("whole")
+    torch_lms.enable({"cpu": limit_bytes}, min_bytes="64KiB")
+    said = "nothing"
+    try:
         model.step()
-    paged.disable()
-    assert model.step() == expected
+    except RuntimeError as error:
+        said = str(error)
+    torch_lms.disable()
+    return said, bool(model.step() == expected)
+
+
+@counts_exactly
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_compiled_blocks_train_in_half_of_their_peak() -> None:
+    assert in_fresh_process(three_steps_of_compiled_blocks, within_s=240) == {
+        "equal": [True] * 3,
+        "paged": True,
+        "within": True,
+    }
+
+
+@counts_exactly
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_compiled_whole_without_room_says_what_cannot_move() -> None:
+    said, as_before = in_fresh_process(a_step_of_a_compiled_whole, within_s=240)
+    assert re.search(r"inputs of running ops: [1-9].*a limit of .* would do here", said)
+    assert as_before
