@@ -405,9 +405,14 @@ void Observer::end(const at::RecordFunction& record) {
 void Observer::give_out(c10::StorageImpl& storage) {
   Frame& frame = frame_of_thread();
   const EntityPtr entity = has_bytes(storage) ? pager_.find(storage) : nullptr;
-  if (entity != nullptr &&
-      std::find(frame.pinned.begin(), frame.pinned.end(), entity.get()) != frame.pinned.end()) {
-    entity->release_copy(); // An op's kernel is about to write to what the op has pinned.
+  const bool pinned =
+      this_thread().replaying ||
+      (entity != nullptr &&
+       std::find(frame.pinned.begin(), frame.pinned.end(), entity.get()) != frame.pinned.end());
+  if (pinned) { // An op's kernel takes the address of what the op has pinned, and may write to it.
+    if (entity != nullptr) {
+      entity->release_copy();
+    }
     return;
   }
   before_raw_access(storage);

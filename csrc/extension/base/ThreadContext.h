@@ -18,6 +18,8 @@ struct ThreadContext {
   /// free block of `contiguous_reserve_bytes`.
   bool for_prefetch = false;
   size_t contiguous_reserve_bytes = 0;
+  /// A recipe's op runs: it reads what it has pinned, and writes to what it makes alone.
+  bool replaying = false;
 };
 
 inline ThreadContext& this_thread() noexcept {
@@ -42,6 +44,22 @@ class PrefetchAllocations {
 
  private:
   const ThreadContext before_;
+};
+
+/// The calling thread runs a recipe's op while one of these lives.
+class Replaying {
+ public:
+  Replaying() noexcept : before_(this_thread().replaying) {
+    this_thread().replaying = true;
+  }
+  ~Replaying() {
+    this_thread().replaying = before_;
+  }
+  Replaying(const Replaying&) = delete;
+  Replaying& operator=(const Replaying&) = delete;
+
+ private:
+  const bool before_;
 };
 
 } // namespace torch_lms

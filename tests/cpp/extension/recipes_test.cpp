@@ -1,6 +1,7 @@
 // Storages that are dropped and made again: in chains, before what they are made from is written,
 // by several threads at once, and where their op fails.
 
+#include <ATen/ops/_weight_norm_interface.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/rand_like.h>
@@ -170,6 +171,23 @@ TEST(what_it_is_made_from_is_kept_as_long_as_it_is_dropped) {
   CHECK(!storage.expired());
   CHECK(holds(made.tensor, 15));
   CHECK(storage.expired());
+}
+
+TEST(an_op_that_takes_the_addresses_of_what_it_reads_can_be_run_again) {
+  const Observed observed;
+  const at::Tensor direction = at::ones({64, 64}, at::kFloat);
+  const at::Tensor length = at::full({64, 1}, 2, at::kFloat);
+  const Made made =
+      made_by([&] { return std::get<0>(at::_weight_norm_interface(direction, length, 0)); });
+  const at::Tensor expected = made.tensor.clone();
+  REQUIRE(made.drop());
+  lms().pager.keep_copies(true); // so that writes to what comes in are watched for
+  REQUIRE(go_out(direction));
+  CHECK_EQ(direction.sum().item<float>(), 64 * 64);
+  lms().manual.pagein_all();
+  CHECK_EQ(state(made.tensor), "resident");
+  CHECK(at::equal(made.tensor, expected));
+  lms().pager.keep_copies(false);
 }
 
 TEST(what_dies_dropped_leaves_nothing) {
