@@ -46,8 +46,9 @@ def check_rows(rows: Sequence[Row]) -> Iterator[Check]:
             continue
         yield from _check_ours(row)
         peer = _fastest_within(rows, max(row["limit_bytes"], row["peak_bytes"]))
-        if peer is not None:
-            row["fastest_peer"], row["over_peer"] = peer["mode"], row["step_ms"] / peer["step_ms"]
+        if peer is not None and "ratio" in row:
+            # Each has been measured beside a plain run of its own call.
+            row["fastest_peer"], row["over_peer"] = peer["mode"], row["ratio"] / peer["ratio"]
             if row.get("monotone") and row["device"] != "cpu":
                 yield at_most(f"{row['mode']}: / fastest peer within that", row["over_peer"], 1)
 
@@ -59,8 +60,8 @@ def at_most(what: str, measured: float, most: float) -> Check:
 
 def _fastest_within(rows: Iterable[Row], peak_bytes: int) -> Row | None:
     """The fastest of the peers whose peak is at most so much."""
-    within = [row for row in rows if row.get("peer") and row["peak_bytes"] <= peak_bytes]
-    return min(within, key=lambda row: float(row["step_ms"]), default=None)
+    within = [row for row in rows if row.get("peer") and "ratio" in row and row["peak_bytes"] <= peak_bytes]
+    return min(within, key=lambda row: float(row["ratio"]), default=None)
 
 
 def _check_ours(row: Row) -> Iterator[Check]:

@@ -77,19 +77,19 @@ def draw(document: Mapping[str, Any], path: Path) -> list[str]:
     import matplotlib
 
     matplotlib.use("Agg")
-    matplotlib.rcParams.update({"svg.hashsalt": "plans", "svg.fonttype": "none"})
     from matplotlib import pyplot
 
     rows = [row for row in document["rows"] if "error" not in row]
     plain = next((row for row in rows if row["key"] == "plain"), None)
     if plain is None:
         raise ValueError("expected a row with the key 'plain', found none; run benchmarks.plans --only plain")
-    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
-    drawn = [series.label for series in SERIES if _draw_series(axes, series, rows)]
-    _dress(axes, [row["ratio"] for row in rows if row.get("ratio")])
-    axes.set_title(document["title"], fontsize=11)
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-    pyplot.close(figure)
+    with matplotlib.rc_context({"svg.hashsalt": "plans", "svg.fonttype": "none"}):
+        figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+        drawn = [series.label for series in SERIES if _draw_series(axes, series, rows)]
+        _dress(axes, [row["ratio"] for row in rows if row.get("ratio")])
+        axes.set_title(document["title"], fontsize=11)
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+        pyplot.close(figure)
     return drawn
 
 

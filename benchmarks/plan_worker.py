@@ -27,6 +27,7 @@ MS = 1e3
 _MOST_DIGEST_BYTES = 8 * GIB
 _TINY_MIN_BYTES = 4096
 _SHARE_FOLLOWED = 0.9  # of a cycle's ops
+_MOST_S_TO_SETTLE = 20  # the plan is made again with other times
 _STEPS_AFTER_REFUSAL = 6  # another cycle may be recorded, and planned
 
 
@@ -67,6 +68,7 @@ class Run:
         paging: our limit; None without.
         cap_bytes: what PyTorch's allocator may reserve at most, as a limit without paging; None for all.
         optimizer: whether AdamW steps, too; then parameters are compared, not gradients.
+        optimize: makes something else that steps.
         steps: that are timed.
         warmup_steps: before them; with a plan they follow it.
         most_steps: to wait for a plan.
@@ -83,12 +85,17 @@ class Run:
     paging: Paging | None = None
     cap_bytes: int | None = None
     optimizer: bool = False
+    optimize: Callable[[Program], Any] | None = None
     steps: int = 8
     warmup_steps: int = 3
-    most_steps: int = 30
+    most_steps: int = 60
     most_seconds: float = 60.0
     with_digest: bool = True
     keep: str = ""
+
+
+def _adamw(program: Program) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(program.model.parameters(), lr=1e-4)
 
 
 class _Refusals:
@@ -122,8 +129,7 @@ class _Steps:
         self.program = make_program(run.workload, run.device, tiny=run.tiny, changed=run.changed)
         if run.change is not None:
             run.change(self.program)
-        parameters = self.program.model.parameters()
-        self.optimizer = torch.optim.AdamW(parameters, lr=1e-4) if run.optimizer else None
+        self.optimizer = (run.optimize or _adamw)(self.program) if run.optimizer else None
         self.deterministic = True
         self.times_ms: list[float] = []
         self.losses: list[float] = []
@@ -171,13 +177,15 @@ class _Steps:
         return self.times_ms[len(self.times_ms) - count :]
 
     def until_followed(self) -> dict[str, Any]:
-        """Steps until a plan is followed, or patience has ended: what they took."""
+        """Steps until a plan is followed, with the times of a step that follows one, or patience has ended."""
         start = time.perf_counter()
         most_steps = self.run.most_steps * (100 if self.run.tiny else 1)  # a planner takes as long for a tiny program
         row: dict[str, Any] = {"planned_after_steps": None, "followed_after_steps": None, "signatures": []}
+        followed_at_s = 0.0
         with _Refusals() as refusals:
             while (
-                row["followed_after_steps"] is None
+                not core.follows_timed_plan()
+                and (not followed_at_s or time.perf_counter() - followed_at_s < _MOST_S_TO_SETTLE)
                 and core.attention() != "asleep"  # memory is far below the limit: nothing is to be planned
                 and len(self.times_ms) < most_steps
                 and time.perf_counter() - start < self.run.most_seconds
@@ -187,8 +195,9 @@ class _Steps:
                 if plan is not None and plan.signature not in row["signatures"]:
                     row["signatures"].append(plan.signature)
                     row["planned_after_steps"] = row["planned_after_steps"] or len(self.times_ms)
-                if plan is not None and core.share_in_step() > _SHARE_FOLLOWED:
+                if plan is not None and core.share_in_step() > _SHARE_FOLLOWED and row["followed_after_steps"] is None:
                     row["followed_after_steps"] = len(self.times_ms)
+                    followed_at_s = time.perf_counter()
                 if refusals.texts:
                     most_steps = min(most_steps, len(self.times_ms) + _STEPS_AFTER_REFUSAL)
         return {
@@ -196,6 +205,7 @@ class _Steps:
             "planned": row["planned_after_steps"] is not None,
             "followed": row["followed_after_steps"] is not None,
             "learning_ms_all": list(self.times_ms),
+            "settled_after_steps": len(self.times_ms) if core.follows_timed_plan() else None,
             "learning_s": time.perf_counter() - start,
             "refusals": refusals.texts,
         }

@@ -6,12 +6,12 @@
 # Stages, in the order in which they run by default:
 #   build                                               13 s on 16 cores
 #   access memory graphs training optimizers
-#     devices profile                                   tests/gpu/test_STAGE_cuda.py, each in a process of its own
+#     devices profile chunks                            tests/gpu/test_STAGE_cuda.py, each in a process of its own
 #   doctor train                                        python -m torch_lms ...; the picture of the demo
 #   transfers overhead model_state what_runs
 #     inference optimizer_choice                        python -m benchmarks...
 #   every_op                                            as access; minutes
-# Two names stand for several: tests (access to profile) and benchmarks (transfers to optimizer_choice).
+# Two names stand for several: tests (access to chunks) and benchmarks (transfers to optimizer_choice).
 #
 # Stages about plans, by their names alone, with what they are expected to take and at most may:
 #   plans            plain, ours at six limits, each way alone         400 of 540 s
@@ -21,6 +21,7 @@
 #   largest_batch    GPT, ResNet-152, 3D U-Net within 24 GiB           480 of 540 s
 #   largest_tokens   GPT's longest sequence within 24 GiB              160 of 300 s
 #   large_state      6.7B within 60 GiB, 12.9B within 125              280 of 500 s
+#   chunked          GPT 1.3B in mixed precision, model data in chunks at most 300 s
 #   plan_picture     draws what plans, plans_peers and plans_compiled wrote
 # Each of their programs writes its file after every row, and goes on with the file that is there: stages and rows can
 # be run one at a time. ONLY='ours-16,plain' names rows (python -m benchmarks.plans --list). Plans and traces go into
@@ -41,12 +42,12 @@ fi
 
 export OUT=${OUT:-benchmarks/results}
 export PYTHONPATH=$PWD/python${PYTHONPATH:+:$PYTHONPATH}
-tests=(access memory graphs training optimizers devices profile)
+tests=(access memory graphs training optimizers devices profile chunks)
 benchmarks=(transfers overhead model_state what_runs inference optimizer_choice)
 # How long each may take, in seconds; the others 120.
 declare -A most_s=([access]=150 [graphs]=170 [training]=170 [every_op]=300 [inference]=240 [optimizer_choice]=200
   [plans]=540 [plans_peers]=240 [plans_compiled]=500 [plan_models]=540 [largest_batch]=540 [largest_tokens]=300
-  [large_state]=500)
+  [large_state]=500 [chunked]=300)
 
 # measure MODULE ROWS [WORD...]: a program about plans, some of its rows, and its plans in one file.
 measure() {
@@ -65,7 +66,7 @@ run_stage() {
         python3 setup.py build_ext --inplace &&
         python3 -c 'from torch_lms.swap.limits import parse_limits; print(parse_limits({"cuda": "1GiB"}))' # an error says why not
       ;;
-    access | memory | graphs | training | optimizers | devices | profile | every_op)
+    access | memory | graphs | training | optimizers | devices | profile | chunks | every_op)
       # A test that hangs tells where: its stage is stopped without a word of pytest's.
       python3 -m pytest -q -rfEsX --tb=short --maxfail=30 -p no:cacheprovider -m gpu -o faulthandler_timeout=60 \
         --junit-xml="$OUT/$1.xml" "tests/gpu/test_$1_cuda.py"
@@ -85,6 +86,7 @@ run_stage() {
     largest_batch) measure largest '*-batch-*' --steps 4 ;;
     largest_tokens) measure largest '*-tokens-*' --steps 4 ;;
     large_state) measure large_state '*' ;;
+    chunked) measure chunked '*' ;;
     plan_picture) python3 -m benchmarks.plan_picture "$OUT/plans.json" --output "$OUT/plans.svg" ;;
     *)
       echo "gpu.sh: expected one of the stages that --help names, found '$1'; correct its name" >&2

@@ -84,6 +84,7 @@ std::vector<int32_t> numbers(const py::handle& op, const char* name, size_t stor
 void add_plan(const py::dict& plan) {
   auto compiled = std::make_shared<CompiledPlan>();
   compiled->signature = plan["signature"].cast<std::string>();
+  compiled->timed = plan["timed"].cast<bool>();
   compiled->device = c10::Device(plan["device"].cast<std::string>());
   compiled->recurring = plan["recurring"].cast<std::vector<bool>>();
   const size_t storages = compiled->recurring.size();
@@ -99,11 +100,13 @@ void add_plan(const py::dict& plan) {
     op.makes_recipe = planned["makes_recipe"].cast<bool>();
     compiled->ops.push_back(std::move(op));
   }
+  for (const auto& held : plan["placeholders"].cast<std::vector<std::pair<size_t, int32_t>>>()) {
+    compiled->placeholders.push_back({held.first, held.second});
+  }
   const py::gil_scoped_release no_gil;
   Runtime::get().planning.add(std::move(compiled));
 }
 
-/// Python's main thread calls it between two of its instructions.
 int start_planning(void*) {
   try {
     py::module_::import("torch_lms.swap.planning").attr("start")();
@@ -111,6 +114,17 @@ int start_planning(void*) {
     error.discard_as_unraisable("torch_lms.swap.planning");
   }
   return 0;
+}
+
+/// The main thread does it between two of its instructions. Others cannot, and the main thread may
+/// wait for one of them to end.
+void make_plan() {
+  if (interpreter().on_main_thread()) {
+    Py_AddPendingCall(&start_planning, nullptr);
+  } else {
+    const py::gil_scoped_acquire gil;
+    start_planning(nullptr);
+  }
 }
 
 std::pair<std::string, std::string> where() {
@@ -128,12 +142,16 @@ std::pair<std::string, std::string> where() {
 } // namespace
 
 void bind_plans(py::module_& module) {
-  interpreter().make_plan = [] { Py_AddPendingCall(&start_planning, nullptr); };
+  interpreter().make_plan = &make_plan;
   interpreter().where = &where;
   module.def("plan_program", [](const std::string& device) {
     Runtime::get().planning.enable(*Runtime::get().devices.find(c10::Device(device)));
   });
   module.def("take_recording", &take_recording);
+  module.def("take_times", [] {
+    PlanTimes found = Runtime::get().planning.take_times();
+    return std::make_pair(std::move(found.signature), std::move(found.times_us));
+  });
   module.def("add_plan", &add_plan);
   module.def(
       "make_dropped_again",
@@ -148,6 +166,7 @@ void bind_plans(py::module_& module) {
     return std::make_tuple(found.signature, found.step_us, found.peak_bytes);
   });
   module.def("share_in_step", [] { return Runtime::get().planning.share_in_step(); });
+  module.def("follows_timed_plan", [] { return Runtime::get().planning.follows_timed_plan(); });
 }
 
 } // namespace torch_lms

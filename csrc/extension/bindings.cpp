@@ -171,6 +171,7 @@ py::dict memory_report(const std::string& device_name) {
   values["fixed_bytes"] = report.fixed_bytes;
   values["leaving_bytes"] = report.leaving_bytes;
   values["unseen_bytes"] = report.unseen_bytes;
+  values["held_bytes"] = report.held_bytes;
   values["other_bytes"] = report.other_bytes;
   return values;
 }
@@ -373,6 +374,17 @@ void bind_automatic_mode(py::module_& module) {
     const auto storages = storages_of(objects);
     const py::gil_scoped_release no_gil;
     runtime().observer.discover(storages);
+  });
+  // Who asks for its bytes gets an error with this message, until it is given others (`set_data`).
+  module.def("take_bytes", [](const at::Tensor& tensor, const std::string& message) {
+    auto empty = c10::make_intrusive<c10::StorageImpl>(
+        c10::StorageImpl::use_byte_size_t(),
+        0,
+        c10::DataPtr(nullptr, tensor.device()),
+        nullptr,
+        /*resizable=*/false);
+    empty->release_data_and_set_meta_custom_data_ptr_error_msg_(message);
+    tensor.unsafeGetTensorImpl()->set_storage_keep_dtype(c10::Storage(std::move(empty)));
   });
   define(module, "wake", [](Runtime& all) { all.policy.wake(); });
   module.def("configure_host", [](size_t limit_bytes, const std::string& spill_dir) {

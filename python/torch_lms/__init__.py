@@ -13,6 +13,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torch_lms.chunk import chunked
     from torch_lms.fitting import fit
     from torch_lms.partition.balanced import create_balanced_partition
     from torch_lms.swap import (
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "SwapEnv",
+    "chunked",
     "create_balanced_partition",
     "current_plan",
     "disable",
@@ -48,10 +50,11 @@ __version__ = "0.1.0"
 # Imported on first use: profiles and partitions also work where there is no compiled core.
 _HOME = {
     **dict.fromkeys(__all__, "torch_lms.swap"),
+    "chunked": "torch_lms.chunk",
     "create_balanced_partition": "torch_lms.partition.balanced",
     "fit": "torch_lms.fitting",
 }
-_PACKAGES = ("errors", "fitting", "partition", "pipeline", "plan", "profile", "swap")
+_PACKAGES = ("chunk", "errors", "fitting", "partition", "pipeline", "plan", "profile", "swap")
 
 
 def __getattr__(name: str) -> Any:

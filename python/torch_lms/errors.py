@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 __all__ = [
+    "ChunkError",
     "EnvError",
     "HostPoolFullError",
     "LimitError",
@@ -22,6 +23,10 @@ class LmsError(RuntimeError):
 
 class LimitError(LmsError, ValueError):
     """A limit, a size or a device that was given cannot be understood or kept."""
+
+
+class ChunkError(LmsError):
+    """A model or an optimizer cannot be held in chunks, or was used as chunks do not allow."""
 
 
 class EnvError(LmsError):

@@ -9,7 +9,8 @@ import pytest
 
 from tests.plan.traces import gpt_trace
 from torch_lms.errors import PlanError
-from torch_lms.plan import Trace, make_plan
+from torch_lms.plan import Trace
+from torch_lms.plan.pieces import Request, plan_in_pieces
 from torch_lms.plan.simulator import simulate
 from torch_lms.swap.planner_process import PlannerProcess
 
@@ -24,10 +25,11 @@ def request(limit_bytes: int, *, trace: Trace = TRACE, margin_bytes: int = 0) ->
 def test_a_plan_comes_soon_and_only_a_better_one_after_it() -> None:
     limit_bytes = PEAK_BYTES // 2
     soon, *more = PlannerProcess().plans(request(limit_bytes))
-    assert soon == make_plan(TRACE, limit_bytes, simply=True)
+    asked = Request(trace=TRACE, limit_bytes=limit_bytes)
+    assert soon == plan_in_pieces(asked, simply=True)
     assert [one.name for one in soon.methods if "left out" in one.note] == ["linear"]
     assert all(plan.predicted.step_us < soon.predicted.step_us for plan in more)
-    best = make_plan(TRACE, limit_bytes)
+    best = plan_in_pieces(asked, simply=False)
     assert [soon, *more][-1].predicted.step_us <= best.predicted.step_us * 1.01
 
 

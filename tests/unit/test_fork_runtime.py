@@ -21,6 +21,7 @@ BEHIND_NEED_EXTENSION = {"enable", "disable", "enable_chaos", "attention", "memo
     "measured_plan",
     "plan_program",
     "take_recording",
+    "take_times",
 }
 
 

@@ -17,6 +17,7 @@ from torch_lms import errors, swap
 PACKAGE = PACKAGE_ROOT / "torch_lms"
 PUBLIC_NAMES = [
     "SwapEnv",
+    "chunked",
     "create_balanced_partition",
     "current_plan",
     "disable",
@@ -33,7 +34,7 @@ PUBLIC_NAMES = [
 # Each may import those in front of it, never those behind it.
 LAYERS = [
     *("errors", "plan", "_torch_compat", "_fork", "_core"),
-    *("swap", "profile", "fitting", "partition", "pipeline", "cli"),
+    *("swap", "chunk", "profile", "fitting", "partition", "pipeline", "cli"),
 ]
 
 

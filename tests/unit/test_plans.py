@@ -6,8 +6,10 @@ import gc
 import hashlib
 import os
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -26,7 +28,7 @@ from torch_lms.swap.planning import last_trace
 Step = Callable[[int], list[torch.Tensor]]
 
 WIDTH, ROWS = 64, 256
-STEPS = 12
+STEPS = 15
 
 
 class Layer(nn.Module):
@@ -108,6 +110,21 @@ def evaluating_between() -> Step:
         if number % 3 == 2:
             with torch.no_grad():
                 made.append(model(batch(number)).clone())
+        return made
+
+    return step
+
+
+def with_a_large_head() -> Step:
+    model = nn.Sequential(*model_of(8), nn.Linear(WIDTH, 32 * WIDTH))
+    optimizer = optimized(model)
+
+    def step(number: int) -> list[torch.Tensor]:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(batch(number)), torch.full((ROWS,), number))
+        loss.backward()
+        made = [loss.detach().clone(), *gradients_of(model)]
+        optimizer.step()
         return made
 
     return step
@@ -240,6 +257,7 @@ def interrupted() -> Step:
 
 PROGRAMS: dict[str, Callable[[], Step]] = {
     "training": plain_training,
+    "large head": with_a_large_head,
     "dropout": lambda: plain_training(dropout=0.2),
     "batch norm": lambda: plain_training(norm=True),
     "accumulation": accumulating,
@@ -259,7 +277,7 @@ PROGRAMS: dict[str, Callable[[], Step]] = {
 
 
 # Those that repeat the same, if in several parts.
-WHOLE_CYCLES = ("training", "accumulation", "adversarial", "double backward", "inference")
+WHOLE_CYCLES = ("training", "large head", "accumulation", "adversarial", "double backward", "inference")
 
 
 def wait_for_planner() -> None:
@@ -311,6 +329,138 @@ def test_a_planned_program_is_bit_equal_within_its_limit(program: str) -> None:
     assert measured is not None or program not in WHOLE_CYCLES
     assert measured is None or (measured.step_us > 0 and 0 < measured.peak_bytes <= limit_bytes)
     assert torch_lms.stats().peak_allocated_bytes <= limit_bytes
+
+
+@pytest.fixture
+def loading_thread() -> Iterator[None]:
+    """Runs ops beside the program, as what loads data does."""
+    ended = threading.Event()
+
+    def load() -> None:
+        while not ended.wait(0.01):
+            torch.zeros(MIN_BYTES).add_(1)
+
+    thread = threading.Thread(target=load)
+    thread.start()
+    yield
+    ended.set()
+    thread.join()
+
+
+def check_follows_plan(begin: Callable[[], Step], limit_bytes: int) -> None:
+    expected = list(run(begin))
+    on(limit_bytes)
+    for number, (made, same) in enumerate(zip(run(begin), expected, strict=True)):
+        assert made == same, f"step {number}"
+    assert torch_lms.current_plan() is not None
+    assert core.share_in_step() == 1
+
+
+@counts_exactly
+@one_thread()
+@pytest.mark.parametrize("program", ["training", "double backward"])
+@pytest.mark.usefixtures("loading_thread")
+def test_what_other_threads_run_is_no_part_of_a_plan(program: str) -> None:
+    check_follows_plan(PROGRAMS[program], limit_for(PROGRAMS[program], 0.7))
+
+
+@counts_exactly
+@one_thread()
+def test_other_threads_may_use_what_a_plan_moves() -> None:
+    ended = threading.Event()
+
+    def watched() -> Step:
+        model = model_of()
+        optimizer = optimized(model)
+
+        def watch() -> None:
+            while not ended.wait(0.01):
+                for parameter in model.parameters():
+                    parameter.detach().sum()
+
+        thread = threading.Thread(target=watch, daemon=True)
+        thread.start()
+        threads.append(thread)
+
+        def step(number: int) -> list[torch.Tensor]:
+            optimizer.zero_grad()
+            loss = model(batch(number)).square().mean()
+            loss.backward()
+            made = [loss.detach().clone(), *gradients_of(model)]
+            optimizer.step()
+            return made
+
+        return step
+
+    threads: list[threading.Thread] = []
+    try:
+        check_follows_plan(watched, limit_for(watched, 0.7))
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join()
+
+
+@counts_exactly
+@one_thread()
+def test_a_program_on_another_thread_is_planned() -> None:
+    failed: list[BaseException] = []
+
+    def train() -> None:
+        try:
+            check_follows_plan(plain_training, limit_for(plain_training))
+        except BaseException as error:  # the main thread's to raise
+            failed.append(error)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join()
+    assert failed == []
+
+
+@counts_exactly
+@one_thread()
+def test_a_plan_is_made_again_with_the_times_of_a_step_that_follows_one() -> None:
+    on(limit_for(plain_training))
+    step, expected = plain_training(), plain_training()
+    first_us, number, began_s = 0.0, 0, time.monotonic()
+    while not core.follows_timed_plan():
+        assert time.monotonic() - began_s < 90
+        assert digest(step(number)) == digest(expected(number)), f"step {number}"
+        wait_for_planner()
+        plan, number = torch_lms.current_plan(), number + 1
+        first_us = first_us or (plan.predicted.plain_us if plan is not None else 0.0)
+    plan, trace = torch_lms.current_plan(), last_trace()
+    assert plan is not None
+    assert trace is not None
+    assert plan.predicted.plain_us == pytest.approx(sum(op.duration_us for op in trace.ops))
+    assert plan.predicted.plain_us != pytest.approx(first_us)
+    for later in range(number, number + 10):  # and that is all
+        step(later)
+    last = torch_lms.current_plan()
+    assert last is not None
+    assert replace(last, measured=None) == replace(plan, measured=None)
+
+
+@counts_exactly
+@one_thread()
+def test_what_a_plan_holds_is_in_use_until_its_op_begins() -> None:
+    in_use = []
+    hook = nn.modules.module.register_module_forward_pre_hook(
+        lambda module, _: in_use.append(torch_lms.stats().allocated_bytes) if isinstance(module, Layer) else None
+    )
+    try:
+        on(limit_for(with_a_large_head))
+        for _ in run(with_a_large_head):
+            pass
+    finally:
+        hook.remove()
+    plan = torch_lms.current_plan()
+    assert plan is not None
+    assert torch_lms.stats().host_served == 0
+    held_bytes = sum(one.bytes for one in plan.placeholders)
+    assert held_bytes >= 4 * ROWS * 32 * WIDTH  # the head's output
+    assert max(in_use[-8:]) >= held_bytes  # before the layers, in the last step: one is lent now and then
 
 
 @counts_exactly

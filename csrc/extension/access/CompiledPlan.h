@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -20,11 +21,19 @@ struct PlannedOp {
   bool makes_recipe = false;
 };
 
+/// See Note [Placeholders].
+struct PlannedBlock {
+  size_t nbytes = 0;
+  int32_t until = 0; ///< The op that takes it.
+};
+
 struct CompiledPlan {
   std::string signature; ///< Names it to who asks.
+  bool timed = false; ///< Whether its ops' times are of a program that follows a plan.
   c10::Device device{c10::kCPU};
   std::vector<bool> recurring; ///< By number: whether it is the same one in every cycle.
   std::vector<PlannedOp> ops;
+  std::vector<PlannedBlock> placeholders;
 };
 
 } // namespace torch_lms

@@ -44,13 +44,16 @@ void Executor::add(std::shared_ptr<const CompiledPlan> plan) {
 
 void Executor::clear() {
   std::vector<Bound> bound; // destroyed after unlocking
-  std::lock_guard<std::mutex> lock(mutex_);
-  active_.store(false, std::memory_order_release);
-  plans_.clear();
-  plan_ = nullptr;
-  followed_ = nullptr;
-  bound.swap(bound_);
-  late_.clear();
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    active_.store(false, std::memory_order_release);
+    plans_.clear();
+    plan_ = nullptr;
+    followed_ = nullptr;
+    bound.swap(bound_);
+    late_.clear();
+  }
+  policy_.placeholders().release();
 }
 
 void Executor::doubt() {
@@ -63,6 +66,7 @@ void Executor::start_cycle_locked(std::vector<Bound>& before) {
   seen_.clear();
   next_ = 0;
   found_ = 0;
+  holds_ = false;
   missed_.store(0, std::memory_order_relaxed);
   const auto last = std::exchange(plan_, plans_.empty() ? nullptr : plans_.back());
   bound_.assign(plan_ != nullptr ? plan_->recurring.size() : 0, Bound());
@@ -77,6 +81,7 @@ void Executor::start_cycle_locked(std::vector<Bound>& before) {
 }
 
 bool Executor::end_cycle() {
+  policy_.placeholders().release(); // none, if the cycle was as planned
   std::vector<Bound> bound; // destroyed after unlocking
   std::lock_guard<std::mutex> lock(mutex_);
   const bool planned = plan_ != nullptr && !seen_.empty();
@@ -116,6 +121,7 @@ int32_t Executor::place_of_locked(uint64_t key, std::vector<Bound>* garbage) {
       }
       if (alike) {
         plan_ = other;
+        holds_ = false;
         garbage->swap(bound_);
         bound_.assign(plan_->recurring.size(), Bound());
         break;
@@ -171,6 +177,7 @@ void Executor::begin_op(const at::RecordFunction& record, Frame& frame) {
     }
     makes_recipe = op.makes_recipe;
   }
+  policy_.placeholders().release_until(frame.place);
   if (makes_recipe && frame.sealed) {
     frame.recipe = recipes_.capture(record);
   }
@@ -207,6 +214,32 @@ void Executor::end_op(const at::RecordFunction& record, Frame& frame) {
       std::swap(bound_[static_cast<size_t>(numbers[at])], bound);
     }
     ++at;
+  }
+}
+
+/// At the first op of a cycle; then now and then, until all are held.
+void Executor::hold_placeholders(int32_t place) {
+  constexpr int32_t kPlacesBetweenTries = 16;
+  std::shared_ptr<const CompiledPlan> plan;
+  bool first = false;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    plan = plan_;
+    first = !std::exchange(holds_, true);
+  }
+  if (plan == nullptr || plan->placeholders.empty()) {
+    return;
+  }
+  if (first) {
+    policy_.placeholders().release(); // of another plan
+    for (const PlannedBlock& block : plan->placeholders) {
+      if (block.until > place) {
+        policy_.placeholders().want(block.nbytes, block.until);
+      }
+    }
+  }
+  if (first || place % kPlacesBetweenTries == 0) {
+    policy_.hold_placeholders(*pager_.devices().find(plan->device));
   }
 }
 
@@ -268,6 +301,7 @@ void Executor::after_op(Frame& frame) {
       pager_.evict(entity);
     }
   }
+  hold_placeholders(place);
   prefetch_late();
 }
 

@@ -33,8 +33,8 @@ namespace torch_lms {
 /// and starts prefetches, and waits for nothing; nothing is called under the mutex.
 class Executor {
  public:
-  Executor(Pager& pager, Recipes& recipes, Audition& audition)
-      : pager_(pager), recipes_(recipes), audition_(audition) {}
+  Executor(Pager& pager, Policy& policy, Recipes& recipes, Audition& audition)
+      : pager_(pager), policy_(policy), recipes_(recipes), audition_(audition) {}
 
   /// From the next cycle on; one that begins with the same ops goes.
   void add(std::shared_ptr<const CompiledPlan> plan);
@@ -83,8 +83,10 @@ class Executor {
   void bind_inputs_locked(const PlannedOp& op, Frame& frame, std::vector<Bound>* garbage);
   void start_cycle_locked(std::vector<Bound>& before);
   void prefetch_late();
+  void hold_placeholders(int32_t place);
 
   Pager& pager_;
+  Policy& policy_;
   Recipes& recipes_;
   Audition& audition_; // plans may be given, or fit another program
   std::atomic<bool> active_{false};
@@ -98,6 +100,7 @@ class Executor {
   size_t next_ = 0; // the place that is expected
   size_t found_ = 0;
   int bad_cycles_ = 0;
+  bool holds_ = false; // what `plan_` is to hold in this cycle
   std::shared_ptr<const CompiledPlan> followed_; // by the last cycle
   std::deque<EntityPtr> late_; // prefetches that have found no room
 };

@@ -6,8 +6,10 @@
 
 #include <ATen/Parallel.h>
 #include <entity/OpClock.h>
+#include <torch/csrc/autograd/function.h>
 
 #include <extension/access/Storages.h>
+#include <extension/base/Backward.h>
 #include <extension/base/ErrorText.h>
 #include <extension/base/ForeignCall.h>
 #include <extension/base/Fork.h>
@@ -152,7 +154,9 @@ void Observer::begin(const at::RecordFunction& record) {
   if (at::in_parallel_region()) { // a kernel's own threads: part of another op
     frame.inside_kernel = true;
   } else if (planning_.wants_ops()) {
-    planning_.begin_op(record, frame);
+    if (in_program(frame)) {
+      planning_.begin_op(record, frame);
+    }
   } else if (frame.sealed && chaos_.wants_recipe()) {
     frame.recipe = recipes_.capture(record);
   }
@@ -186,6 +190,21 @@ void Observer::begin_outermost(const at::RecordFunction& record, Frame& frame) {
   }
   this_thread().op = &record;
   this_thread().op_name = record.name();
+}
+
+/// At the first op of a backward.
+void Observer::note_program_thread() {
+  if (in_backward() && !policy_->cycles().in_backward()) {
+    const auto node = torch::autograd::get_current_node();
+    if (node != nullptr) {
+      program_thread_.store(node->thread_id(), std::memory_order_relaxed);
+    }
+  }
+}
+
+bool Observer::in_program(Frame& frame) const {
+  return is_on_main_thread(frame) || in_backward() ||
+         program_thread_.load(std::memory_order_relaxed) == at::RecordFunction::currentThreadId();
 }
 
 Entity* Observer::find(c10::StorageImpl& storage, Frame& frame) {
@@ -391,12 +410,16 @@ void Observer::end(const at::RecordFunction& record) {
     return;
   }
   planning_.after_op(frame);
+  note_program_thread();
   const bool on_main_thread = is_on_main_thread(frame);
-  policy_->after_op(devices[0], on_main_thread);
+  const bool of_program = in_program(frame);
+  policy_->after_op(devices[0], on_main_thread, of_program);
   if (devices[1] != nullptr) {
-    policy_->after_op(devices[1], on_main_thread);
+    policy_->after_op(devices[1], on_main_thread, of_program);
   }
-  planning_.note_op(record, on_main_thread);
+  if (of_program) {
+    planning_.note_op(record);
+  }
   chaos_.after_op();
 }
 

@@ -16,6 +16,12 @@
 
 namespace torch_lms {
 
+/// Note [The program's thread]
+/// A cycle is what one thread repeats, with the backwards that it runs: Python's main thread, or
+/// the one that has made what the latest backward began with. Others load data and look after
+/// things. What they run is no part of a cycle, ends none, and is not looked for in a plan; what
+/// they need of what a plan has moved comes back for them as for any op.
+
 /// Layer 2: one global RecordFunction callback pins an op's inputs and pages them in before the
 /// op, and lets them go after it. It changes no dispatch keys and sees every thread.
 ///
@@ -97,6 +103,8 @@ class Observer final : public OpFeed {
   void note_outputs(const at::RecordFunction& record, Frame& frame);
   void note_recipe(const at::RecordFunction& record, Frame& frame);
   void release_pinned(Frame& frame) noexcept;
+  void note_program_thread();
+  bool in_program(Frame& frame) const;
   Entity* find(c10::StorageImpl& storage, Frame& frame);
   void install(bool outputs);
   void uninstall();
@@ -112,6 +120,7 @@ class Observer final : public OpFeed {
   at::CallbackHandle handle_ = at::INVALID_CALLBACK_HANDLE;
   bool outputs_ = false;
   std::atomic<bool> fed_{false}; // by `start`
+  std::atomic<uint64_t> program_thread_{0}; // besides the main one; by PyTorch's numbers
   std::atomic<bool> installed_{false};
   std::atomic<size_t> requests_{0};
 };

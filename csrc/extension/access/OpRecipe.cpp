@@ -12,6 +12,7 @@
 #include <c10/util/hash.h>
 
 #include <extension/access/BelowAutograd.h>
+#include <extension/base/ThreadContext.h>
 
 namespace torch_lms {
 namespace {
@@ -207,6 +208,7 @@ c10::IValue OpRecipe::value(const c10::IValue& taken, size_t* next) const {
 
 std::vector<at::Tensor> OpRecipe::run() const {
   const BelowAutograd ours;
+  const Replaying scope;
   const WithNumericState as_then(state_);
   if (!stream_.has_value()) {
     return call();

@@ -3,18 +3,10 @@
 #include <algorithm>
 #include <utility>
 
-#include <torch/csrc/autograd/graph_task.h>
-
+#include <extension/base/Backward.h>
 #include <extension/base/Interpreter.h>
 
 namespace torch_lms {
-namespace {
-
-bool in_backward() {
-  return torch::autograd::get_current_graph_task_id() != -1;
-}
-
-} // namespace
 
 void Planning::enable(Device& device) {
   executor_.clear(); // of plans for another limit
@@ -26,9 +18,13 @@ void Planning::disable() {
   recorder_.abandon();
   executor_.clear();
   meter_.clear();
+  times_.abandon();
   policy_.set_planned(false);
   std::lock_guard<std::mutex> lock(mutex_);
   recording_ = nullptr;
+  plan_times_ = PlanTimes();
+  settling_ = nullptr;
+  settled_cycles_ = 0;
   finder_ = CycleFinder();
   segments_ = 0;
   waiting_ = false;
@@ -39,6 +35,9 @@ void Planning::begin_op(const at::RecordFunction& record, Frame& frame) {
     recorder_.begin_op(record, frame);
   } else {
     executor_.begin_op(record, frame);
+    if (times_.on() && frame.place >= 0) {
+      times_.begin_op(frame.place);
+    }
   }
 }
 
@@ -46,6 +45,9 @@ void Planning::end_op(const at::RecordFunction& record, Frame& frame) {
   if (recorder_.recording()) {
     recorder_.end_op(record, frame, in_backward());
   } else {
+    if (times_.on() && frame.place >= 0) {
+      times_.end_op(frame.place);
+    }
     executor_.end_op(record, frame);
   }
 }
@@ -59,10 +61,7 @@ void Planning::after_op(Frame& frame) {
   }
 }
 
-void Planning::look_for_cycle(const at::RecordFunction& record, bool on_main_thread) {
-  if (!on_main_thread && !in_backward()) {
-    return; // a loader's
-  }
+void Planning::look_for_cycle(const at::RecordFunction& record) {
   bool ended = false;
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -122,13 +121,47 @@ void Planning::end_cycle() {
     }
   }
   const bool wanted = executor_.end_cycle();
-  meter_.end_cycle(executor_.followed(), policy_.take_cycle_peak(*device), StepMeter::Clock::now());
+  const std::shared_ptr<const CompiledPlan> followed = executor_.followed();
+  meter_.end_cycle(followed, policy_.take_cycle_peak(*device), StepMeter::Clock::now());
+  time_ops(*device, followed);
   std::lock_guard<std::mutex> lock(mutex_);
   const bool records = wanted && !waiting_ && policy_.attention() == Policy::Attention::kArmed;
   policy_.set_planned(executor_.active() || records); // what comes ahead of need would be counted
   if (records) {
     recorder_.begin(*device, [this, device] { return policy_.take_recent_peak(*device); });
   }
+}
+
+/// At the end of a cycle, once for a plan: when it has been followed for some cycles.
+void Planning::time_ops(Device& device, const std::shared_ptr<const CompiledPlan>& followed) {
+  constexpr size_t kCyclesToSettle = 3; // until the device is as busy, and as warm, as it will be
+  const bool timed = times_.on();
+  std::vector<double> times_us =
+      timed && followed != nullptr ? times_.end(followed->ops.size()) : std::vector<double>();
+  bool ready = false;
+  bool begins = false;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    settled_cycles_ = followed != nullptr && followed == settling_ ? settled_cycles_ + 1 : 0;
+    settling_ = followed;
+    begins = followed != nullptr && !followed->timed && settled_cycles_ == kCyclesToSettle;
+    ready = timed && settled_cycles_ > kCyclesToSettle && !times_us.empty();
+    if (ready) {
+      plan_times_ = {followed->signature, std::move(times_us)};
+    }
+  }
+  if (ready && interpreter().make_plan != nullptr) {
+    interpreter().make_plan();
+  } else if (begins) {
+    times_.begin(device, OpTimes::Lead::kThere);
+  } else {
+    times_.abandon();
+  }
+}
+
+PlanTimes Planning::take_times() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return std::exchange(plan_times_, PlanTimes());
 }
 
 std::unique_ptr<RecordedCycle> Planning::take_recording() {

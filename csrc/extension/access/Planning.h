@@ -9,6 +9,7 @@
 #include <ATen/record_function.h>
 
 #include <extension/access/Executor.h>
+#include <extension/access/OpTimes.h>
 #include <extension/access/Recorder.h>
 #include <extension/access/StepMeter.h>
 #include <extension/trace/CycleFinder.h>
@@ -19,6 +20,16 @@ namespace torch_lms {
 /// While a limit is armed, one whole cycle of the program is recorded. The recording goes to
 /// Python, which makes a plan of it beside the program, on another process; paging on demand serves
 /// meanwhile. The plan is carried out from the cycle on that begins after it has come.
+///
+/// A device that waits for memory most of the time runs at a higher clock than one that is busy. So
+/// ops are timed again in a cycle that follows the plan, and the plan is made anew with these
+/// times.
+
+/// What the ops of a plan have taken while it was carried out.
+struct PlanTimes {
+  std::string signature; ///< Of the plan; empty for none.
+  std::vector<double> times_us; ///< By place; 0 for ops that did not run.
+};
 
 /// When cycles are recorded, and plans carried out.
 ///
@@ -30,7 +41,7 @@ class Planning {
       : pager_(pager),
         policy_(policy),
         recorder_(pager, recipes, audition_),
-        executor_(pager, recipes, audition_) {}
+        executor_(pager, policy, recipes, audition_) {}
 
   /// From now on the program on `device` is recorded and planned.
   void enable(Device& device);
@@ -50,39 +61,50 @@ class Planning {
       recorder_.note_raw_access(entity);
     }
   }
-  /// An op of the program's own threads is over: cycles are found by them (Note [Cycles]).
-  void note_op(const at::RecordFunction& record, bool on_main_thread) {
+  /// An op of the program's is over: cycles are found by them (Note [Cycles]).
+  void note_op(const at::RecordFunction& record) {
     if (device_.load(std::memory_order_relaxed) != nullptr) {
-      look_for_cycle(record, on_main_thread);
+      look_for_cycle(record);
     }
   }
   void backward_ended();
   /// The op that runs waits for room: that is no time of its own.
   void wait_begins(Device& device) {
     if (recorder_.recording()) {
-      recorder_.end_span(device);
+      recorder_.pause(device);
+    } else if (times_.on()) {
+      times_.pause(device);
     }
   }
   void wait_ends(Device& device) noexcept {
     if (recorder_.recording()) {
-      recorder_.begin_span(device);
+      recorder_.resume(device);
+    } else if (times_.on()) {
+      times_.resume(device);
     }
   }
 
   /// The latest recording, once; null if there is none.
   std::unique_ptr<RecordedCycle> take_recording();
+  /// The latest times of a plan, once.
+  PlanTimes take_times();
   void add(std::shared_ptr<const CompiledPlan> plan);
   /// The plan that has been carried out last, and what its cycles took.
   MeasuredPlan measured() const {
     return meter_.measured();
+  }
+  bool follows_timed_plan() {
+    const auto followed = executor_.followed();
+    return followed != nullptr && followed->timed;
   }
   double share_in_step() const noexcept {
     return executor_.share_in_step();
   }
 
  private:
-  void look_for_cycle(const at::RecordFunction& record, bool on_main_thread);
+  void look_for_cycle(const at::RecordFunction& record);
   void end_cycle();
+  void time_ops(Device& device, const std::shared_ptr<const CompiledPlan>& followed);
   size_t held_bytes() const;
 
   Pager& pager_;
@@ -91,9 +113,13 @@ class Planning {
   Recorder recorder_;
   Executor executor_;
   StepMeter meter_;
+  OpTimes times_; // of a cycle that follows a plan
   std::atomic<Device*> device_{nullptr};
   std::mutex mutex_; // guards what follows
   std::unique_ptr<RecordedCycle> recording_;
+  PlanTimes plan_times_;
+  std::shared_ptr<const CompiledPlan> settling_; // the plan that the latest cycles have followed
+  size_t settled_cycles_ = 0;
   CycleFinder finder_;
   size_t segments_ = 0; // in a cycle
   bool waiting_ = false; // for the plan of a recording

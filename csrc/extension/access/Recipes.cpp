@@ -6,7 +6,6 @@
 #include <entity/Error.h>
 
 #include <extension/base/Compat.h>
-#include <extension/base/ThreadContext.h>
 
 namespace torch_lms {
 namespace {
@@ -65,7 +64,7 @@ class Recipes::Storage final : public Recipe {
         ingredients.bring(entity);
       }
     }
-    const std::vector<at::Tensor> made = run();
+    const std::vector<at::Tensor> made = op_->run();
     TORCH_CHECK(output_ < made.size() && made[output_].defined(), "the op made something else");
     c10::StorageImpl& fresh = *made[output_].storage().unsafeGetStorageImpl();
     TORCH_CHECK(
@@ -82,11 +81,6 @@ class Recipes::Storage final : public Recipe {
   }
 
  private:
-  std::vector<at::Tensor> run() const {
-    const Replaying scope;
-    return op_->run();
-  }
-
   Pager& pager_;
   const std::shared_ptr<OpRecipe> op_;
   const size_t output_;

@@ -41,11 +41,10 @@ void Recorder::begin(Device& device, std::function<size_t()> take_peak_bytes) {
   take_peak_bytes_ = std::move(take_peak_bytes);
   thread_ = 0;
   several_threads_ = false;
-  waiting_ = false;
   ++generation_;
   cycle_ = std::make_unique<RecordedCycle>();
   cycle_->device = device.device().str();
-  spans_.clear();
+  times_.begin(device, OpTimes::Lead::kMade);
   entities_.clear();
   alive_.clear();
   numbers_.clear();
@@ -56,7 +55,7 @@ void Recorder::abandon() {
   std::lock_guard<std::mutex> lock(mutex_);
   recording_.store(false, std::memory_order_release);
   cycle_ = nullptr;
-  spans_.clear();
+  times_.abandon();
   entities_.clear();
 }
 
@@ -94,27 +93,7 @@ void Recorder::begin_op(const at::RecordFunction& record, Frame& frame) {
   }
   cycle_->ops.push_back(std::move(op));
   take_peak_bytes_();
-  spans_.push_back({frame.place, device_->mark_time(), nullptr});
-}
-
-void Recorder::end_span(Device& device) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (cycle_ != nullptr && device_ == &device && !spans_.empty() && spans_.back().end == nullptr) {
-    spans_.back().end = device_->mark_time();
-    waiting_ = true;
-  }
-}
-
-void Recorder::begin_span(Device& device) noexcept {
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (cycle_ == nullptr || device_ != &device || !std::exchange(waiting_, false)) {
-    return;
-  }
-  try {
-    spans_.push_back({spans_.back().place, device_->mark_time(), nullptr});
-  } catch (const std::exception&) {
-    cycle_ = nullptr; // its times would be wrong: the next is recorded
-  }
+  times_.begin_op(frame.place);
 }
 
 /// Under the mutex.
@@ -142,9 +121,7 @@ void Recorder::end_op(const at::RecordFunction& record, Frame& frame, bool backw
       return;
     }
     TraceOp& op = cycle_->ops[static_cast<size_t>(place)];
-    if (spans_.back().place == place) {
-      spans_.back().end = device_->mark_time();
-    }
+    times_.end_op(place);
     op.backward = backward;
     op.allocated_bytes = device_->use().allocated_bytes;
     op.paged_out_bytes = static_cast<size_t>(pager_.paged_out_bytes());
@@ -171,12 +148,20 @@ void Recorder::note_outputs(const at::RecordFunction& record, Frame& frame, int3
     verdict = audition_.try_out(*frame.recipe, made);
     fresh = recipes_.note_made(frame.recipe, made);
   }
+  std::pair<std::string, std::string> where;
+  bool asked = interpreter().where == nullptr;
   for (size_t i = 0; i < made.size(); ++i) {
     const EntityPtr entity = made[i].defined() && made[i].has_storage()
                                  ? pager_.find(*made[i].storage().unsafeGetStorageImpl())
                                  : nullptr;
+    if (entity == nullptr) {
+      continue;
+    }
+    if (!std::exchange(asked, true)) {
+      where = interpreter().where(); // takes the GIL, whose holder may wait for the mutex
+    }
     std::lock_guard<std::mutex> lock(mutex_);
-    if (entity == nullptr || !records_locked(frame) || &entity->device() != device_) {
+    if (!records_locked(frame) || &entity->device() != device_) {
       continue;
     }
     const bool is_new = numbers_.count(entity.get()) == 0;
@@ -194,9 +179,7 @@ void Recorder::note_outputs(const at::RecordFunction& record, Frame& frame, int3
     if (storage.why_not_recompute.empty()) {
       note_recipe(frame, storage);
     }
-    if (interpreter().where != nullptr) {
-      std::tie(storage.module, storage.line) = interpreter().where();
-    }
+    std::tie(storage.module, storage.line) = where;
   }
 }
 
@@ -222,7 +205,6 @@ void Recorder::note_raw_access(const EntityPtr& entity) {
 
 std::unique_ptr<RecordedCycle> Recorder::end() {
   std::unique_ptr<RecordedCycle> cycle;
-  std::vector<Span> spans;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     recording_.store(false, std::memory_order_release);
@@ -235,19 +217,18 @@ std::unique_ptr<RecordedCycle> Recorder::end() {
           !entities_[static_cast<size_t>(number)]->fixed();
     }
     cycle = std::move(cycle_);
-    spans.swap(spans_);
     entities_.clear();
     numbers_.clear();
     if (several_threads_) {
+      times_.abandon();
       return nullptr;
     }
   }
-  for (const Span& span : spans) {
-    if (span.end != nullptr) {
-      cycle->ops[static_cast<size_t>(span.place)].duration_us += span.end->us_since(*span.begin);
-    }
+  const std::vector<double> times_us = times_.end(cycle->ops.size());
+  for (size_t place = 0; place < times_us.size(); ++place) {
+    cycle->ops[place].duration_us = times_us[place];
   }
-  return cycle;
+  return times_us.size() == cycle->ops.size() ? std::move(cycle) : nullptr;
 }
 
 } // namespace torch_lms

@@ -13,6 +13,7 @@
 
 #include <extension/access/Audition.h>
 #include <extension/access/Frame.h>
+#include <extension/access/OpTimes.h>
 #include <extension/access/Recipes.h>
 
 namespace torch_lms {
@@ -56,9 +57,9 @@ struct RecordedCycle {
 /// Records one cycle of a program: what its ops use and make, how long they take, and which of
 /// their outputs could be made again.
 ///
-/// Thread-safe: every method may be called from any thread. Ops of several threads at once end the
-/// recording: their order means nothing. Blocks on a mutex, under which only the device's clock and
-/// allocator are asked; `end_op` runs an op (`Audition`).
+/// Thread-safe: every method may be called from any thread. A cycle that several threads run
+/// without backward is not recorded: their order means nothing. Blocks on a mutex, under which
+/// only the device's clock and allocator are asked; `end_op` runs an op (`Audition`).
 class Recorder {
  public:
   Recorder(Pager& pager, Recipes& recipes, Audition& audition)
@@ -78,20 +79,17 @@ class Recorder {
   void note_raw_access(const EntityPtr& entity);
 
   /// The op that runs stops meanwhile, and goes on. No effect where none runs.
-  void end_span(Device& device);
-  void begin_span(Device& device) noexcept;
+  void pause(Device& device) {
+    times_.pause(device);
+  }
+  void resume(Device& device) noexcept {
+    times_.resume(device);
+  }
 
   /// The cycle has ended. Waits for the device. Null if it was none.
   std::unique_ptr<RecordedCycle> end();
 
  private:
-  /// A time in which an op runs.
-  struct Span {
-    int32_t place;
-    std::shared_ptr<TimeMark> begin;
-    std::shared_ptr<TimeMark> end;
-  };
-
   /// Whether the cycle is recorded still in which the frame's op began.
   bool records_locked(const Frame& frame) const {
     return cycle_ != nullptr && frame.recording == generation_;
@@ -104,6 +102,7 @@ class Recorder {
   Pager& pager_;
   Recipes& recipes_;
   Audition& audition_;
+  OpTimes times_;
   std::atomic<bool> recording_{false};
   std::mutex mutex_; // guards what follows
   Device* device_ = nullptr;
@@ -112,8 +111,6 @@ class Recorder {
   uint64_t thread_ = 0;
   bool several_threads_ = false;
   std::unique_ptr<RecordedCycle> cycle_;
-  std::vector<Span> spans_; // only the last may be open
-  bool waiting_ = false; // for room: the op goes on later
   std::vector<EntityPtr> entities_; // by number; they hold no storage
   std::vector<int32_t> alive_;
   std::unordered_map<const Entity*, int32_t> numbers_;

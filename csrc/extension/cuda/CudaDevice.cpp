@@ -5,6 +5,7 @@
 #include <tuple>
 #include <utility>
 
+#include <ATen/cuda/Sleep.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -81,6 +82,15 @@ c10::DataPtr CudaDevice::allocate(size_t nbytes, int64_t stream) {
     }
   }
   return data;
+}
+
+c10::DataPtr CudaDevice::allocate_placeholder(size_t nbytes) {
+  const c10::cuda::CUDAGuard guard(index_);
+  const PrefetchAllocations scope(/*contiguous_reserve_bytes=*/0);
+  if (!has_contiguous(nbytes)) {
+    throw NoRoom("expected a free block for a placeholder, found none; nothing is held");
+  }
+  return allocator::get()->allocate(nbytes);
 }
 
 void CudaDevice::keep_block_for_copy(const c10::DataPtr& data) {
@@ -182,6 +192,12 @@ class EventMark final : public TimeMark {
 };
 
 } // namespace
+
+void CudaDevice::let_host_lead() {
+  constexpr int64_t kCycles = 300000; // longer than PyTorch takes to submit all of an op
+  const c10::cuda::CUDAGuard guard(index_);
+  at::cuda::sleep(kCycles);
+}
 
 std::shared_ptr<TimeMark> CudaDevice::mark_time() {
   const c10::cuda::CUDAGuard guard(index_);

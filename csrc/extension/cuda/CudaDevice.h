@@ -27,6 +27,7 @@ class CudaDevice final : public Device {
   void note_current_stream() override;
   void note_busy_streams() override;
   c10::DataPtr allocate(size_t nbytes, int64_t stream) override;
+  c10::DataPtr allocate_placeholder(size_t nbytes) override;
   void keep_block_for_copy(const c10::DataPtr& data) override;
   void keep_block_for_arrival(const c10::DataPtr& data) override;
   void keep_block_for_streams(void* block) override;
@@ -34,6 +35,7 @@ class CudaDevice final : public Device {
   void reset_peak() override;
   bool has_contiguous(size_t nbytes) const override;
   std::vector<std::vector<AllocatorBlock>> blocks() const override;
+  void let_host_lead() override;
   std::shared_ptr<TimeMark> mark_time() override;
   size_t total_bytes() const override;
   void limit(size_t limit_bytes, Room& room) override;

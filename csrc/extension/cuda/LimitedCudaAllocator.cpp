@@ -53,6 +53,26 @@ bool LimitedCudaAllocator::vacate_finished() {
 
 // --- memory --------------------------------------------------------------------
 
+namespace {
+
+/// `allocate`, whose time is not the op's: where no block is large enough, PyTorch's allocator
+/// gives memory back to the driver and maps other, and the device waits.
+template <typename Allocate>
+auto beside_op(Room& room, Device& device, Allocate&& allocate) {
+  struct Scope {
+    Room& room;
+    Device& device;
+    ~Scope() {
+      room.allocation_ends(device);
+    }
+  };
+  room.allocation_begins(device);
+  const Scope scope{room, device};
+  return allocate();
+}
+
+} // namespace
+
 template <typename Allocate>
 auto LimitedCudaAllocator::again_with_more_room(
     Room& room,
@@ -71,7 +91,7 @@ auto LimitedCudaAllocator::again_with_more_room(
       return allocate();
     }
     try {
-      return allocate();
+      return beside_op(room, device, allocate);
     } catch (const c10::OutOfMemoryError&) {
     }
   }
@@ -111,7 +131,7 @@ auto LimitedCudaAllocator::with_room(size_t nbytes, Allocate&& allocate) {
   }
   room.make_contiguous(*device, nbytes);
   try {
-    return allocate();
+    return beside_op(room, *device, allocate);
   } catch (const c10::OutOfMemoryError& error) {
     return again_with_more_room(room, *device, nbytes, error, allocate);
   }

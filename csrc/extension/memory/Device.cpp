@@ -2,6 +2,8 @@
 
 #include <chrono>
 
+#include <extension/base/ThreadContext.h>
+
 namespace torch_lms {
 namespace {
 
@@ -20,6 +22,11 @@ class ClockMark final : public TimeMark {
 
 std::shared_ptr<TimeMark> Device::mark_time() {
   return std::make_shared<ClockMark>();
+}
+
+c10::DataPtr Device::allocate_placeholder(size_t nbytes) {
+  const PrefetchAllocations scope(/*contiguous_reserve_bytes=*/0);
+  return allocate(nbytes, current_stream());
 }
 
 } // namespace torch_lms

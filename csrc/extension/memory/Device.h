@@ -68,6 +68,11 @@ class Device {
   /// c10::OutOfMemoryError, or NoRoom for a prefetch.
   virtual c10::DataPtr allocate(size_t nbytes, int64_t stream) = 0;
 
+  /// A block of the calling thread's stream that nobody will write to: free at once when it is
+  /// given back. Takes the allocator's lock, and makes no room. Throws c10::OutOfMemoryError, or
+  /// NoRoom if it would have to be mapped first.
+  virtual c10::DataPtr allocate_placeholder(size_t nbytes);
+
   /// The block is read by a page-out that has been called off. Takes the allocator's lock.
   virtual void keep_block_for_copy(const c10::DataPtr& data) = 0;
   /// The block is written to by a page-in that nobody waits for. Takes the allocator's lock.
@@ -86,6 +91,10 @@ class Device {
   /// The allocator's blocks, segment by segment, in the order of their addresses.
   /// Empty where fragmentation does not exist. Slow.
   virtual std::vector<std::vector<AllocatorBlock>> blocks() const = 0;
+
+  /// The device does something else for a moment, on the calling thread's stream, so that what is
+  /// submitted next is there before it can begin: its time is the device's own then.
+  virtual void let_host_lead() {}
 
   /// Now, on the calling thread's stream; the clock's time where ops are over when they return.
   virtual std::shared_ptr<TimeMark> mark_time();

@@ -33,6 +33,10 @@ class Room {
   /// least as much more. Refuses if nothing was left to page out.
   virtual Answer after_out_of_memory(Device& device, size_t nbytes) = 0;
 
+  /// The allocator itself is at work for an op, and may wait for the device. Not nested.
+  virtual void allocation_begins(Device& device) = 0;
+  virtual void allocation_ends(Device& device) noexcept = 0;
+
   /// The allocator is about to grow its pool: gives it the blocks whose page-out is over. Waits
   /// for nothing. The allocator's lock is held.
   virtual void vacate_finished(Device& device) = 0;

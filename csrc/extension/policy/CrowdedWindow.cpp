@@ -1,5 +1,7 @@
 #include <extension/policy/CrowdedWindow.h>
 
+#include <algorithm>
+#include <set>
 #include <unordered_map>
 
 #include <extension/policy/FreeWindow.h>
@@ -25,15 +27,17 @@ size_t cost_of(const std::vector<Victim>& victims, size_t place, size_t nbytes) 
   return soon * (victims[place].entity->keeps_copy() ? 1 : 2) * nbytes;
 }
 
-} // namespace
+struct Candidate {
+  const std::vector<AllocatorBlock>* segment;
+  FreeWindow window;
+};
 
-CrowdedWindow find_crowded_window(
+std::vector<Candidate> candidates_in(
     const std::vector<std::vector<AllocatorBlock>>& segments,
     const std::vector<Victim>& victims,
+    const Places& movable,
     size_t nbytes) {
-  const Places movable = places_of_movable(victims);
-  CrowdedWindow found;
-  size_t least = SIZE_MAX;
+  std::vector<Candidate> found;
   for (const auto& blocks : segments) {
     std::vector<WindowBlock> segment;
     for (const AllocatorBlock& block : blocks) {
@@ -44,21 +48,79 @@ CrowdedWindow find_crowded_window(
            : at == movable.end() ? WindowBlock::kImmovable
                                  : cost_of(victims, at->second, block.nbytes)});
     }
-    const FreeWindow window = cheapest_window(segment, nbytes);
-    if (window.cost >= least) {
-      continue;
+    for (const FreeWindow& window : shortest_windows(segment, nbytes)) {
+      found.push_back({&blocks, window});
     }
-    least = window.cost;
-    const AllocatorBlock& last = blocks[window.last - 1];
-    found.begin = reinterpret_cast<uintptr_t>(blocks[window.first].address);
-    found.end = reinterpret_cast<uintptr_t>(last.address) + last.nbytes;
-    found.inside.clear();
-    for (size_t i = window.first; i < window.last; ++i) {
-      if (!blocks[i].free) {
-        found.inside.push_back(victims[movable.at(blocks[i].address)].entity);
+  }
+  std::stable_sort(found.begin(), found.end(), [](const Candidate& a, const Candidate& b) {
+    return a.window.cost < b.window.cost;
+  });
+  return found;
+}
+
+/// Whether what lies in a window finds place in what is free elsewhere, largest first, each where
+/// least is left over: as `Policy::move_aside` and the allocator will have it.
+bool fits_elsewhere(const Candidate& candidate, std::multiset<size_t> holes) {
+  std::vector<size_t> inside;
+  for (size_t i = candidate.window.first; i < candidate.window.last; ++i) {
+    const AllocatorBlock& block = (*candidate.segment)[i];
+    if (block.free) {
+      holes.erase(holes.find(block.nbytes));
+    } else {
+      inside.push_back(block.nbytes);
+    }
+  }
+  std::sort(inside.rbegin(), inside.rend());
+  for (const size_t nbytes : inside) {
+    const auto hole = holes.lower_bound(nbytes);
+    if (hole == holes.end()) {
+      return false;
+    }
+    holes.insert(*hole - nbytes);
+    holes.erase(hole);
+  }
+  return true;
+}
+
+} // namespace
+
+CrowdedWindow find_crowded_window(
+    const std::vector<std::vector<AllocatorBlock>>& segments,
+    const std::vector<Victim>& victims,
+    size_t nbytes) {
+  constexpr size_t kMostToTry = 64; // each costs microseconds
+  const Places movable = places_of_movable(victims);
+  const std::vector<Candidate> candidates = candidates_in(segments, victims, movable, nbytes);
+  CrowdedWindow found;
+  if (candidates.empty()) {
+    return found;
+  }
+  std::multiset<size_t> holes;
+  for (const auto& blocks : segments) {
+    for (const AllocatorBlock& block : blocks) {
+      if (block.free) {
+        holes.insert(block.nbytes);
       }
     }
   }
+  const auto last =
+      candidates.begin() + static_cast<std::ptrdiff_t>(std::min(candidates.size(), kMostToTry));
+  const auto whole = std::find_if(candidates.begin(), last, [&](const Candidate& candidate) {
+    return fits_elsewhere(candidate, holes);
+  });
+  const Candidate& best = whole != last ? *whole : candidates.front();
+  const std::vector<AllocatorBlock>& blocks = *best.segment;
+  const AllocatorBlock& end = blocks[best.window.last - 1];
+  found.begin = reinterpret_cast<uintptr_t>(blocks[best.window.first].address);
+  found.end = reinterpret_cast<uintptr_t>(end.address) + end.nbytes;
+  for (size_t i = best.window.first; i < best.window.last; ++i) {
+    if (!blocks[i].free) {
+      found.inside.push_back(victims[movable.at(blocks[i].address)].entity);
+    }
+  }
+  std::sort(found.inside.begin(), found.inside.end(), [](const EntityPtr& a, const EntityPtr& b) {
+    return a->nbytes() > b->nbytes();
+  });
   return found;
 }
 

@@ -21,8 +21,9 @@ struct CrowdedWindow {
   }
 };
 
-/// The window of at least `nbytes` that costs least to empty. `segments`: of `Device::blocks`;
-/// `victims`: what may go, by its next use; the very next stay.
+/// The window of at least `nbytes` that costs least to empty among those whose storages find place
+/// elsewhere on the device; if there is none, the cheapest. The largest storages come first.
+/// `segments`: of `Device::blocks`; `victims`: what may go, by its next use; the very next stay.
 CrowdedWindow find_crowded_window(
     const std::vector<std::vector<AllocatorBlock>>& segments,
     const std::vector<Victim>& victims,

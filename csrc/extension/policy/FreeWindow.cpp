@@ -2,8 +2,8 @@
 
 namespace torch_lms {
 
-FreeWindow cheapest_window(const std::vector<WindowBlock>& segment, size_t nbytes) {
-  FreeWindow best;
+std::vector<FreeWindow> shortest_windows(const std::vector<WindowBlock>& segment, size_t nbytes) {
+  std::vector<FreeWindow> windows;
   size_t first = 0;
   size_t span = 0;
   size_t cost = 0;
@@ -20,13 +20,11 @@ FreeWindow cheapest_window(const std::vector<WindowBlock>& segment, size_t nbyte
       cost -= segment[first].cost;
       ++first;
     }
-    if (span >= nbytes && cost < best.cost) {
-      best.first = first;
-      best.last = last + 1;
-      best.cost = cost;
+    if (span >= nbytes) {
+      windows.push_back({first, last + 1, cost});
     }
   }
-  return best;
+  return windows;
 }
 
 } // namespace torch_lms

@@ -18,11 +18,11 @@ struct WindowBlock {
 struct FreeWindow {
   size_t first = 0;
   size_t last = 0;
-  size_t cost = SIZE_MAX; ///< Of all blocks together; `SIZE_MAX` if there is no window.
+  size_t cost = 0; ///< Of all blocks together.
 };
 
-/// The window of at least `nbytes` that costs least to empty. Linear in the number
-/// of blocks.
-FreeWindow cheapest_window(const std::vector<WindowBlock>& segment, size_t nbytes);
+/// The shortest windows of at least `nbytes`, one for each last block; the one that costs least to
+/// empty is among them. Linear in the number of blocks.
+std::vector<FreeWindow> shortest_windows(const std::vector<WindowBlock>& segment, size_t nbytes);
 
 } // namespace torch_lms

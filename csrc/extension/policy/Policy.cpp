@@ -8,8 +8,8 @@
 #include <ATen/record_function.h>
 #include <entity/Error.h>
 #include <entity/OpClock.h>
-#include <torch/csrc/autograd/graph_task.h>
 
+#include <extension/base/Backward.h>
 #include <extension/base/ErrorText.h>
 #include <extension/base/ForeignCall.h>
 #include <extension/base/Interpreter.h>
@@ -18,11 +18,6 @@
 
 namespace torch_lms {
 namespace {
-
-/// Whether the calling thread runs a backward.
-bool in_backward() {
-  return torch::autograd::get_current_graph_task_id() != -1;
-}
 
 // Python passes nothing to what it calls between two instructions.
 std::atomic<Policy*> main_thread_waits{nullptr};
@@ -342,7 +337,7 @@ Room::Answer Policy::wait_for_room(Device& device, size_t nbytes) {
     const size_t outgoing = queue.waits_for_ops() ? 0 : queue.pending_bytes();
     size_t requested = 0;
     if (outgoing < wanted - limit) {
-      if (pager_.cancel_last_prefetch()) {
+      if (placeholders_.lend_last() || pager_.cancel_last_prefetch()) {
         continue;
       }
       requested = request_pageouts(device, wanted - limit - outgoing);
@@ -384,8 +379,7 @@ void Policy::make_contiguous(Device& device, size_t nbytes) {
   uint64_t progress = pager_.out_queue().progress();
   for (int tries = 0; tries < options_.contiguous_tries && !device.has_contiguous(nbytes);
        ++tries) {
-    const auto victims = watch_of(device).resident_by_next_use(cycles_, eligible_from_.load());
-    CrowdedWindow window = find_crowded_window(device.blocks(), victims, nbytes);
+    CrowdedWindow window = crowded_window(device, nbytes);
     const bool moved = move_aside(window);
     // What is on its way out anyway may be enough.
     while (!device.has_contiguous(nbytes) && Clock::now() < deadline &&
@@ -396,6 +390,11 @@ void Policy::make_contiguous(Device& device, size_t nbytes) {
       return;
     }
   }
+}
+
+CrowdedWindow Policy::crowded_window(Device& device, size_t nbytes) {
+  const auto victims = watch_of(device).resident_by_next_use(cycles_, eligible_from_.load());
+  return find_crowded_window(device.blocks(), victims, nbytes);
 }
 
 /// Moves what lies in a window to other places of the device: that costs next to nothing. What
@@ -410,6 +409,34 @@ bool Policy::move_aside(CrowdedWindow& window) {
   return moved;
 }
 
+void Policy::hold_placeholders(Device& device) {
+  while (const size_t nbytes = placeholders_.missing_bytes()) {
+    if (device.capturing() || device.use().allocated_bytes + nbytes > device.limit_bytes() ||
+        !hold_placeholder(device, nbytes)) {
+      return;
+    }
+  }
+}
+
+bool Policy::hold_placeholder(Device& device, size_t nbytes) {
+  const WithoutGil no_gil;
+  if (!device.has_contiguous(nbytes) && may_vacate()) {
+    CrowdedWindow window = crowded_window(device, nbytes);
+    move_aside(window);
+  }
+  try {
+    placeholders_.hold(device.allocate_placeholder(nbytes), nbytes);
+  } catch (const NoRoom&) {
+    return false;
+  } catch (const c10::OutOfMemoryError&) {
+    return false;
+  }
+  if (device.limit_bytes() == 0) { // since it was looked at
+    placeholders_.release();
+  }
+  return true;
+}
+
 Room::Answer Policy::after_out_of_memory(Device& device, size_t nbytes) {
   if (device.limit_bytes() == 0 || this_thread().for_prefetch || device.capturing()) {
     return Answer::kRefuse;
@@ -420,6 +447,7 @@ Room::Answer Policy::after_out_of_memory(Device& device, size_t nbytes) {
   const WithoutGil no_gil;
   const OpWaits waits(*feed_, device);
   pager_.stats().allocation_retries.fetch_add(1, std::memory_order_relaxed);
+  placeholders_.release();
   pager_.cancel_prefetches();
   const auto deadline = Clock::now() + options_.patience;
   uint64_t progress = pager_.out_queue().progress();
@@ -432,6 +460,14 @@ Room::Answer Policy::after_out_of_memory(Device& device, size_t nbytes) {
   return requested ? Answer::kFits : Answer::kRefuse;
 }
 
+void Policy::allocation_begins(Device& device) {
+  feed_->wait_begins(device);
+}
+
+void Policy::allocation_ends(Device& device) noexcept {
+  feed_->wait_ends(device);
+}
+
 void Policy::vacate_finished(Device& device) {
   if (enabled() && pager_.out_queue().has_finished() && !wants_boundary()) {
     pager_.commit_finished(&device);
@@ -440,6 +476,7 @@ void Policy::vacate_finished(Device& device) {
 
 void Policy::before_capture() {
   const WithoutGil no_gil;
+  placeholders_.release();
   pager_.cancel_prefetches();
   pager_.wait_pageouts();
   pager_.wait_pageins();
@@ -523,7 +560,7 @@ void Policy::prefetch_ahead(Device& device, bool backward) {
   }
 }
 
-void Policy::after_op(Device* used, bool on_main_thread) {
+void Policy::after_op(Device* used, bool on_main_thread, bool of_program) {
   if (!enabled()) {
     return;
   }
@@ -531,7 +568,7 @@ void Policy::after_op(Device* used, bool on_main_thread) {
   if (!on_main_thread && !backward) {
     other_threads_.store(true, std::memory_order_relaxed);
   }
-  if (cycles_.note_phase(backward)) {
+  if (of_program && cycles_.note_phase(backward)) {
     end_cycle();
     feed_->backward_ended();
   } else if (
@@ -559,6 +596,7 @@ void Policy::end_cycle() {
   if (attention() == Attention::kOff) {
     return;
   }
+  pager_.release_copies_of_dead();
   const bool sleeps = may_sleep();
   note_boundary(); // whatever was running when a cycle began has ended
   cycle_began_.store(cycles_.now(), std::memory_order_relaxed);
@@ -672,6 +710,8 @@ MemoryReport Policy::report(Device& device) {
      : enabled() && entity->uses.last() < eligible_from ? report.unseen_bytes
                                                         : report.movable_bytes) += entity->nbytes();
   });
+  report.held_bytes = placeholders_.held_bytes(device.device());
+  known += report.held_bytes;
   report.other_bytes = use.allocated_bytes - std::min(use.allocated_bytes, known);
   return report;
 }

@@ -13,6 +13,7 @@
 #include <extension/memory/Room.h>
 #include <extension/policy/CrowdedWindow.h>
 #include <extension/policy/DeviceWatch.h>
+#include <extension/policy/Placeholders.h>
 #include <extension/trace/CycleTracker.h>
 #include <extension/transfer/Pager.h>
 
@@ -44,6 +45,7 @@ struct MemoryReport {
   size_t leaving_bytes = 0; ///< On their way out.
   size_t unseen_bytes =
       0; ///< Of storages that no op has been seen to use: see Note [Learn, sleep, arm].
+  size_t held_bytes = 0; ///< Lent to whoever needs room: see Note [Placeholders].
   size_t other_bytes = 0; ///< Small storages, private pools, what compiled code allocates inside.
 };
 
@@ -125,6 +127,8 @@ class Policy final : public Room, public PagerListener {
   Answer make_room(Device& device, size_t nbytes) override;
   void make_contiguous(Device& device, size_t nbytes) override;
   Answer after_out_of_memory(Device& device, size_t nbytes) override;
+  void allocation_begins(Device& device) override;
+  void allocation_ends(Device& device) noexcept override;
   void vacate_finished(Device& device) override;
   void before_capture() override;
   std::string explain(Device& device, size_t nbytes) override;
@@ -137,8 +141,8 @@ class Policy final : public Room, public PagerListener {
   }
   /// An outermost op of the calling thread has ended that used entities of `used`; null if it used
   /// none. Also such ops make cycles: a program of small tensors has no others.
-  /// `on_main_thread`: see Note [Learn, sleep, arm].
-  void after_op(Device* used, bool on_main_thread);
+  /// `on_main_thread`: see Note [Learn, sleep, arm]; `of_program`: see Note [The program's thread].
+  void after_op(Device* used, bool on_main_thread, bool of_program);
   /// The thread that armed the policy is inside no op that began before.
   void note_boundary() noexcept;
   /// Python's main thread is between two instructions, and all storages have been made known.
@@ -149,6 +153,12 @@ class Policy final : public Room, public PagerListener {
   void set_planned(bool planned) noexcept {
     planned_.store(planned, std::memory_order_relaxed);
   }
+  Placeholders& placeholders() noexcept {
+    return placeholders_;
+  }
+  /// Holds the placeholders that are missing, as far as there is room: moves storages aside for
+  /// them, and pages nothing out.
+  void hold_placeholders(Device& device);
   /// The most that was in use at a large allocation on a device since the last call; 0 without one.
   size_t take_recent_peak(const Device& device) noexcept {
     return watch_of(device).take_recent_peak();
@@ -187,7 +197,9 @@ class Policy final : public Room, public PagerListener {
   void note_allocation(Device& device, size_t nbytes, size_t used_bytes);
   size_t request_pageouts(Device& device, size_t nbytes);
   size_t page_out(Device& device, const std::vector<EntityPtr>& entities);
+  CrowdedWindow crowded_window(Device& device, size_t nbytes);
   bool move_aside(CrowdedWindow& window);
+  bool hold_placeholder(Device& device, size_t nbytes);
   Progress wait_for_pageouts(uint64_t* progress, Clock::time_point deadline);
   bool others_may_let_go(Clock::time_point since);
   void page_out_ahead(Device& device, bool backward);
@@ -211,6 +223,7 @@ class Policy final : public Room, public PagerListener {
   std::atomic<size_t> tracked_from_bytes_{SIZE_MAX};
   CycleTracker cycles_;
   std::array<DeviceWatch, Devices::kMost> watches_;
+  Placeholders placeholders_;
 
   std::mutex attention_mutex_; // of who changes it; taken before everything else
   std::atomic<bool> boundary_wanted_{false};

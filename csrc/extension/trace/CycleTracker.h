@@ -28,6 +28,10 @@ class CycleTracker {
   /// An op has run, in backward or not. Returns whether a cycle has just ended.
   bool note_phase(bool backward);
 
+  bool in_backward() const noexcept {
+    return in_backward_.load(std::memory_order_relaxed);
+  }
+
   /// Takes no lock: every use asks for it.
   CycleShape shape() const noexcept;
 

@@ -402,6 +402,25 @@ bool Pager::reclaim_copy(HostPool::Urgency urgency) {
   }
 }
 
+void Pager::release_copies_of_dead() {
+  std::vector<EntityPtr> dead;
+  {
+    std::lock_guard<std::mutex> lock(kept_mutex_);
+    const auto stays = [&](const std::weak_ptr<Entity>& weak) {
+      EntityPtr entity = weak.lock();
+      const bool alive = entity != nullptr && !entity->gone();
+      if (entity != nullptr && !alive) {
+        dead.push_back(std::move(entity));
+      }
+      return alive;
+    };
+    kept_.erase(std::stable_partition(kept_.begin(), kept_.end(), stays), kept_.end());
+  }
+  for (const EntityPtr& entity : dead) {
+    entity->release_copy();
+  }
+}
+
 void Pager::keep_copies(bool keep) {
   keeps_copies_.store(keep);
   std::deque<std::weak_ptr<Entity>> kept;

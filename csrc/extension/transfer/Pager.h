@@ -94,6 +94,8 @@ class Pager final : public StorageEvents {
 
   /// Whether the host keeps copies of what comes in; those that there are go with `false`.
   void keep_copies(bool keep);
+  /// Gives back the copies of storages that have died.
+  void release_copies_of_dead();
   bool keeps_copies() const noexcept override {
     return keeps_copies_.load(std::memory_order_relaxed);
   }

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Any
 
 from torch_lms.errors import LimitError, LmsError
-from torch_lms.plan.planner import make_plan
+from torch_lms.plan.pieces import Request, plan_in_pieces
 from torch_lms.plan.trace import Trace
 
 __all__ = ["main"]
@@ -16,30 +15,28 @@ _WORTH_A_CHANGE = 0.002  # of a step
 
 
 def main() -> int:
-    """Reads a request with the arguments of `make_plan`, and writes plans, a line each. Returns the exit status.
+    """Reads a request, and writes plans, a line each. Returns the exit status.
 
-    The first comes soon; another follows if it is better. The request has ``margin_bytes``, too: the plans stay so far
-    below the limit if one can.
+    The first comes soon; another follows if it is better.
     """
-    request = json.load(sys.stdin)
-    limit_bytes, margin_bytes = request.pop("limit_bytes"), request.pop("margin_bytes")
+    given = json.load(sys.stdin)
     try:
-        trace = Trace.from_json(json.dumps(request.pop("trace")))
-        _answer(trace, limit_bytes, margin_bytes, request)
+        trace = Trace.from_json(json.dumps(given.pop("trace")))
+        _answer(Request(trace=trace, **given))
     except LmsError as error:
         print(" ".join(str(error).split()), file=sys.stderr)
         return 1
     return 0
 
 
-def _answer(trace: Trace, limit_bytes: int, margin_bytes: int, request: dict[str, Any]) -> None:
+def _answer(request: Request) -> None:
     soon = None
     try:
-        soon = make_plan(trace, limit_bytes - margin_bytes, **request, simply=True)
+        soon = plan_in_pieces(request, simply=True)
         print(soon.to_json(), end="", flush=True)
-        best = make_plan(trace, limit_bytes - margin_bytes, **request)
     except LimitError:
-        best = make_plan(trace, limit_bytes, **request)
+        pass  # not so simply, perhaps
+    best = plan_in_pieces(request, simply=False)
     if soon is None or best.predicted.step_us < soon.predicted.step_us * (1 - _WORTH_A_CHANGE):
         print(best.to_json(), end="")
 

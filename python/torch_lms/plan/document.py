@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 from torch_lms.errors import PlanError
 from torch_lms.plan.decision import DECISIONS, RECOMPUTE, Decision
 from torch_lms.plan.fields import Document
+from torch_lms.plan.placeholders import Placeholder
 from torch_lms.plan.timeline import IN, Copy
 from torch_lms.plan.trace import TraceOp, check_ops, check_storages
 
@@ -107,7 +108,7 @@ class PlanTimeline:
         start_us: of the op, or of the first replay before it.
         end_us: of the op.
         replay_us: spent before the op on making storages again.
-        memory_bytes: in use.
+        memory_bytes: in use, placeholders included.
         swapped_bytes: on the host.
         dropped_bytes: of dropped storages.
         plain_bytes: in use without the plan.
@@ -146,6 +147,7 @@ class Plan(Document):
         method: that won.
         methods: all of them.
         decisions: for every storage; several for one that leaves several times.
+        placeholders: blocks that are held for the largest storages.
         ops: by place.
         recurring: by storage, whether it lives across cycles.
         timeline: predicted.
@@ -162,6 +164,7 @@ class Plan(Document):
     method: str
     methods: tuple[MethodResult, ...]
     decisions: tuple[PlannedStorage, ...]
+    placeholders: tuple[Placeholder, ...] = ()
     ops: tuple[TraceOp, ...]
     recurring: tuple[bool, ...]
     timeline: PlanTimeline
@@ -175,6 +178,11 @@ class Plan(Document):
             for name, place in (("out_after", one.out_after), ("in_after", one.in_after)):
                 if place is not None and not 0 <= place < places:
                     raise PlanError(f"expected a place below {places} at decisions[{number}].{name}, found {place}")
+        for number, held in enumerate(self.placeholders):
+            if not 0 < held.until < places:
+                raise PlanError(
+                    f"expected a place from 1 to {places - 1} at placeholders[{number}].until, found {held.until}"
+                )
         lists = (getattr(self.timeline, one.name) for one in fields(self.timeline) if one.name != "copies")
         if (lengths := {len(one) for one in lists}) != {places}:
             raise PlanError(f"expected {places} elements in each list of timeline, found {lengths}")

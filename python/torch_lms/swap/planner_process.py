@@ -57,9 +57,11 @@ class PlannerProcess:
                 process.stdin.close()
                 yield from map(Plan.from_json, process.stdout)
                 said = process.stderr.read().strip()
+            except BaseException:  # also where nobody wants more: to leave the process open would wait for it
+                self.kill()
+                raise
             finally:
                 patience.cancel()
-                self.kill()
         if process.returncode != 0:
             raise PlanError(said.splitlines()[-1] if said else "no answer of the planner")
 

@@ -7,9 +7,9 @@ import json
 import os
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch_lms.plan.trace import Trace
 from torch_lms.swap import where
 from torch_lms.swap.link import measure_link
 from torch_lms.swap.planner_process import PlannerProcess
-from torch_lms.swap.recording import compile_plan, trace_of
+from torch_lms.swap.recording import compile_plan, timed_again, trace_of
 
 __all__ = ["Wishes", "begin", "current_plan", "end", "given_plan", "last_trace", "start"]
 
@@ -50,6 +50,7 @@ class Wishes:
 _wishes: Wishes | None = None
 _plan: Plan | None = None
 _plans: dict[str, Plan] = {}  # by signature: the program may take turns between several
+_traces: dict[str, Trace] = {}  # what these were made of
 _trace: Trace | None = None
 _planner: threading.Thread | None = None
 _process: PlannerProcess | None = None
@@ -106,6 +107,7 @@ def begin(wishes: Wishes, plan: Plan | None = None) -> None:
     with _lock:
         _wishes, _plan, _trace = wishes, None, None
         _plans.clear()
+        _traces.clear()
         if plan is not None:
             _plan = _plans[plan.signature] = replace(plan, measured=None)  # not yet in this run
     bring_back_before_forks()
@@ -113,7 +115,7 @@ def begin(wishes: Wishes, plan: Plan | None = None) -> None:
         measure_link(device)  # before there is a limit
         core.plan_program(device)
     if plan is not None:
-        core.add_plan(compile_plan(plan))
+        core.add_plan(compile_plan(plan, timed=True))  # it is to stay as it is
 
 
 def end() -> None:
@@ -122,6 +124,7 @@ def end() -> None:
     with _lock:
         _wishes, _plan, _trace = None, None, None
         _plans.clear()
+        _traces.clear()
         planner, _planner = _planner, None
         if _process is not None:
             _process.kill()
@@ -154,34 +157,51 @@ def last_trace() -> Trace | None:
 
 
 def start() -> None:
-    """The core has recorded a cycle: plans it on a thread of its own."""
+    """The core has recorded a cycle, or timed one that follows a plan: plans it on a thread of its own."""
     global _planner
     recording = core.take_recording()
+    signature, times_us = core.take_times()
     where.forget()
     with _lock:
-        wishes = _wishes
-    if recording is not None and wishes is not None:
-        planner = threading.Thread(target=_plan_beside, args=(recording, wishes), daemon=True, name="torch_lms planner")
-        with _lock:
-            _planner = planner
-            if _process is not None:  # of an earlier recording
-                _process.kill()
-        planner.start()
+        wishes, trace = _wishes, _traces.get(signature)
+    make_trace: Callable[[], Trace]
+    if wishes is not None and recording is not None:
+        make_trace = partial(_recorded, recording, wishes)
+    elif wishes is not None and trace is not None:
+        make_trace = partial(timed_again, trace, times_us)
+    else:
+        return
+    planner = threading.Thread(
+        target=_plan_beside,
+        args=(make_trace, wishes),
+        kwargs={"timed": recording is None},
+        daemon=True,
+        name="torch_lms planner",
+    )
+    with _lock:
+        _planner = planner
+        if _process is not None:  # of an earlier recording
+            _process.kill()
+    planner.start()
 
 
-def _plan_beside(recording: Mapping[str, Any], wishes: Wishes) -> None:
+def _recorded(recording: Mapping[str, Any], wishes: Wishes) -> Trace:
+    device = recording["device"]
+    return trace_of(recording, limit_bytes=wishes.limits[device], link=measure_link(device))
+
+
+def _plan_beside(make_trace: Callable[[], Trace], wishes: Wishes, *, timed: bool) -> None:
     global _plan, _trace
-    made = False
+    made = timed
     try:
-        limit_bytes = wishes.limits[recording["device"]]
-        trace = trace_of(recording, limit_bytes=limit_bytes, link=measure_link(recording["device"]))
-        for plan in _plans_of(trace, limit_bytes, wishes):
-            compiled = compile_plan(plan)
+        trace = make_trace()
+        for plan in _plans_of(trace, wishes.limits[trace.device], wishes):
+            compiled = compile_plan(plan, timed=timed)
             with _lock:
                 if not _is_wanted(wishes):
                     return
                 _plan, _trace = plan, trace
-                _plans[plan.signature] = plan
+                _plans[plan.signature], _traces[plan.signature] = plan, trace
             core.add_plan(compiled)
             made = True
     except Exception as error:  # on a thread of ours: the program goes on with paging on demand, or with what was made
@@ -191,12 +211,13 @@ def _plan_beside(recording: Mapping[str, Any], wishes: Wishes) -> None:
         warnings.warn(f"torch_lms: no plan was made for this program, which pages on demand: {error}", stacklevel=1)
 
 
-def _margin_bytes(trace: Trace, limit_bytes: int) -> int:
+def _margins(trace: Trace, limit_bytes: int) -> dict[str, int]:
     """How far below the limit a plan stays: on CUDA, free memory lies in pieces, and is to hold the largest storage."""
     margin_bytes = min(limit_bytes // _MARGIN_SHARE, _MARGIN_BYTES)
-    if trace.device.startswith("cuda"):
-        margin_bytes += max((storage.bytes for storage in trace.storages), default=0)
-    return min(margin_bytes, limit_bytes // _MOST_MARGIN_SHARE)
+    largest_bytes = max((storage.bytes for storage in trace.storages), default=0)
+    most_bytes = limit_bytes // _MOST_MARGIN_SHARE - margin_bytes
+    pieces_bytes = min(largest_bytes, most_bytes) if trace.device.startswith("cuda") else 0
+    return {"margin_bytes": margin_bytes, "pieces_bytes": pieces_bytes}
 
 
 def _plans_of(trace: Trace, limit_bytes: int, wishes: Wishes) -> Iterator[Plan]:
@@ -205,7 +226,7 @@ def _plans_of(trace: Trace, limit_bytes: int, wishes: Wishes) -> Iterator[Plan]:
     request = {
         "trace": json.loads(trace.to_json()),
         "limit_bytes": limit_bytes,
-        "margin_bytes": _margin_bytes(trace, limit_bytes),
+        **_margins(trace, limit_bytes),
         "host_limit_bytes": wishes.host_limit_bytes,
         "swap": wishes.swap,
         "recompute": wishes.recompute,
@@ -217,7 +238,6 @@ def _plans_of(trace: Trace, limit_bytes: int, wishes: Wishes) -> Iterator[Plan]:
     try:
         yield from process.plans(request)
     finally:
-        process.kill()
         with _lock:
             _process = None if _process is process else _process
 

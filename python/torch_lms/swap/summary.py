@@ -24,6 +24,7 @@ _PARTS = {
     "fixed_bytes": "pinned (pin, numpy, DLPack, captured graphs, collectives)",
     "leaving_bytes": "being paged out",
     "unseen_bytes": "not used by any op that was watched",
+    "held_bytes": "held for a plan's largest storages",
     "other_bytes": "other (small, private pools, compiled code, not watched)",
 }
 _ATTENTION = {

@@ -434,6 +434,12 @@ class AsyncDevice final : public torch_lms::Device {
   std::vector<std::vector<torch_lms::AllocatorBlock>> blocks() const override {
     return {};
   }
+  std::shared_ptr<torch_lms::TimeMark> mark_time() override {
+    return std::make_shared<TickMark>(ticks.load());
+  }
+  void let_host_lead() override {
+    ++leads;
+  }
   size_t total_bytes() const override {
     return size_t{1} << 30;
   }
@@ -452,8 +458,18 @@ class AsyncDevice final : public torch_lms::Device {
 
   std::atomic<bool> captures{false};
   std::atomic<bool> fragmented{false};
+  std::atomic<int64_t> ticks{0}; ///< What its clock shows.
+  std::atomic<int> leads{0};
 
  private:
+  struct TickMark final : torch_lms::TimeMark {
+    explicit TickMark(int64_t now) : at(now) {}
+    double us_since(const torch_lms::TimeMark& earlier) const override {
+      return static_cast<double>(at - static_cast<const TickMark&>(earlier).at);
+    }
+    const int64_t at;
+  };
+
   const std::shared_ptr<torch_lms::HostPool> pool_;
 
  public:

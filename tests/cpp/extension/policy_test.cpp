@@ -63,6 +63,71 @@ TEST(more_than_fits_is_right_within_the_limit) {
   tensors.clear();
 }
 
+void hold(const std::vector<std::pair<size_t, int32_t>>& blocks) {
+  for (const auto& block : blocks) {
+    lms().policy.placeholders().want(block.first, block.second);
+  }
+  lms().policy.hold_placeholders(Program::get().device());
+}
+
+TEST(a_placeholder_is_in_use_until_its_op_begins) {
+  const Limited limited(4 * kMiB);
+  Placeholders& held = lms().policy.placeholders();
+  const size_t before = allocated();
+  hold({{kMiB, 7}, {kMiB, 9}});
+  CHECK(allocated() >= before + 2 * kMiB);
+  CHECK_EQ(lms().policy.report(Program::get().device()).held_bytes, 2 * kMiB);
+  CHECK_EQ(held.missing_bytes(), 0U);
+  hold({{4 * kMiB, 9}}); // beyond the limit
+  CHECK(allocated() < before + 3 * kMiB);
+  CHECK_EQ(held.missing_bytes(), 4 * kMiB);
+  held.release_until(6);
+  CHECK(allocated() >= before + 2 * kMiB);
+  held.release_until(7);
+  CHECK(allocated() < before + 2 * kMiB);
+  held.release();
+  CHECK_EQ(allocated(), before);
+  CHECK_EQ(held.missing_bytes(), 0U);
+  CHECK(!held.lend_last());
+  CHECK(limited.kept());
+}
+
+TEST(who_needs_room_gets_a_placeholder_before_anything_goes_out) {
+  const Limited limited(4 * kMiB);
+  Placeholders& held = lms().policy.placeholders();
+  const at::Tensor kept = tensor_of(3, kElements);
+  hold({{kMiB, 7}, {2 * kMiB, 8}});
+  const int64_t out = pageouts();
+  {
+    const at::Tensor more = tensor_of(5, 4 * kElements);
+    CHECK_EQ(pageouts(), out);
+    CHECK(holds(kept, 3));
+    CHECK(holds(more, 5));
+    CHECK_EQ(held.missing_bytes(), 2 * kMiB); // the last alone
+  }
+  hold({});
+  CHECK_EQ(held.missing_bytes(), 0U); // and it is held again
+  CHECK(allocated() > limited.limit_bytes - kMiB);
+  held.release();
+  CHECK(limited.kept());
+}
+
+TEST(nothing_is_held_without_a_limit) {
+  const Settled settled;
+  const size_t before = allocated();
+  hold({{kMiB, 7}});
+  CHECK_EQ(allocated(), before);
+  lms().policy.placeholders().release();
+}
+
+TEST(blocks_that_come_too_late_are_not_held) {
+  const Settled settled;
+  const size_t before = allocated();
+  Placeholders held;
+  held.hold(Program::get().device().allocate_placeholder(kMiB), kMiB);
+  CHECK_EQ(allocated(), before);
+}
+
 TEST(what_cannot_fit_says_so_and_what_fits_goes_on) {
   const Limited limited(4 * kMiB);
   const at::Tensor kept = tensor_of(3, kElements);

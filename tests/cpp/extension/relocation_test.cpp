@@ -105,5 +105,35 @@ TEST(a_window_is_made_of_what_costs_least_and_emptied) {
   CHECK(find_crowded_window({}, victims, nbytes).inside.empty());
 }
 
+TEST(a_window_is_preferred_whose_storages_find_place_elsewhere) {
+  const Settled settled;
+  std::vector<at::Tensor> tensors;
+  std::vector<Victim> victims;
+  for (int64_t value = 0; value < 9; ++value) {
+    tensors.push_back(tensor_of(value, value == 0 ? 4096 : 1024));
+    victims.push_back({100 - static_cast<uint64_t>(value), entity_of_tensor(tensors.back())});
+  }
+  const size_t small = tensors[1].nbytes();
+  const auto free = [&](size_t after, size_t nbytes) {
+    return AllocatorBlock{address_of(tensors[after]) + small, nbytes, true};
+  };
+  // The large one costs less than the three small ones, which are needed sooner: but there is no
+  // hole for it.
+  const std::vector<std::vector<AllocatorBlock>> segments = {
+      {used(tensors[0])},
+      {used(tensors[5]), free(5, small), used(tensors[6]), used(tensors[7])},
+      {used(tensors[1]), free(1, small)},
+      {free(2, 2 * small)}};
+  const CrowdedWindow window = find_crowded_window(segments, victims, 4 * small);
+  REQUIRE(window.inside.size() == 3);
+  CHECK(window.inside[0] == victims[5].entity);
+  CHECK(window.inside[2] == victims[7].entity);
+  CHECK(window.holds(address_of(tensors[5])));
+  // Nothing finds place: the cheapest window.
+  const CrowdedWindow none = find_crowded_window({{used(tensors[0])}}, victims, 4 * small);
+  REQUIRE(none.inside.size() == 1);
+  CHECK(none.inside[0] == victims[0].entity);
+}
+
 } // namespace
 } // namespace torch_lms

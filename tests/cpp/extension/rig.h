@@ -174,6 +174,8 @@ class NoMemory {
                                                                           : Answer::kFits;
     }
     void make_contiguous(torch_lms::Device&, size_t) override {}
+    void allocation_begins(torch_lms::Device&) override {}
+    void allocation_ends(torch_lms::Device&) noexcept override {}
     Answer after_out_of_memory(torch_lms::Device&, size_t) override {
       return Answer::kRefuse;
     }

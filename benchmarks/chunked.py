@@ -1,0 +1,156 @@
+"""Mixed-precision training of a GPT with model data in chunks, beside the same with everything on the device.
+
+    python -m benchmarks.chunked --only 'plain,*'      # an H200
+    python -m benchmarks.chunked --tiny --output-dir /tmp/out
+
+Every row trains in 16 bits with 32-bit masters and fused AdamW, its blocks checkpointed. Plain keeps masters by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+import torch_lms
+from benchmarks import peers
+from benchmarks.equal_peak import at_most
+from benchmarks.plan_worker import Paging, Run
+from benchmarks.results import Check, Result
+from benchmarks.sweep import Row, Sweep, add_arguments
+from benchmarks.training import GIB
+from benchmarks.workloads import Program
+
+COLUMNS = [
+    ("mode", "Mode", "{}"),
+    ("step_ms", "Step (ms)", "{:.0f}"),
+    ("ratio", "/ plain", "{:.2f}"),
+    ("peak_gib", "Peak (GiB)", "{:.1f}"),
+    ("out_gib", "Paged out a step (GiB)", "{:.1f}"),
+    ("in_gib", "In a step (GiB)", "{:.1f}"),
+    ("equal", "Bit-equal", "{}"),
+]
+LEARNING_RATE = 1e-4
+
+
+class HandWritten:
+    """A 16-bit model, 32-bit masters of it on the device, and fused AdamW: what chunks are compared with."""
+
+    def __init__(self, program: Program) -> None:
+        self.parameters = list(program.model.parameters())
+        self.masters = [one.detach().float() for one in self.parameters]
+        for parameter in self.parameters:
+            parameter.data = parameter.data.bfloat16()
+        self.adamw = torch.optim.AdamW(self.masters, lr=LEARNING_RATE, fused=True)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """The masters, and the parameters from them."""
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            master.grad = None if parameter.grad is None else parameter.grad.float()
+            parameter.grad = None
+        self.adamw.step()
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            master.grad = None
+            parameter.copy_(master)
+
+
+def in_chunks(program: Program, **options: Any) -> torch.optim.Optimizer:
+    """The program's model in chunks; its optimizer."""
+    adamw = torch.optim.AdamW(program.model.parameters(), lr=LEARNING_RATE, fused=True)
+    return torch_lms.chunked(program.model, adamw, **options)[1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """One way to train.
+
+    Attributes:
+        title: of its row.
+        limit_gib: of the device; None for all of it.
+        options: of `torch_lms.chunked`; None for plain.
+        most_ms: that a step may take.
+        comparable: whether results are plain's: the host's processor rounds differently.
+    """
+
+    title: str
+    limit_gib: int | None = None
+    options: Mapping[str, Any] | None = field(default_factory=dict)
+    most_ms: float | None = None
+    comparable: bool = True
+
+
+ON_HOST = {"update_on": "host"}
+WAYS = {
+    "plain": Way(title="everything on the device, by hand", options=None),
+    "device": Way(title="chunks, on the device"),
+    "device-12": Way(title="chunks, within 12 GiB", limit_gib=12, most_ms=720),
+    "host": Way(title="chunks, updated on the host", options=ON_HOST, comparable=False),
+    "host-backward": Way(
+        title="chunks, updated on the host, in backward",
+        options={**ON_HOST, "step_in_backward": True},
+        most_ms=690,
+        comparable=False,
+    ),
+}
+
+
+def judge(rows: Sequence[Row]) -> Iterator[Check]:
+    """The checks of the rows; adds to them what plain says of them."""
+    found = {row["key"]: row for row in rows}
+    plain = found.get("plain")
+    for key, row in found.items():
+        way = WAYS[key]
+        if plain is not None:
+            row["ratio"] = row["step_ms"] / plain["step_ms"]
+            same = row["losses"][-1] == plain["losses"][-1] and row["digest"] == plain["digest"]
+            row["equal"] = ("yes" if same else "no") if way.comparable else "-"
+            if way.comparable:
+                yield Check(what=f"{way.title}: bit-equal", target="yes", measured=row["equal"], ok=same)
+        if way.most_ms is not None and row["device"] != "cpu":
+            yield at_most(f"{way.title}: step (ms)", row["step_ms"], way.most_ms)
+
+
+def measure_row(sweep: Sweep, key: str) -> None:
+    """Trains in one way; all make as many steps."""
+    way, given = WAYS[key], sweep.given
+    limit_bytes = None if way.limit_gib is None else way.limit_gib * GIB
+    if given.tiny and limit_bytes is not None:
+        plain = sweep.row("plain")
+        limit_bytes = int(plain["peak_bytes"] * 0.7) if plain is not None else None
+    run = Run(
+        workload="gpt",
+        device=sweep.device,
+        tiny=given.tiny,
+        change=peers.checkpoint_blocks,
+        optimizer=True,
+        optimize=HandWritten if way.options is None else partial(in_chunks, **way.options),
+        paging=None if limit_bytes is None else Paging(limit_bytes=limit_bytes),
+        steps=given.steps,
+    )
+    facts: Row = {} if limit_bytes is None else {"limit_bytes": limit_bytes}
+    sweep.run(key, way.title, run, **facts)
+
+
+def main() -> None:
+    """Runs the rows that the command names."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser, seconds=300)
+    given = parser.parse_args()
+    if given.list:
+        print("\n".join(WAYS))
+        return
+    title = "GPT 1.3B in mixed precision with AdamW, 16 x 2048 tokens, blocks checkpointed"
+    sweep = Sweep(Result(name="chunked", title=title, columns=COLUMNS), given, list(WAYS), judge)
+    for key in WAYS:
+        if sweep.wants(key):
+            measure_row(sweep, key)
+    sweep.finish()
+
+
+if __name__ == "__main__":
+    main()

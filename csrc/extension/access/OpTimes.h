@@ -1,0 +1,59 @@
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include <extension/memory/Device.h>
+
+namespace torch_lms {
+
+/// How long the ops of one cycle take on a device, without what they wait for.
+///
+/// Thread-safe: every method may be called from any thread; ops of several threads at once have
+/// times that mean nothing. Blocks on a mutex, under which only the device's clock is asked.
+class OpTimes {
+ public:
+  enum class Lead : uint8_t {
+    kMade, ///< The device waits before each op: the host is submitting no faster than it runs.
+    kThere, ///< The host is ahead.
+  };
+
+  void begin(Device& device, Lead lead);
+  void abandon();
+  bool on() const noexcept {
+    return on_.load(std::memory_order_acquire);
+  }
+
+  /// The op at a place of the cycle begins, and ends.
+  void begin_op(int32_t place);
+  void end_op(int32_t place);
+  /// The op that runs stops meanwhile, and goes on. No effect where none runs.
+  void pause(Device& device);
+  void resume(Device& device) noexcept;
+
+  /// The cycle of so many ops has ended: times in us, by place; 0 for those that did not run. Waits
+  /// for the device. Empty if it was not timed, or if a graph was captured meanwhile.
+  std::vector<double> end(size_t places);
+
+ private:
+  /// A time in which an op runs.
+  struct Span {
+    int32_t place;
+    std::shared_ptr<TimeMark> begin;
+    std::shared_ptr<TimeMark> end;
+  };
+
+  void open_span_locked(int32_t place);
+
+  std::atomic<bool> on_{false};
+  std::mutex mutex_; // guards what follows
+  Device* device_ = nullptr;
+  Lead lead_ = Lead::kThere;
+  bool paused_ = false;
+  std::vector<Span> spans_; // only the last may be open
+};
+
+} // namespace torch_lms

@@ -1,0 +1,8 @@
+"""Model data in equal chunks: parameters, gradients in their place, and optimizer state."""
+
+from __future__ import annotations
+
+from torch_lms.chunk.interface import chunked
+from torch_lms.chunk.optimizer import ChunkedOptimizer
+
+__all__ = ["ChunkedOptimizer", "chunked"]

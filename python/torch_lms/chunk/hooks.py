@@ -1,0 +1,104 @@
+"""Modules tell when they use their parameters."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_lms.chunk.model_data import ModelData
+from torch_lms.chunk.occupancy import Occupancy
+
+__all__ = ["ModuleHooks"]
+
+
+class ModuleHooks:
+    """Accesses and releases parameters around the modules that own them.
+
+    A call of the model is that of any of its modules which no other of them has called. Copies of a model have a plain
+    model's bytes and no chunks: the copied hooks do nothing.
+
+    Thread-safe: each thread's calls are its own.
+    """
+
+    def __init__(self) -> None:
+        self._thread = threading.local()
+        self._own: dict[nn.Module, tuple[int, ...]] = {}
+        self._all: dict[nn.Module, tuple[int, ...]] = {}
+
+    def __reduce__(self) -> tuple[type[ModuleHooks], tuple[()]]:
+        """For copies."""
+        return ModuleHooks, ()
+
+    def attach(self, model: nn.Module, data: ModelData, occupancy: Occupancy, dtype: torch.dtype) -> None:
+        """Begins to tell.
+
+        Args:
+            model: whose parameters are in chunks.
+            data: of the model.
+            occupancy: to tell.
+            dtype: that 32-bit tensors which the model is called with are cast to, unless autocast will see to that.
+        """
+        self._occupancy = occupancy
+        self._dtype = dtype
+        self._calls = itertools.count()
+        for module in model.modules():
+            self._all[module] = tuple(data.numbers[one] for one in module.parameters() if one in data.numbers)
+            if not self._all[module]:
+                continue
+            own = dict.fromkeys(module.parameters(recurse=False))
+            self._own[module] = tuple(data.numbers[one] for one in own if one in data.numbers)
+            module.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self._end, always_call=True)
+
+    def abandon_calls(self) -> None:
+        """The calling thread's calls have ended, whatever they have told: an interrupt leaves without a word."""
+        running = self._running()
+        while running:
+            self._end(running[-1][0], None, None)
+
+    def _running(self) -> list[tuple[nn.Module, int | None]]:
+        """The modules that run on the calling thread, and the calls of the model that they belong to."""
+        if not hasattr(self._thread, "running"):
+            self._thread.running = []
+        found: list[tuple[nn.Module, int | None]] = self._thread.running
+        return found
+
+    def _begin(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        if module not in self._all:
+            return None
+        running = self._running()
+        in_backward = torch._C._current_graph_task_id() != -1
+        call = running[-1][1] if running else None if in_backward else next(self._calls)
+        outermost = not running
+        if outermost:
+            self._occupancy.call_begins(self._all[module], call)
+        self._occupancy.access(self._own[module])
+        running.append((module, call))
+        if not outermost or call is None or not any(map(self._is_cast, (*arguments, *named.values()))):
+            return None
+        return tuple(map(self._cast, arguments)), {name: self._cast(value) for name, value in named.items()}
+
+    def _is_cast(self, value: Any) -> bool:
+        return (
+            isinstance(value, torch.Tensor)
+            and value.dtype == torch.float32
+            and not torch.is_autocast_enabled(value.device.type)
+        )
+
+    def _cast(self, value: Any) -> Any:
+        return value.to(self._dtype) if self._is_cast(value) else value
+
+    def _end(self, module: nn.Module, _: Any, __: Any) -> None:
+        if module not in self._all:
+            return
+        running = self._running()
+        if not running or running[-1][0] is not module:
+            return  # it failed before it began
+        _, call = running.pop()
+        self._occupancy.release(self._own[module])
+        if not running and call is not None:
+            self._occupancy.call_ended(self._all[module])

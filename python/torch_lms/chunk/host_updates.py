@@ -1,0 +1,165 @@
+"""Updates of chunks whose masters are on the host, beside the device.
+
+Note [Updates on the host]
+A gradient comes to the host, 2 bytes for each parameter, and the parameter goes back; the 12 bytes of masters and
+Adam's state stay where they are. One thread updates one chunk after the other, with all cores, while copies of the
+chunks before and behind it run on streams of their own, and the device goes on with backward. Two buffers take turns:
+whoever has a third chunk to update waits.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import TypeAlias
+
+import torch
+
+from torch_lms.chunk.masters import Masters
+from torch_lms.chunk.model_data import ModelData, same_bytes, view_in
+
+__all__ = ["HostUpdates"]
+
+Pairs: TypeAlias = Sequence[tuple[torch.Tensor, torch.Tensor]]
+
+_BUFFERS = 2
+
+
+@dataclass(frozen=True)
+class _Update:
+    """One that has been started: it keeps the gradients until they have been copied."""
+
+    numbers: Sequence[int]
+    gradients: Sequence[torch.Tensor]
+    future: Future[torch.cuda.Event | None]
+
+
+@dataclass
+class _Buffer:
+    """Room for a chunk's gradients on their way out, and then for its parameters on their way back."""
+
+    chunk: torch.Tensor
+    free: torch.cuda.Event | None = None  # when the device has read what was in it last
+
+
+class HostUpdates:
+    """Updates masters on the host, and brings the parameters that are made from them to the device.
+
+    Thread-safe: autograd's threads start updates.
+
+    Args:
+        data: of the model.
+        masters: to update.
+        ended: called by `wait` with the tensors of an update whose parameters have come.
+    """
+
+    def __init__(self, data: ModelData, masters: Masters, ended: Callable[[Sequence[int]], None]) -> None:
+        self._data = data
+        self._masters = masters
+        self._ended = ended
+        self._lock = threading.Lock()
+        self._running: list[_Update] = []
+        on_cuda = data.device.type == "cuda"
+        self._out = torch.cuda.Stream(data.device) if on_cuda else None
+        self._in = torch.cuda.Stream(data.device) if on_cuda else None
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="torch_lms chunks")
+        self._buffers: SimpleQueue[_Buffer] = SimpleQueue()
+        for _ in range(_BUFFERS):
+            chunk = torch.empty(data.layout.chunk_numel, dtype=data.dtype, pin_memory=on_cuda)
+            self._buffers.put(_Buffer(chunk))
+        self._gradients = torch.empty(data.layout.chunk_numel)  # of the chunk that is being updated
+
+    @torch.no_grad()
+    def start(self, numbers: Sequence[int], gradients: Sequence[torch.Tensor], scale: float | None = None) -> None:
+        """Updates tensors of one chunk. May wait until an earlier update is over.
+
+        Args:
+            numbers: of the tensors.
+            gradients: of these; nobody writes to them until `wait`.
+            scale: of the loss, if gradients have it still.
+        """
+        buffer = self._buffers.get()
+        try:
+            if self._out is not None:
+                self._out.wait_stream(torch.cuda.current_stream(self._data.device))
+                if buffer.free is not None:
+                    self._out.wait_event(buffer.free)
+            came = _copy(self._gradients_out(numbers, gradients, buffer.chunk), self._out)
+            future = self._worker.submit(self._update, numbers, buffer, came, scale)
+        except BaseException:
+            self._buffers.put(buffer)
+            raise
+        with self._lock:
+            self._running.append(_Update(numbers, gradients, future))
+
+    def wait(self) -> None:
+        """Until all updates that have been started are over; the device waits for the parameters, not the caller.
+
+        Raises:
+            Exception: what the optimizer has raised first, when all are over. Tensors of that update have their
+                gradients again.
+        """
+        with self._lock:
+            running, self._running = self._running, []
+        failed: Exception | None = None
+        for update in running:
+            try:
+                went = update.future.result()
+            except Exception as error:
+                failed = failed or error
+                for number, gradient in zip(update.numbers, update.gradients, strict=True):
+                    self._data.tensors[number].parameter.grad = gradient
+                continue
+            if went is not None:
+                torch.cuda.current_stream(self._data.device).wait_event(went)
+            self._ended(update.numbers)
+        if failed is not None:
+            raise failed
+
+    @torch.no_grad()
+    def _update(
+        self, numbers: Sequence[int], buffer: _Buffer, came: torch.cuda.Event | None, scale: float | None
+    ) -> torch.cuda.Event | None:
+        """By the worker. Nobody else uses the parameters' bytes: what the device still had to read has been read."""
+        try:
+            if came is not None:
+                came.synchronize()
+            gradients = [self._part(self._gradients, one).copy_(self._part(buffer.chunk, one)) for one in numbers]
+            if scale is not None:
+                torch._foreach_div_(gradients, scale)
+            self._masters.step(numbers, gradients)
+            for number in numbers:
+                self._part(buffer.chunk, number).copy_(self._data.master(number))
+            buffer.free = _copy(self._parameters_in(numbers, buffer.chunk), self._in)
+            return buffer.free
+        finally:
+            self._buffers.put(buffer)
+
+    def _gradients_out(self, numbers: Sequence[int], gradients: Sequence[torch.Tensor], buffer: torch.Tensor) -> Pairs:
+        """As one copy, where all gradients lie in the chunk."""
+        if all(map(same_bytes, gradients, (self._data.views[number] for number in numbers))):
+            return [(buffer, self._chunk_of(numbers))]
+        return [(self._part(buffer, number), one) for number, one in zip(numbers, gradients, strict=True)]
+
+    def _parameters_in(self, numbers: Sequence[int], buffer: torch.Tensor) -> Pairs:
+        """As one copy, where there are no others in the chunk."""
+        if len(numbers) == len(self._data.in_chunk[self._data.layout.places[numbers[0]].chunk]):
+            return [(self._chunk_of(numbers), buffer)]
+        return [(self._data.views[number], self._part(buffer, number)) for number in numbers]
+
+    def _chunk_of(self, numbers: Sequence[int]) -> torch.Tensor:
+        return self._data.parameters.chunk(self._data.layout.places[numbers[0]].chunk)
+
+    def _part(self, chunk: torch.Tensor, number: int) -> torch.Tensor:
+        return view_in(chunk, self._data.layout.places[number], self._data.views[number])
+
+
+def _copy(pairs: Pairs, stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
+    """Each to its first tensor; without a stream they are over, else the returned event tells."""
+    with torch.cuda.stream(stream):  # none: as it is
+        for to, source in pairs:
+            to.copy_(source, non_blocking=True)
+    return None if stream is None else stream.record_event()

@@ -1,0 +1,126 @@
+"""`torch_lms.chunked`: a model and its optimizer in chunks."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeVar
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.optim import Optimizer
+
+from torch_lms._core import need_extension
+from torch_lms.chunk.checkpointing import StateDictHooks
+from torch_lms.chunk.checks import check_model, check_options, note_in_chunks
+from torch_lms.chunk.hooks import ModuleHooks
+from torch_lms.chunk.layout import best_chunk_numel, pack
+from torch_lms.chunk.model_data import ModelData, ModelTensor
+from torch_lms.chunk.occupancy import Occupancy
+from torch_lms.chunk.optimizer import ChunkedOptimizer
+from torch_lms.errors import ChunkError
+from torch_lms.swap.automatic import enable
+
+__all__ = ["chunked"]
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def chunked(
+    model: M,
+    optimizer: Optimizer,
+    *,
+    device_limit: int | str | None = None,
+    host_limit: int | str | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    chunk_numel: int | None = None,
+    reuse_gradients: bool = True,
+    step_in_backward: bool = False,
+    update_on: Literal["device", "host"] = "device",
+) -> tuple[M, ChunkedOptimizer]:
+    """Holds a model's parameters and its optimizer's state in equal chunks, for training in mixed precision.
+
+    Parameters become 16-bit numbers, which the model computes with, and so do the 32-bit inputs that it is called
+    with. (Batch norm stays as it is: its statistics would lose too much.) The optimizer updates 32-bit masters of them,
+    and gradients take the place of the parameters: 6 bytes for each parameter, and what the optimizer keeps (8 for
+    Adam). All of it is within the device's limit or on the host, and moves in chunks as activations move: by automatic
+    mode, which is turned on. Then train as before: ``loss.backward()``, ``optimizer.step()``.
+
+    Source: the seed on PatrickStar, section 6.
+
+    Args:
+        model: on one device. It is changed, and returned.
+        optimizer: of its parameters; any that treats each of them alone, as all of ``torch.optim`` but ``LBFGS`` do.
+        device_limit: of the device's memory: bytes, ``"40GiB"``, or ``"50%"``. Without it, what `torch_lms.enable` has
+            been told holds.
+        host_limit: of the host memory (for a model on the CPU: the disk) for what is not on the device.
+        dtype: of parameters and gradients: ``torch.bfloat16`` or ``torch.float16``.
+        chunk_numel: elements of each chunk; found by itself if left out.
+        reuse_gradients: whether gradients take the place of parameters, where they can.
+        step_in_backward: update each chunk during backward, as soon as its gradients are there. They are gone
+            afterwards: for programs that call ``optimizer.step()`` after each backward, and do not look at gradients.
+        update_on: where masters and the optimizer's state are: on the device, from where they are paged out as
+            activations are, or on the host, whose processor updates them beside the device's work.
+
+    Returns:
+        The model, and the optimizer to use from now on. State dicts of both are those of a plain model in 32 bits.
+
+    Raises:
+        ChunkError: for a model or an optimizer that cannot be held in chunks. Nothing has changed then.
+        LimitError: for a limit that cannot be understood.
+    """
+    need_extension("chunked", "hold optimizer state by hand, or use stock PyTorch 2.11 or later")
+    tensors = _tensors_of(model, optimizer)
+    check_model(model, optimizer, tensors)
+    check_options(dtype, update_on, step_in_backward=step_in_backward)
+    device = tensors[0].parameter.device
+    runs = _runs_of(tensors)
+    sizes = [[one.parameter.numel() for one in run] for run in runs]
+    layout = pack(sizes, chunk_numel or best_chunk_numel(sizes))
+    if device_limit is not None:
+        enable({device: device_limit}, host_limit=host_limit)
+    data = ModelData([one for run in runs for one in run], layout, dtype, device, update_on)
+    chunked_optimizer = ChunkedOptimizer(optimizer, data)
+    ready = chunked_optimizer.gradient_ready if step_in_backward else _nothing
+    occupancy = Occupancy(data, reuse=reuse_gradients, gradient_ready=ready, settle=chunked_optimizer.settle)
+    hooks = ModuleHooks()
+    chunked_optimizer.attach(occupancy, hooks)
+    hooks.attach(model, data, occupancy, dtype)
+    StateDictHooks().attach(model, data, occupancy)
+    note_in_chunks(tensors)
+    return model, chunked_optimizer
+
+
+def _nothing(_: int) -> None:
+    pass
+
+
+def _tensors_of(model: nn.Module, optimizer: Optimizer) -> list[ModelTensor]:
+    groups = {one: place for place, group in enumerate(optimizer.param_groups) for one in group["params"]}
+    wide = {
+        one
+        for module in model.modules()
+        if isinstance(module, _NormBase) and module.running_mean is not None  # these have the type of its parameters
+        for one in module.parameters(recurse=False)
+    }
+    found = [
+        ModelTensor(name=name, parameter=one, group=place if one.requires_grad else None, wide=one in wide)
+        for name, one in model.named_parameters()
+        for place in [groups.pop(one, None)]
+    ]
+    if groups:
+        shapes = ", ".join(str(tuple(one.shape)) for one in list(groups)[:3])
+        raise ChunkError(
+            f"expected an optimizer of the model's parameters alone, found {len(groups)} others (of shapes {shapes}); "
+            "make it of model.parameters()"
+        )
+    if not found:
+        raise ChunkError("expected a model with parameters, found none; pass the model that the optimizer is of")
+    return found
+
+
+def _runs_of(tensors: list[ModelTensor]) -> list[list[ModelTensor]]:
+    """What may share chunks, in the model's order: the parameters of one group; those that are alike in kind."""
+    runs: dict[tuple[int | None, bool], list[ModelTensor]] = {}
+    for one in tensors:
+        runs.setdefault((one.group, one.wide), []).append(one)
+    return list(runs.values())

@@ -1,0 +1,234 @@
+"""An optimizer that steps chunk by chunk, on masters."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from torch_lms.chunk.hooks import ModuleHooks
+from torch_lms.chunk.host_updates import HostUpdates
+from torch_lms.chunk.masters import Masters
+from torch_lms.chunk.model_data import ModelData
+from torch_lms.chunk.occupancy import Occupancy
+from torch_lms.errors import ChunkError
+
+__all__ = ["ChunkedOptimizer"]
+
+
+class ChunkedOptimizer(Optimizer):
+    """The given optimizer, on the masters of a model in chunks.
+
+    A chunk's gradients are made 32-bit numbers, its masters are updated by the given optimizer's own `step`, and its
+    parameters are made from these. Parameter groups are those of the given optimizer: schedulers of either work.
+
+    Not thread-safe, as optimizers are not; in backward it is called by autograd's threads, one chunk after the other.
+
+    Args:
+        inner: the optimizer that was given.
+        data: of the model.
+    """
+
+    # GradScaler leaves gradients scaled then, and says by how much.
+    _step_supports_amp_scaling = True
+
+    grad_scale: torch.Tensor | None
+    found_inf: torch.Tensor
+
+    def __init__(self, inner: Optimizer, data: ModelData) -> None:
+        self._ready = False
+        self._data = data
+        super().__init__([{"params": group["params"]} for group in inner.param_groups], inner.defaults)
+        self.param_groups = inner.param_groups  # the same dictionaries: schedulers may have either optimizer
+        self._inner = inner
+        self._optimizer_step_pre_hooks = inner._optimizer_step_pre_hooks
+        self._optimizer_step_post_hooks = inner._optimizer_step_post_hooks
+        inner._optimizer_step_pre_hooks, inner._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+        self._masters = Masters(inner, data)
+        self._host = HostUpdates(data, self._masters, self._came_from_host) if any(data.on_host) else None
+        self._updated: set[int] = set()  # in backward, since the last step
+        self._expected: list[set[int]] = [
+            {number for number in chunk if data.tensors[number].group is not None} for chunk in data.in_chunk
+        ]
+        self._arrived: list[set[int]] = [set() for _ in data.in_chunk]
+        self._ready = True
+
+    def attach(self, occupancy: Occupancy, hooks: ModuleHooks) -> None:
+        """Before anything else is called."""
+        self._occupancy = occupancy
+        self._hooks = hooks
+
+    def __reduce__(self) -> Any:
+        """Never.
+
+        Raises:
+            ChunkError: always: a copy could not update the model's chunks.
+        """
+        raise ChunkError("expected one optimizer of chunks, found it being copied or pickled; use its state_dict()")
+
+    def settle(self) -> None:
+        """Until all updates that are under way on the host are over."""
+        if self._host is not None:
+            self._host.wait()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only while it is made.
+
+        Raises:
+            ChunkError: always, afterwards.
+        """
+        if self._ready:
+            raise ChunkError(
+                "expected parameter groups to be complete, found a new one; add it before torch_lms.chunked"
+            )
+        super().add_param_group(param_group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Updates every parameter that has a gradient.
+
+        Args:
+            closure: evaluates the model again, and returns the loss; called once.
+
+        Raises:
+            ChunkError: if GradScaler skips a step whose updates backward has made.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._hooks.abandon_calls()
+        if float(getattr(self, "found_inf", 0)):
+            self._skip()
+            return loss
+        self._check_frozen()
+        for chunk, numbers in enumerate(self._data.in_chunk):
+            wanted = [
+                number
+                for number in numbers
+                if self._data.tensors[number].parameter.grad is not None and self._data.masters[number] is not None
+            ]
+            self._expected[chunk] = set(wanted) | (self._updated & set(numbers))
+            self._update([number for number in wanted if number not in self._updated])
+        self.settle()
+        self._end_step()
+        self._inner._opt_called = True  # type: ignore[attr-defined]  # a scheduler may have been made for it
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets gradients, or zeroes them; parameters whose bytes they had get theirs back."""
+        self._hooks.abandon_calls()
+        for arrived in self._arrived:  # of a backward that has failed
+            arrived &= self._updated
+        if set_to_none:
+            for one in self._data.tensors:
+                one.parameter.grad = None
+        self._occupancy.give_back(range(len(self._data.tensors)))
+        super().zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As the given optimizer's: keys, shapes and values."""
+        self.settle()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if state := self._masters.state_of(self._data.numbers[parameter]):
+                    self.state[parameter] = state
+        try:
+            return super().state_dict()
+        finally:
+            self.state.clear()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes a `state_dict` of this optimizer, or of the given one, whatever its chunks were."""
+        self.settle()
+        for change in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = change(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        self._masters.load_state_dict(state_dict)
+        for tell in self._optimizer_load_state_dict_post_hooks.values():
+            tell(self)
+
+    def gradient_ready(self, number: int) -> None:
+        """In backward: the last one of a chunk has the chunk updated.
+
+        Raises:
+            ChunkError: for a parameter that has been updated since the last step.
+        """
+        one = self._data.tensors[number]
+        if number in self._updated:
+            one.parameter.grad = None
+            self._occupancy.give_back((number,))
+            raise ChunkError(
+                f"expected optimizer.step() after each backward, found another gradient of {one.name}, which has been "
+                "updated; call step, or torch_lms.chunked(..., step_in_backward=False)"
+            )
+        chunk = self._data.layout.places[number].chunk
+        self._arrived[chunk].add(number)
+        if self._arrived[chunk] >= self._expected[chunk]:
+            ready = sorted(self._arrived[chunk] - self._updated)
+            with torch.no_grad():
+                self._update(ready)
+            self._updated.update(ready)
+
+    def _update(self, numbers: list[int]) -> None:
+        """Of one chunk."""
+        if not numbers:
+            return
+        for number in numbers:
+            self._occupancy.leave_gradient_to_others(number, is_used_up=True)
+            self._occupancy.note_written(number)
+        scale = getattr(self, "grad_scale", None)
+        given = [self._gradient(number) for number in numbers]
+        if self._host is not None and self._data.on_host[self._data.layout.places[numbers[0]].chunk]:
+            self._host.start(numbers, given, None if scale is None else scale.item())
+            for number in numbers:
+                self._data.tensors[number].parameter.grad = None
+            return
+        gradients = [torch.empty_like(self._data.master(one)).copy_(of) for one, of in zip(numbers, given, strict=True)]
+        if scale is not None:
+            for gradient in gradients:
+                gradient.div_(scale)
+        self._masters.step(numbers, gradients)
+        for number in numbers:
+            self._data.tensors[number].parameter.grad = None
+            self._occupancy.renew(number)
+
+    def _gradient(self, number: int) -> torch.Tensor:
+        gradient = self._data.tensors[number].parameter.grad
+        assert gradient is not None
+        return gradient
+
+    def _came_from_host(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            self._occupancy.renew(number, made=True)
+
+    def _check_frozen(self) -> None:
+        """One that was frozen, and has a gradient now, has no master that could be updated."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                one = self._data.tensors[self._data.numbers[parameter]]
+                if one.group is None and parameter.grad is not None:
+                    raise ChunkError(
+                        f"expected {one.name} to stay frozen, found a gradient of it; unfreeze it before "
+                        "torch_lms.chunked"
+                    )
+
+    def _skip(self) -> None:
+        if self._updated:
+            raise ChunkError(
+                "expected a step that may be skipped, found updates that backward has made; "
+                "call torch_lms.chunked(..., step_in_backward=False)"
+            )
+        self.zero_grad()
+        self._end_step()
+
+    def _end_step(self) -> None:
+        self._masters.take_noted()
+        self._updated.clear()
+        for arrived in self._arrived:
+            arrived.clear()
+        self._occupancy.give_back(range(len(self._data.tensors)))  # whose gradients the program has dropped
+        self._occupancy.step_ended()

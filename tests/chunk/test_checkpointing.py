@@ -1,0 +1,125 @@
+"""State dicts of models in chunks are those of plain ones, and fill them."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import torch_lms
+from tests.chunk.plain import Chunked, Plain, loss_of, same, train
+from tests.chunk.test_chunked import ADAMW, OPTIMIZERS, Owner, in_order, make
+from tests.unit.trainings import GPT_TRAINING, TRAININGS, Training, one_thread, vector_batch
+
+STEPS = 3
+
+
+def state_dicts(chunked: Chunked) -> tuple[dict[str, Any], dict[str, Any]]:
+    """As they come from a file."""
+    file = io.BytesIO()
+    torch.save((chunked.model.state_dict(), chunked.optimizer.state_dict()), file)
+    file.seek(0)
+    loaded: tuple[dict[str, Any], dict[str, Any]] = torch.load(file)
+    return loaded
+
+
+def trained(training: Training, which: type[Plain] | type[Chunked], optimizer: str, **options: Any) -> Any:
+    made = which(make(training), OPTIMIZERS[optimizer], **options)
+    for _ in train(made, training.batch, STEPS):
+        pass
+    return made
+
+
+@one_thread()
+@pytest.mark.parametrize("training", TRAININGS, ids=lambda one: one.name)
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD with momentum", "Adafactor"])
+def test_state_dicts_are_those_of_masters_and_of_the_given_optimizer(training: Training, optimizer: str) -> None:
+    plain, chunked = trained(training, Plain, optimizer), trained(training, Chunked, optimizer)
+    model, state = state_dicts(chunked)
+    names = [name for name, _ in plain.model.named_parameters()]
+    for name, master in zip(names, plain.masters, strict=True):
+        assert model[name].dtype == torch.float32
+        assert torch.equal(model[name], master)
+    assert list(model) == list(plain.model.state_dict())
+    expected = plain.optimizer.state_dict()
+    assert state["param_groups"] == expected["param_groups"]
+    assert list(state["state"]) == list(expected["state"])
+    for number, values in expected["state"].items():
+        assert list(state["state"][number]) == list(values)
+        for key, value in values.items():
+            assert torch.equal(torch.as_tensor(state["state"][number][key]), torch.as_tensor(value)), key
+
+
+@one_thread()
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD with momentum", "Adafactor"])
+def test_a_training_goes_on_from_its_state_dicts_with_other_chunks(optimizer: str) -> None:
+    through = Chunked(make(GPT_TRAINING), OPTIMIZERS[optimizer])
+    steps = train(through, GPT_TRAINING.batch, 2 * STEPS)
+    for _ in range(STEPS):
+        next(steps)
+    saved = state_dicts(through)
+    torch.manual_seed(1)
+    again = Chunked(GPT_TRAINING.make(), OPTIMIZERS[optimizer], chunk_numel=1 << 15)
+    loss_of(again.model, GPT_TRAINING.batch(0)).backward()  # gradients in the places of parameters
+    again.model.load_state_dict(saved[0])
+    again.optimizer.load_state_dict(saved[1])
+    for number, made in enumerate(steps):
+        torch.manual_seed(number + STEPS)  # dropout's
+        again.zero_grad()
+        loss = loss_of(again.model, GPT_TRAINING.batch(number + STEPS))
+        loss.backward()
+        gradients = [one.grad.clone() for one in again.parameters if one.grad is not None]
+        again.step()
+        assert same(made, [loss.detach(), *gradients, *(master.clone() for master in again.masters)])
+
+
+@one_thread()
+def test_a_plain_optimizer_that_has_stepped_goes_on_in_chunks() -> None:
+    model = Owner(in_order)
+    given = ADAMW(model.parameters())
+    model(vector_batch(0)[0]).square().mean().backward()
+    given.step()
+    given.zero_grad()
+    other = copy.deepcopy(model)
+    plain = Plain(other, ADAMW)
+    plain.optimizer.load_state_dict(copy.deepcopy(given.state_dict()))
+    chunked = Chunked(model, lambda _: given)
+    for expected, made in zip(train(plain, vector_batch, STEPS), train(chunked, vector_batch, STEPS), strict=True):
+        assert same(made, expected)
+
+
+@one_thread()
+def test_a_plain_model_loads_what_one_in_chunks_has_saved_and_the_other_way() -> None:
+    chunked = trained(GPT_TRAINING, Chunked, "AdamW")
+    plain = GPT_TRAINING.make()
+    plain.load_state_dict(chunked.model.state_dict())
+    assert torch.equal(plain.head.weight, chunked.optimizer._data.master(0))
+    with torch.no_grad():
+        plain.head.weight.mul_(1.5)
+    chunked.model.load_state_dict(plain.state_dict())
+    assert torch.equal(chunked.model.head.weight, plain.head.weight.bfloat16())
+    assert torch.equal(chunked.optimizer._data.master(0), plain.head.weight)
+
+
+@one_thread()
+def test_saving_between_backward_and_step_changes_nothing() -> None:
+    plain, chunked = Plain(Owner(in_order), ADAMW), Chunked(Owner(in_order), ADAMW)
+    for number in range(STEPS):
+        for training in (plain, chunked):
+            training.zero_grad()
+            loss_of(training.model, vector_batch(number)).backward()
+        saved = chunked.model.state_dict()
+        for name, master in zip([name for name, _ in plain.model.named_parameters()], plain.masters, strict=True):
+            assert torch.equal(saved[name], master)
+        plain.step()
+        chunked.step()
+
+
+def test_parameters_are_not_exchanged_for_loaded_tensors() -> None:
+    chunked = Chunked(nn.Linear(8, 8), ADAMW)
+    with pytest.raises(torch_lms.errors.ChunkError, match="found assign=True"):
+        chunked.model.load_state_dict(nn.Linear(8, 8).state_dict(), assign=True)

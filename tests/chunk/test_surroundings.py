@@ -1,0 +1,389 @@
+"""What programs do around a model in chunks: copies, interrupts, surgery, aliases, and optimizers of all kinds."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import threading
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812  # PyTorch's own name for it
+from torch.nn.utils import prune
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+import torch_lms
+from tests.unit.fresh_process import run_python
+from torch_lms.errors import ChunkError
+
+X = torch.rand(16, 64, generator=torch.Generator().manual_seed(0))
+CLASSES = torch.arange(16) % 8
+STILL = partial(torch.optim.SGD, lr=0.0)  # its steps change nothing
+ADAMW = partial(torch.optim.AdamW, lr=1e-2)
+
+
+def make() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8))
+
+
+def chunked(model: nn.Module | None = None, optimize: Callable[..., Any] = ADAMW, **options: Any) -> tuple[Any, Any]:
+    model = make() if model is None else model
+    return torch_lms.chunked(model, optimize(model.parameters()), **options)
+
+
+def loss_of(model: nn.Module) -> torch.Tensor:
+    return F.cross_entropy(model(X).float(), CLASSES)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    loss_of(model).backward()
+    optimizer.step()
+
+
+# --- the model ---
+
+
+@pytest.mark.parametrize("between", [False, True])
+def test_copies_are_plain_models(between: bool) -> None:
+    model, optimizer = chunked()
+    step(model, optimizer)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    copies = [
+        copy.deepcopy(model),
+        torch.optim.swa_utils.AveragedModel(model).module,
+        torch.load(file, weights_only=False),
+    ]
+    for other in copies:
+        with torch.no_grad():
+            assert torch.equal(other(X.bfloat16()), model(X))
+        assert torch.equal(other.state_dict()["0.weight"], model[0].weight)
+    if between:
+        loss_of(model).backward()
+        with pytest.raises(RuntimeError, match="its bytes hold its gradient now"):
+            copy.deepcopy(model)
+    step(model, optimizer)
+    assert not torch.equal(copies[0][0].weight, model[0].weight)
+    with pytest.raises(ChunkError, match="found it being copied or pickled"):
+        copy.deepcopy(optimizer)
+
+
+def test_an_interrupt_in_a_forward_leaves_everything_usable() -> None:
+    model, optimizer = chunked()
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = model[2].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(X)
+    handle.remove()
+    optimizer.zero_grad()
+    for _ in range(2):
+        step(model, optimizer)
+
+
+def test_backward_inside_of_a_forward() -> None:
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(64, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(2):
+                F.cross_entropy(self.linear(x).float(), CLASSES).backward()
+            return self.linear(x)
+
+    gradients = []
+    for reuse in (True, False):
+        torch.manual_seed(0)
+        model, optimizer = chunked(Inner(), reuse_gradients=reuse)
+        model(X)
+        gradients.append(model.linear.weight.grad.clone())
+        optimizer.step()
+    assert torch.equal(*gradients)
+
+
+def test_who_steps_while_a_module_runs_is_told() -> None:
+    model, optimizer = chunked()
+    loss_of(model).backward()
+    running, done = threading.Event(), threading.Event()
+
+    def wait(*_: Any) -> None:
+        running.set()
+        done.wait(60)
+
+    model[2].register_forward_pre_hook(wait)
+    thread = threading.Thread(target=lambda: model(X))
+    thread.start()
+    running.wait(60)
+    loss = F.linear(X.bfloat16(), model[2].weight).float().sum()
+    loss.backward()
+    with pytest.raises(ChunkError, match="used by no module, found 1 that run"):
+        optimizer.step()
+    done.set()
+    thread.join()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("what", ["clip", "accumulate"])
+def test_evaluating_in_inference_mode_between_backward_and_step(what: str) -> None:
+    model, optimizer = chunked()
+    loss_of(model).backward()
+    with torch.inference_mode():
+        model(X)
+    if what == "clip":
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    else:
+        loss_of(model).backward()
+    optimizer.step()
+
+
+def test_what_the_model_is_called_with_stays_the_callers() -> None:
+    class Collects(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(64, 8)
+
+        def forward(self, x: torch.Tensor, seen: list[torch.Tensor]) -> torch.Tensor:
+            seen.append(x)
+            return self.linear(x)
+
+    model, _ = chunked(Collects())
+    seen: list[torch.Tensor] = []
+    model(X, seen)
+    assert [one.dtype for one in seen] == [torch.bfloat16]
+
+
+def test_a_model_that_goes_takes_its_chunks_along() -> None:
+    model, optimizer = chunked()
+    step(model, optimizer)
+    gone = weakref.ref(optimizer._data)
+    del model, optimizer
+    gc.collect()
+    assert gone() is None
+
+
+def test_kernels_that_get_a_parameter_without_bytes_raise() -> None:
+    program = """
+import torch, torch_lms
+model = torch.nn.Linear(64, 64)
+model, optimizer = torch_lms.chunked(model, torch.optim.AdamW(model.parameters()))
+model(torch.rand(4, 64)).float().sum().backward()
+p, x = model.weight, torch.ones(64, 64, dtype=torch.bfloat16)
+with torch.no_grad():
+    for ask in (lambda: x.add_(p), lambda: x.lerp_(p, 0.1), lambda: torch._foreach_add_([x], [p]), lambda: p.max(1),
+                lambda: p.topk(2), lambda: p.nan_to_num(), lambda: p.cumsum(0), lambda: x.copy_(p), lambda: p.t() + 1):
+        try:
+            ask()
+        except RuntimeError as error:
+            print("its bytes hold its gradient now" in str(error) or "out of bounds" in str(error))
+optimizer.step()
+print(bool(p.isfinite().all()))
+"""
+    ended = run_python("-c", program)
+    assert ended.stdout.split() == ["True"] * 10, ended.stderr[-2000:]
+
+
+# --- gradients ---
+
+
+def test_gradients_that_are_kept_keep_their_bytes() -> None:
+    model, optimizer = chunked()
+    for use_up in (optimizer.zero_grad, optimizer.step):
+        loss_of(model).backward()
+        kept = [one.grad for one in model.parameters()]
+        copies = [one.clone() for one in kept]
+        use_up()
+        assert all(map(torch.equal, kept, copies))
+
+
+def test_a_parameter_whose_gradient_is_dropped_has_bytes_after_the_step() -> None:
+    model, optimizer = chunked()
+    before = model[0].weight.detach().clone()
+    loss_of(model).backward()
+    model[0].weight.grad = None
+    optimizer.step()
+    assert torch.equal(model[0].weight, before)
+
+
+def test_what_a_failed_backward_has_brought_is_not_waited_for() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(64, 64), nn.Linear(64, 8), nn.Linear(64, 8)
+
+        def forward(self, x: torch.Tensor, both: bool = True) -> torch.Tensor:
+            h = self.a(x)
+            return self.b(h) + (self.c(h) if both else 0)
+
+    model, optimizer = chunked(Two(), step_in_backward=True)
+    for _ in range(2):
+        step(model, optimizer)
+    handle = model.a.register_forward_hook(lambda _, __, out: out.register_hook(lambda _: 1 / 0) and None)
+    with pytest.raises(ZeroDivisionError):
+        loss_of(model).backward()
+    handle.remove()
+    optimizer.step()
+    optimizer.zero_grad()
+    F.cross_entropy(model(X, both=False).float(), CLASSES).backward()
+    optimizer.step()
+
+
+# --- what the program writes to parameters ---
+
+
+@pytest.mark.parametrize("then", ["step", "call", "zero_grad"])
+def test_data_assigned_between_backward_and_step_stays(then: str) -> None:
+    model, optimizer = chunked(optimize=STILL)
+    loss_of(model).backward()
+    model[0].weight.data = torch.full((64, 64), 3.0, dtype=torch.bfloat16)
+    {"step": optimizer.step, "call": lambda: model(X), "zero_grad": optimizer.zero_grad}[then]()
+    assert (model[0].weight == 3).all()
+    optimizer.step()
+    assert (model.state_dict()["0.weight"] == 3).all()
+
+
+def test_a_write_that_changes_nothing_leaves_the_masters_bits() -> None:
+    results = []
+    for clamp in (False, True):
+        model = nn.Linear(64, 8, bias=False)
+        nn.init.ones_(model.weight)
+        model, optimizer = chunked(model, partial(torch.optim.SGD, lr=1e-4))
+        for _ in range(50):
+            optimizer.zero_grad()
+            model(torch.ones(1, 64)).float().sum().backward()
+            optimizer.step()
+            if clamp:
+                with torch.no_grad():
+                    model.weight.clamp_(-2, 2)
+        results.append(model.state_dict()["weight"].clone())
+    assert torch.equal(*results)
+    assert (results[0] < 0.996).all()
+
+
+def test_masters_take_what_is_loaded_under_other_names_and_keep_what_is_not() -> None:
+    model = make()
+    model[2].register_load_state_dict_pre_hook(
+        lambda _, state, prefix, *__: state.update({prefix + "weight": state.pop(prefix + "kernel")})
+    )
+    model, optimizer = chunked(model, STILL)
+    nn.init.ones_(model[4].weight)
+    saved = {key: value for key, value in make().state_dict().items() if not key.startswith("4")}
+    saved["2.kernel"] = torch.full_like(saved.pop("2.weight"), 1 + 2.0**-20)
+    model.load_state_dict(saved, strict=False)
+    step(model, optimizer)
+    assert (model.state_dict()["2.weight"] == 1 + 2.0**-20).all()
+    assert (model.state_dict()["4.weight"] == 1).all()
+
+
+def test_state_dicts_follow_surgery() -> None:
+    model, optimizer = chunked()
+    model[4] = nn.Linear(64, 8, dtype=torch.bfloat16)
+    assert torch.equal(model.state_dict()["4.weight"], model[4].weight)
+    model, optimizer = chunked(optimize=STILL)
+    prune.identity(model[2], "weight")
+    saved = model.state_dict()
+    assert saved["2.weight_orig"].dtype == torch.float32
+    saved["2.weight_orig"] = torch.full((64, 64), 1 + 2.0**-20)
+    model.load_state_dict(saved)
+    step(model, optimizer)
+    assert (model.state_dict()["2.weight_orig"] == 1 + 2.0**-20).all()
+
+
+def test_a_modules_state_dict_has_masters_too() -> None:
+    model, _ = chunked()
+    given = nn.Linear(64, 64).state_dict()
+    loss_of(model).backward()
+    model[2].load_state_dict(given)
+    assert torch.equal(model[2].state_dict()["weight"], given["weight"])
+    assert torch.equal(model.state_dict()["2.weight"], given["weight"])
+
+
+# --- optimizers ---
+
+
+def test_frozen_parameters_in_the_optimizer_stay_as_they_are() -> None:
+    model = make()
+    model[0].requires_grad_(False)
+    model, optimizer = chunked(model)
+    before = model[0].weight.clone()
+    for _ in range(2):
+        step(model, optimizer)
+    assert torch.equal(before, model[0].weight)
+    optimizer.load_state_dict(optimizer.state_dict())
+    model[0].requires_grad_(True)
+    loss_of(model).backward()
+    with pytest.raises(ChunkError, match=r"0.weight to stay frozen"):
+        optimizer.step()
+
+
+def test_hooks_of_steps_and_of_state_dicts_run_once() -> None:
+    model, optimizer = chunked(chunk_numel=4096)
+    called: list[str] = []
+    everywhere = register_optimizer_step_post_hook(lambda *_: called.append("everywhere"))
+    optimizer.register_step_post_hook(lambda *_: called.append("step"))
+    optimizer.register_load_state_dict_post_hook(lambda _: called.append("load"))
+    step(model, optimizer)
+    everywhere.remove()
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert sorted(called) == ["everywhere", "load", "step"]
+
+
+def test_what_an_optimizer_counts_in_a_group_it_counts_once() -> None:
+    class Counting(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                group["in_place"] += 1
+                group["anew"] = group["anew"] + 1
+            return super().step(closure)
+
+    model = make()
+    groups = [
+        {"params": list(model.parameters()), "in_place": torch.zeros(()), "anew": 0},
+        {"params": [], "in_place": torch.zeros(()), "anew": 0},
+    ]
+    model, optimizer = torch_lms.chunked(model, Counting(groups, lr=0.1), chunk_numel=4096)
+    for _ in range(3):
+        step(model, optimizer)
+    assert (optimizer.param_groups[0]["in_place"], optimizer.param_groups[0]["anew"]) == (3, 3)
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def test_the_state_of_a_16_bit_model_becomes_its_masters() -> None:
+    model = make().bfloat16()
+    given = ADAMW(model.parameters())
+    F.cross_entropy(model(X.bfloat16()).float(), CLASSES).backward()
+    given.step()
+    given.zero_grad()
+    model, optimizer = torch_lms.chunked(model, given)
+    step(model, optimizer)
+    assert {one["exp_avg"].dtype for one in optimizer.state_dict()["state"].values()} == {torch.float32}
+
+
+def test_what_is_in_chunks_or_compiled_is_refused() -> None:
+    def refused(text: str, model: nn.Module, optimize: Callable[..., Any] = ADAMW, **options: Any) -> None:
+        types = [one.dtype for one in model.parameters()]
+        with pytest.raises(ChunkError, match=text):
+            chunked(model, optimize, **options)
+        assert types == [one.dtype for one in model.parameters()]
+
+    model, _ = chunked()
+    refused("in no chunks yet, found 0.weight", model)
+    other = make()
+    other[2].weight = model[2].weight
+    refused("in no chunks yet, found 2.weight", other)
+    scripted = make()
+    scripted[2] = torch.jit.script(scripted[2])
+    refused("found 2, a RecursiveScriptModule", scripted)
+    refused("found the model, a OptimizedModule", torch.compile(make(), backend="eager"))
+    refused("expected step_in_backward with torch.bfloat16", make(), dtype=torch.float16, step_in_backward=True)
+    chunked(nn.Linear(0, 0, bias=False))

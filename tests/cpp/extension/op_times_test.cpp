@@ -1,0 +1,106 @@
+// How long ops take, without what they wait for.
+
+#include <extension/access/OpTimes.h>
+
+#include "rig.h"
+
+namespace torch_lms {
+namespace {
+
+using Lead = OpTimes::Lead;
+
+/// A device whose clock goes on when it is told; null on the real CPU.
+AsyncDevice* clock_of_device() {
+  return Program::get().async;
+}
+
+TEST(an_op_takes_what_it_does_not_wait) {
+  AsyncDevice* const device = clock_of_device();
+  if (device == nullptr) {
+    return;
+  }
+  OpTimes times;
+  times.begin(*device, Lead::kThere);
+  times.begin_op(0);
+  device->ticks += 5;
+  times.pause(*device);
+  device->ticks += 100;
+  times.resume(*device);
+  device->ticks += 7;
+  times.pause(*device);
+  device->ticks += 100;
+  times.resume(*device);
+  times.end_op(0);
+  device->ticks += 100; // between ops
+  times.begin_op(2);
+  device->ticks += 3;
+  times.end_op(2);
+  times.begin_op(3); // which never ends
+  CHECK(times.end(4) == std::vector<double>({12, 0, 3, 0}));
+  CHECK(!times.on());
+}
+
+TEST(what_happens_outside_of_ops_is_not_counted) {
+  AsyncDevice* const device = clock_of_device();
+  if (device == nullptr) {
+    return;
+  }
+  OpTimes times;
+  times.begin_op(0);
+  times.resume(*device);
+  CHECK(times.end(1).empty()); // it was never on
+  times.begin(*device, Lead::kThere);
+  times.pause(*device);
+  times.resume(*device);
+  times.begin_op(1);
+  device->ticks += 4;
+  times.end_op(1);
+  times.resume(*device); // nothing waits
+  device->ticks += 4;
+  times.end_op(7); // another op
+  CHECK(times.end(2) == std::vector<double>({0, 4}));
+  times.begin(*device, Lead::kThere);
+  times.abandon();
+  CHECK(times.end(2).empty());
+}
+
+TEST(a_cycle_in_which_a_graph_is_captured_is_not_timed) {
+  AsyncDevice* const device = clock_of_device();
+  if (device == nullptr) {
+    return;
+  }
+  const int before = device->leads;
+  OpTimes times;
+  times.begin(*device, Lead::kMade);
+  times.begin_op(0);
+  times.end_op(0);
+  device->captures.store(true);
+  times.begin_op(1);
+  times.pause(*device);
+  times.resume(*device);
+  times.end_op(1);
+  device->captures.store(false);
+  CHECK_EQ(device->leads - before, 1);
+  CHECK(!times.on());
+  CHECK(times.end(2).empty());
+}
+
+TEST(the_host_gets_a_lead_before_each_part_of_an_op_where_it_has_none) {
+  AsyncDevice* const device = clock_of_device();
+  if (device == nullptr) {
+    return;
+  }
+  for (const Lead lead : {Lead::kMade, Lead::kThere}) {
+    const int before = device->leads;
+    OpTimes times;
+    times.begin(*device, lead);
+    times.begin_op(0);
+    times.pause(*device);
+    times.resume(*device);
+    times.end_op(0);
+    CHECK_EQ(device->leads - before, lead == Lead::kMade ? 2 : 0);
+  }
+}
+
+} // namespace
+} // namespace torch_lms
