@@ -42,6 +42,9 @@ fi
 
 failed=()
 ran=0
+log=$build/log
+logs_of_failed=$build/logs_of_failed
+: >"$logs_of_failed"
 
 # run_program MODE NAME [DEVICE]
 run_program() {
@@ -52,12 +55,15 @@ run_program() {
   [[ -z $device ]] ||
     options+=:ignore_noninstrumented_modules=1:suppressions=$PWD/tests/cpp/tsan_suppressions.txt
   LMS_TEST_DEVICE=$device TSAN_OPTIONS=${TSAN_OPTIONS:-$options} \
-    timeout --signal=ABRT --kill-after=10 600 "${runner[@]}" "$build/$mode/$name" ${FILTER:+"$FILTER"} 2>&1 | sed -u "s|^|$label: |" ||
+    timeout --signal=ABRT --kill-after=10 600 "${runner[@]}" "$build/$mode/$name" ${FILTER:+"$FILTER"} 2>&1 | sed -u "s|^|$label: |" | tee "$log" ||
     status=${PIPESTATUS[0]}
   case $status in
     0) ran=$((ran + 1)) ;;
     77) ;; # has no such test
-    *) failed+=("$label") ;;
+    *)
+      failed+=("$label")
+      tail -n 20 "$log" >>"$logs_of_failed"
+      ;;
   esac
 }
 
@@ -75,6 +81,8 @@ for mode in "${modes[@]}"; do
 done
 
 if [[ ${#failed[@]} -gt 0 ]]; then
+  echo "the last lines of each that failed:"
+  cat "$logs_of_failed"
   printf 'FAILED: %s\n' "${failed[@]}"
   exit 1
 fi

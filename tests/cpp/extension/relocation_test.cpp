@@ -1,5 +1,7 @@
 // Storages whose bytes move to another block of the same device.
 
+#include <algorithm>
+
 #include <extension/policy/CrowdedWindow.h>
 
 #include "made.h"
@@ -111,7 +113,13 @@ TEST(a_window_is_preferred_whose_storages_find_place_elsewhere) {
   std::vector<Victim> victims;
   for (int64_t value = 0; value < 9; ++value) {
     tensors.push_back(tensor_of(value, value == 0 ? 4096 : 1024));
-    victims.push_back({100 - static_cast<uint64_t>(value), entity_of_tensor(tensors.back())});
+  }
+  // A segment's blocks ascend; what malloc gives need not, once another thread has freed some.
+  std::sort(tensors.begin() + 1, tensors.end(), [](const at::Tensor& a, const at::Tensor& b) {
+    return address_of(a) < address_of(b);
+  });
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    victims.push_back({100 - i, entity_of_tensor(tensors[i])});
   }
   const size_t small = tensors[1].nbytes();
   const auto free = [&](size_t after, size_t nbytes) {
