@@ -386,6 +386,14 @@ void bind_automatic_mode(py::module_& module) {
     empty->release_data_and_set_meta_custom_data_ptr_error_msg_(message);
     tensor.unsafeGetTensorImpl()->set_storage_keep_dtype(c10::Storage(std::move(empty)));
   });
+  // Who asks for the bytes of a storage gets an error with this message, until it is opened.
+  module.def("close_storage", [](const at::Tensor& tensor, const std::string& message) {
+    tensor.storage().unsafeGetStorageImpl()->release_data_and_set_meta_custom_data_ptr_error_msg_(
+        message); // it releases nothing
+  });
+  module.def("open_storage", [](const at::Tensor& tensor) {
+    tensor.storage().unsafeGetStorageImpl()->clear_data_ptr_access_error_msg_();
+  });
   define(module, "wake", [](Runtime& all) { all.policy.wake(); });
   module.def("configure_host", [](size_t limit_bytes, const std::string& spill_dir) {
     check_not_forked();

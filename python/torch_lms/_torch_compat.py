@@ -18,10 +18,12 @@ from torch.utils import _pytree as pytree
 from torch_lms.errors import ProfileError
 
 __all__ = [
+    "all_gather_single",
     "function_mode",
     "has_export",
     "is_storage",
     "named_parameters_with_ties",
+    "reduce_scatter_single",
     "storage_bytes",
     "storage_key",
     "storage_weak_ref",
@@ -37,6 +39,18 @@ _STORAGES = tuple(
     for name in ("UntypedStorage", "TypedStorage", "_UntypedStorage", "_TypedStorage")
     if hasattr(torch, name)
 )
+
+
+def all_gather_single(whole: torch.Tensor, part: torch.Tensor, **options: Any) -> Any:
+    """`torch.distributed.all_gather_single`, by whichever name it has."""
+    new = getattr(torch.distributed, "all_gather_single", None)
+    return (new or torch.distributed.all_gather_into_tensor)(whole, part, **options)
+
+
+def reduce_scatter_single(part: torch.Tensor, whole: torch.Tensor, **options: Any) -> Any:
+    """`torch.distributed.reduce_scatter_single`, by whichever name it has."""
+    new = getattr(torch.distributed, "reduce_scatter_single", None)
+    return (new or torch.distributed.reduce_scatter_tensor)(part, whole, **options)
 
 
 def is_storage(value: object) -> TypeGuard[torch.UntypedStorage]:

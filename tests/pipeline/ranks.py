@@ -22,7 +22,10 @@ class Ended:
 
 
 def run_ranks(scenario: str, world: int, tmp_path: Path, *, timeout_s: float = 90) -> list[Ended]:
-    """Runs ``module:function`` on ranks over Gloo; whoever runs too long is killed, with status -9."""
+    """Runs ``module:function`` on ranks over Gloo; whoever runs too long is killed, with status -9.
+
+    Several functions, joined by ``+``, run one after the other.
+    """
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([*(path for path in sys.path if path), str(ROOT)]),
@@ -55,8 +58,10 @@ def main() -> None:
     scenario, rank, world, meeting = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
-    module, _, name = scenario.partition(":")
-    getattr(importlib.import_module(module), name)(rank, world)
+    module, _, names = scenario.partition(":")
+    for name in names.split("+"):
+        print("==>", name, flush=True)
+        getattr(importlib.import_module(module), name)(rank, world)
     dist.destroy_process_group()
 
 

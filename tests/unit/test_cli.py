@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import re
 import subprocess
@@ -167,9 +168,10 @@ def test_resnet_halves_the_image_at_each_stage() -> None:
 def test_sampler_sees_anonymous_memory_come() -> None:
     before = anonymous_bytes()
     with MemorySampler(torch.device("cpu"), period_s=0.001) as sampler:
-        block = bytearray(os.urandom(1 << 20) * 64)
+        new = mmap.mmap(-1, 64 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # not what malloc has kept
+        new.write(bytes(1 << 20) * 64)
         now = anonymous_bytes()
-    assert len(block) == 64 << 20
+        new.close()
     assert now - before > 32 << 20
     assert sampler.timeline.samples
     assert all(sample.anonymous_bytes > 0 for sample in sampler.timeline.samples)

@@ -4,5 +4,6 @@ from __future__ import annotations
 
 from torch_lms.chunk.interface import chunked
 from torch_lms.chunk.optimizer import ChunkedOptimizer
+from torch_lms.chunk.sharded_state import ShardedState
 
-__all__ = ["ChunkedOptimizer", "chunked"]
+__all__ = ["ChunkedOptimizer", "ShardedState", "chunked"]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -36,36 +38,56 @@ class StateDictHooks:
         self._data = data
         self._occupancy = occupancy
         self._given: dict[nn.Module, dict[int, torch.Tensor]] = {}
+        times = Counter(data.numbers.get(one) for _, one in model.named_parameters(remove_duplicate=False))
+        self._tied = {number for number, count in times.items() if count > 1}
+        self._copies_of_tied: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
         for module in model.modules():
             module.register_state_dict_pre_hook(self._before_saving)
             module.register_state_dict_post_hook(partial(self._masters_instead))  # which gets an attribute
             module.register_load_state_dict_pre_hook(self._before_loading)
             module.register_load_state_dict_post_hook(self._after_loading)
 
-    def _updated(self, module: nn.Module) -> Iterator[tuple[str, nn.Parameter, int]]:
-        """The module's own parameters that have masters, whatever their names are by now."""
+    def _in_chunks(self, module: nn.Module) -> Iterator[tuple[str, nn.Parameter, int]]:
+        """The module's own parameters, whatever their names are by now."""
         if self._data is not None:
             for name, one in module.named_parameters(recurse=False, remove_duplicate=False):
-                number = self._data.numbers.get(one)
-                if number is not None and self._data.tensors[number].group is not None:
+                if (number := self._data.numbers.get(one)) is not None:
                     yield name, one, number
 
     def _before_saving(self, module: nn.Module, *_: Any) -> None:
-        numbers = [number for _, _, number in self._updated(module)]
+        numbers = [number for _, _, number in self._in_chunks(module)]
         if numbers:
             self._occupancy.give_back(numbers)
-            for number in numbers:
+            self._note_written(numbers)
+
+    def _note_written(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            if self._data is not None and self._data.tensors[number].group is not None:
                 self._occupancy.note_written(number)
 
     def _masters_instead(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
-        for name, parameter, number in self._updated(module):
-            if state_dict.get(prefix + name, parameter) is not parameter and self._data is not None:  # not keep_vars
-                state_dict[prefix + name] = self._data.master(number)
+        """In memory of their own: who saves tensors takes those of one storage for tied ones."""
+        for name, parameter, number in self._in_chunks(module):
+            if state_dict.get(prefix + name, parameter) is not parameter:  # not keep_vars
+                state_dict[prefix + name] = self._copy_for(state_dict, number)
+
+    def _copy_for(self, state_dict: dict[str, Any], number: int) -> torch.Tensor:
+        """One for all names of a tensor in a state dict."""
+        assert self._data is not None
+        copy = self._copies_of_tied.get(number)
+        if copy is not None and any(value is copy for value in state_dict.values()):
+            return copy
+        wide = self._data.tensors[number].group is not None
+        whole = self._data.whole_master(number) if wide else self._data.whole_parameter(number)
+        copy = whole.detach().clone()
+        if number in self._tied:
+            self._copies_of_tied[number] = copy
+        return copy
 
     def _before_loading(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: Any
     ) -> None:
-        found = list(self._updated(module))
+        found = list(self._in_chunks(module))
         if not found:
             return
         if local_metadata.get("assign_to_params_buffers", False):
@@ -74,6 +96,7 @@ class StateDictHooks:
                 "parameters lie in chunks"
             )
         self._before_saving(module)
+        self._occupancy.open(number for _, _, number in found)
         self._given[module] = {
             number: value
             for name, one, number in found
@@ -84,9 +107,13 @@ class StateDictHooks:
     def _after_loading(self, module: nn.Module, _: Any) -> None:
         """What has been loaded is known to 16 bits from the parameter, and better from what was given."""
         given = self._given.pop(module, {}) if self._data is not None else {}
-        for _, one, number in self._updated(module):
-            self._occupancy.note_written(number)
-            if number in given and self._data is not None:
+        found = [number for _, _, number in self._in_chunks(module)]
+        self._note_written(found)
+        for number in found:
+            if self._data is not None and number in given and self._data.masters[number] is not None:
                 master = self._data.master(number)
-                wide = given[number].to(master.device, torch.float32)
-                master.copy_(torch.where(wide.to(one.dtype) == one.to(master.device), wide, master))
+                wide = self._data.own_part(number, given[number].float()).to(master.device)
+                here = self._data.own_part(number, self._data.tensors[number].parameter.detach()).to(master.device)
+                master.copy_(torch.where(wide.to(here.dtype) == here, wide, master))
+        if found:
+            self._occupancy.close(found)

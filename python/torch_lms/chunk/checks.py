@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,9 +14,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from torch_lms.chunk.model_data import ModelTensor
 from torch_lms.chunk.optimizer import ChunkedOptimizer
+from torch_lms.chunk.ranks import Ranks
 from torch_lms.errors import ChunkError
 
-__all__ = ["check_model", "check_options", "note_in_chunks"]
+__all__ = ["check_model", "check_options", "check_ranks", "note_in_chunks"]
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -41,6 +45,53 @@ def check_options(dtype: torch.dtype, update_on: str, *, step_in_backward: bool)
             "expected step_in_backward with torch.bfloat16, found torch.float16, whose gradients are scaled, and may "
             "have to be skipped; use bfloat16, or leave step_in_backward out"
         )
+
+
+def check_ranks(
+    ranks: Ranks, optimizer: Optimizer, device: torch.device, dtype: torch.dtype, *, step_in_backward: bool
+) -> None:
+    """Refuses what cannot be spread over ranks.
+
+    Raises:
+        ChunkError: if so.
+    """
+    if ranks.group is None:
+        return
+    if dtype != torch.bfloat16:
+        raise ChunkError(f"expected torch.bfloat16 over several ranks, found {dtype}; leave dtype out")
+    if step_in_backward:
+        raise ChunkError(
+            "expected one update for all of a step over several ranks, found step_in_backward=True; leave it out"
+        )
+    if not _treats_each_element_alone(optimizer, device):
+        raise ChunkError(
+            "expected an optimizer that treats each element of a tensor alone, since ranks keep pieces of tensors, "
+            f"found {type(optimizer).__name__}, which does not, or cannot be tried; use another, such as AdamW"
+        )
+
+
+@torch.no_grad()
+def _treats_each_element_alone(optimizer: Optimizer, device: torch.device) -> bool:
+    """Whether pieces of a matrix become what they become in it, in two steps."""
+    generator = torch.Generator().manual_seed(0)
+    start, *gradients = (torch.randn(4, 6, generator=generator).to(device) for _ in range(3))
+    whole, pieces = [start.clone()], [one.clone() for one in start.flatten().split(7)]
+    for tensors in (whole, pieces):
+        tried: Optimizer = object.__new__(type(optimizer))
+        tried.__dict__.update(optimizer.__dict__)
+        group = {key: copy.deepcopy(value) for key, value in optimizer.param_groups[0].items() if key != "params"}
+        tried.param_groups = [{**group, "params": tensors}]
+        tried.state = defaultdict(dict)
+        step: Any = type(tried).step
+        for gradient in gradients:
+            parts = [gradient] if tensors is whole else gradient.flatten().split(7)
+            for tensor, part in zip(tensors, parts, strict=True):
+                tensor.grad = part.clone()
+            try:
+                (step.__wrapped__ if getattr(step, "hooked", False) else step)(tried)
+            except Exception:
+                return False
+    return torch.equal(whole[0].flatten(), torch.cat(pieces))
 
 
 def check_model(model: nn.Module, optimizer: Optimizer, tensors: Sequence[ModelTensor]) -> None:

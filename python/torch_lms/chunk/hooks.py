@@ -45,12 +45,11 @@ class ModuleHooks:
         self._occupancy = occupancy
         self._dtype = dtype
         self._calls = itertools.count()
+        self._own = self._own_numbers(model, data)
         for module in model.modules():
             self._all[module] = tuple(data.numbers[one] for one in module.parameters() if one in data.numbers)
             if not self._all[module]:
                 continue
-            own = dict.fromkeys(module.parameters(recurse=False))
-            self._own[module] = tuple(data.numbers[one] for one in own if one in data.numbers)
             module.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True)
             module.register_forward_hook(self._end, always_call=True)
 
@@ -59,6 +58,14 @@ class ModuleHooks:
         running = self._running()
         while running:
             self._end(running[-1][0], None, None)
+
+    def _own_numbers(self, model: nn.Module, data: ModelData) -> dict[nn.Module, tuple[int, ...]]:
+        """What each module accesses: that of it which is in chunks."""
+        own = {module: dict.fromkeys(module.parameters(recurse=False)) for module in model.modules()}
+        return {
+            module: tuple(data.numbers[one] for one in parameters if one in data.numbers)
+            for module, parameters in own.items()
+        }
 
     def _running(self) -> list[tuple[nn.Module, int | None]]:
         """The modules that run on the calling thread, and the calls of the model that they belong to."""
@@ -76,7 +83,7 @@ class ModuleHooks:
         outermost = not running
         if outermost:
             self._occupancy.call_begins(self._all[module], call)
-        self._occupancy.access(self._own[module])
+        self._occupancy.access(self._own.get(module, ()))
         running.append((module, call))
         if not outermost or call is None or not any(map(self._is_cast, (*arguments, *named.values()))):
             return None
@@ -99,6 +106,6 @@ class ModuleHooks:
         if not running or running[-1][0] is not module:
             return  # it failed before it began
         _, call = running.pop()
-        self._occupancy.release(self._own[module])
+        self._occupancy.release(self._own.get(module, ()))
         if not running and call is not None:
             self._occupancy.call_ended(self._all[module])

@@ -19,7 +19,7 @@ from typing import TypeAlias
 import torch
 
 from torch_lms.chunk.masters import Masters
-from torch_lms.chunk.model_data import ModelData, same_bytes, view_in
+from torch_lms.chunk.model_data import ModelData, same_bytes
 
 __all__ = ["HostUpdates"]
 
@@ -54,12 +54,21 @@ class HostUpdates:
         data: of the model.
         masters: to update.
         ended: called by `wait` with the tensors of an update whose parameters have come.
+        failed: called by `wait` with a tensor, and its gradient, of an update that has failed.
     """
 
-    def __init__(self, data: ModelData, masters: Masters, ended: Callable[[Sequence[int]], None]) -> None:
+    def __init__(
+        self,
+        data: ModelData,
+        masters: Masters,
+        *,
+        ended: Callable[[Sequence[int]], None],
+        failed: Callable[[int, torch.Tensor], None],
+    ) -> None:
         self._data = data
         self._masters = masters
         self._ended = ended
+        self._failed = failed
         self._lock = threading.Lock()
         self._running: list[_Update] = []
         on_cuda = data.device.type == "cuda"
@@ -68,9 +77,9 @@ class HostUpdates:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="torch_lms chunks")
         self._buffers: SimpleQueue[_Buffer] = SimpleQueue()
         for _ in range(_BUFFERS):
-            chunk = torch.empty(data.layout.chunk_numel, dtype=data.dtype, pin_memory=on_cuda)
+            chunk = torch.empty(data.part_numel, dtype=data.dtype, pin_memory=on_cuda)
             self._buffers.put(_Buffer(chunk))
-        self._gradients = torch.empty(data.layout.chunk_numel)  # of the chunk that is being updated
+        self._gradients = torch.empty(data.part_numel)  # of the chunk that is being updated
 
     @torch.no_grad()
     def start(self, numbers: Sequence[int], gradients: Sequence[torch.Tensor], scale: float | None = None) -> None:
@@ -111,7 +120,7 @@ class HostUpdates:
             except Exception as error:
                 failed = failed or error
                 for number, gradient in zip(update.numbers, update.gradients, strict=True):
-                    self._data.tensors[number].parameter.grad = gradient
+                    self._failed(number, gradient)
                 continue
             if went is not None:
                 torch.cuda.current_stream(self._data.device).wait_event(went)
@@ -140,21 +149,22 @@ class HostUpdates:
 
     def _gradients_out(self, numbers: Sequence[int], gradients: Sequence[torch.Tensor], buffer: torch.Tensor) -> Pairs:
         """As one copy, where all gradients lie in the chunk."""
-        if all(map(same_bytes, gradients, (self._data.views[number] for number in numbers))):
+        if all(map(same_bytes, gradients, map(self._data.parameter_part, numbers))):
             return [(buffer, self._chunk_of(numbers))]
         return [(self._part(buffer, number), one) for number, one in zip(numbers, gradients, strict=True)]
 
     def _parameters_in(self, numbers: Sequence[int], buffer: torch.Tensor) -> Pairs:
         """As one copy, where there are no others in the chunk."""
-        if len(numbers) == len(self._data.in_chunk[self._data.layout.places[numbers[0]].chunk]):
+        chunk = self._data.chunk_of(numbers[0])
+        if len(numbers) == sum(self._data.masters[one] is not None for one in self._data.in_chunk[chunk]):
             return [(self._chunk_of(numbers), buffer)]
-        return [(self._data.views[number], self._part(buffer, number)) for number in numbers]
+        return [(self._data.parameter_part(number), self._part(buffer, number)) for number in numbers]
 
     def _chunk_of(self, numbers: Sequence[int]) -> torch.Tensor:
-        return self._data.parameters.chunk(self._data.layout.places[numbers[0]].chunk)
+        return self._data.parameters.chunk(self._data.chunk_of(numbers[0]))
 
     def _part(self, chunk: torch.Tensor, number: int) -> torch.Tensor:
-        return view_in(chunk, self._data.layout.places[number], self._data.views[number])
+        return self._data.part_of(chunk, number)
 
 
 def _copy(pairs: Pairs, stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -11,14 +11,20 @@ from torch.optim import Optimizer
 
 from torch_lms._core import need_extension
 from torch_lms.chunk.checkpointing import StateDictHooks
-from torch_lms.chunk.checks import check_model, check_options, note_in_chunks
+from torch_lms.chunk.checks import check_model, check_options, check_ranks, note_in_chunks
 from torch_lms.chunk.hooks import ModuleHooks
-from torch_lms.chunk.layout import best_chunk_numel, pack
+from torch_lms.chunk.layout import ALIGNMENT, best_chunk_numel, pack
 from torch_lms.chunk.model_data import ModelData, ModelTensor
 from torch_lms.chunk.occupancy import Occupancy
 from torch_lms.chunk.optimizer import ChunkedOptimizer
+from torch_lms.chunk.ranks import ranks_of
+from torch_lms.chunk.sharding import ShardedOccupancy
+from torch_lms.chunk.units import UnitHooks
 from torch_lms.errors import ChunkError
 from torch_lms.swap.automatic import enable
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["chunked"]
 
@@ -36,6 +42,7 @@ def chunked(
     reuse_gradients: bool = True,
     step_in_backward: bool = False,
     update_on: Literal["device", "host"] = "device",
+    mesh: DeviceMesh | None = None,
 ) -> tuple[M, ChunkedOptimizer]:
     """Holds a model's parameters and its optimizer's state in equal chunks, for training in mixed precision.
 
@@ -60,6 +67,9 @@ def chunked(
             afterwards: for programs that call ``optimizer.step()`` after each backward, and do not look at gradients.
         update_on: where masters and the optimizer's state are: on the device, from where they are paged out as
             activations are, or on the host, whose processor updates them beside the device's work.
+        mesh: of one dimension (``mesh["dp"]``), of ranks that train the model together, each on its share of the batch:
+            every rank keeps one part of each chunk, and all get the first one's model. All must call this, and then the
+            model, alike. Gradients are means over ranks.
 
     Returns:
         The model, and the optimizer to use from now on. State dicts of both are those of a plain model in 32 bits.
@@ -75,14 +85,24 @@ def chunked(
     device = tensors[0].parameter.device
     runs = _runs_of(tensors)
     sizes = [[one.parameter.numel() for one in run] for run in runs]
-    layout = pack(sizes, chunk_numel or best_chunk_numel(sizes))
+    ranks = ranks_of(mesh)
+    check_ranks(ranks, optimizer, device, dtype, step_in_backward=step_in_backward)
+    numel = chunk_numel or best_chunk_numel(sizes)
+    if ranks.group is not None:
+        numel = -(-numel // (ALIGNMENT * ranks.size)) * ALIGNMENT * ranks.size  # for parts that are alike
+    layout = pack(sizes, numel)
     if device_limit is not None:
         enable({device: device_limit}, host_limit=host_limit)
-    data = ModelData([one for run in runs for one in run], layout, dtype, device, update_on)
+    data = ModelData([one for run in runs for one in run], layout, dtype, device, update_on, ranks)
+    for buffer in model.buffers():
+        ranks.broadcast(buffer)
     chunked_optimizer = ChunkedOptimizer(optimizer, data)
     ready = chunked_optimizer.gradient_ready if step_in_backward else _nothing
-    occupancy = Occupancy(data, reuse=reuse_gradients, gradient_ready=ready, settle=chunked_optimizer.settle)
-    hooks = ModuleHooks()
+    alone = ranks.group is None
+    occupancy = (Occupancy if alone else ShardedOccupancy)(
+        data, reuse=reuse_gradients, gradient_ready=ready, settle=chunked_optimizer.settle
+    )
+    hooks = ModuleHooks() if alone else UnitHooks()
     chunked_optimizer.attach(occupancy, hooks)
     hooks.attach(model, data, occupancy, dtype)
     StateDictHooks().attach(model, data, occupancy)

@@ -13,7 +13,7 @@ from itertools import accumulate
 
 from torch_lms.errors import ChunkError
 
-__all__ = ["ALIGNMENT", "Layout", "Place", "best_chunk_numel", "pack", "patrickstar_chunk_numel"]
+__all__ = ["ALIGNMENT", "Layout", "Piece", "Place", "best_chunk_numel", "pack", "patrickstar_chunk_numel", "piece_of"]
 
 ALIGNMENT = 128  # elements: 256 bytes of 16-bit numbers, as far apart as tensors of their own would begin
 
@@ -38,6 +38,21 @@ class Place:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Piece:
+    """What one of several equal parts of a chunk holds of a tensor.
+
+    Attributes:
+        offset: of the first element in the part.
+        begin: of the first element in the tensor, whose elements are counted as they lie.
+        numel: how many; none, if the tensor lies in other parts.
+    """
+
+    offset: int
+    begin: int
+    numel: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Layout:
     """Where all tensors lie.
 
@@ -56,6 +71,21 @@ class Layout:
         """The share of all chunks that holds no tensor."""
         room = self.chunks * self.chunk_numel
         return 1 - sum(place.numel for place in self.places) / room if room else 0.0
+
+
+def piece_of(place: Place, part_numel: int, part: int) -> Piece:
+    """What a part of the tensor's chunk holds of it.
+
+    Args:
+        place: of the tensor.
+        part_numel: elements of each part of a chunk.
+        part: which of them.
+    """
+    first = part * part_numel
+    begin, end = max(place.offset, first), min(place.offset + place.numel, first + part_numel)
+    if begin >= end:
+        return Piece(offset=0, begin=0, numel=0)
+    return Piece(offset=begin - first, begin=begin - place.offset, numel=end - begin)
 
 
 def aligned(numel: int) -> int:

@@ -1,4 +1,11 @@
-"""Model data in chunks: lists of equal chunks, and the tensors that are views of them."""
+"""Model data in chunks: lists of equal chunks, and the tensors that are views of them.
+
+Note [Parts of chunks]
+Several ranks that train one model each keep one part of every chunk, as many elements as any other rank: of parameters,
+masters and optimizer state. A tensor may be cut anywhere: an optimizer that treats each element alone does not mind. So
+a master is all of its tensor, in its shape, or the piece of it that lies in this rank's part, flat and in the order of
+memory. Only parameters that are their own masters are whole everywhere.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +16,9 @@ from typing import Literal
 import torch
 from torch import nn
 
-from torch_lms.chunk.layout import Layout, Place
+from torch_lms.chunk.gathered import GatheredChunks
+from torch_lms.chunk.layout import Layout, Piece, Place, piece_of
+from torch_lms.chunk.ranks import ALONE, Ranks
 
 __all__ = ["ChunkList", "ModelData", "ModelTensor", "same_bytes", "view_in"]
 
@@ -32,16 +41,16 @@ class ModelTensor:
 
 
 class ChunkList:
-    """Equal chunks for one kind of number: each is one storage, and moves as one.
+    """Chunks for one kind of number, or this rank's parts of them: each is one storage, and moves as one.
 
     Args:
-        layout: of the tensors.
+        numels: elements of each.
         dtype: of the numbers.
-        devices: to allocate on, of each chunk.
+        devices: to allocate on, of each.
     """
 
-    def __init__(self, layout: Layout, dtype: torch.dtype, devices: Sequence[torch.device]) -> None:
-        self._layout = layout
+    def __init__(self, numels: Sequence[int], dtype: torch.dtype, devices: Sequence[torch.device]) -> None:
+        self._numels = numels
         self._dtype = dtype
         self._devices = devices
         self._chunks: dict[int, torch.Tensor] = {}
@@ -51,18 +60,16 @@ class ChunkList:
         """Of all chunks that anything has been written to."""
         return sum(chunk.nbytes for chunk in self._chunks.values())
 
-    def chunk(self, number: int) -> torch.Tensor:
-        """All of a chunk; zeros where nothing has been written."""
-        if number not in self._chunks:
-            self._chunks[number] = torch.zeros(
-                self._layout.chunk_numel, dtype=self._dtype, device=self._devices[number]
-            )
-        return self._chunks[number]
+    @property
+    def used(self) -> frozenset[int]:
+        """The chunks that anything has been written to."""
+        return frozenset(self._chunks)
 
-    def view(self, tensor: int, like: torch.Tensor) -> torch.Tensor:
-        """A tensor's place, as `view_in` has it."""
-        place = self._layout.places[tensor]
-        return view_in(self.chunk(place.chunk), place, like)
+    def chunk(self, number: int) -> torch.Tensor:
+        """All of a chunk, or of this rank's part; zeros where nothing has been written."""
+        if number not in self._chunks:
+            self._chunks[number] = torch.zeros(self._numels[number], dtype=self._dtype, device=self._devices[number])
+        return self._chunks[number]
 
 
 def view_in(chunk: torch.Tensor, place: Place, like: torch.Tensor) -> torch.Tensor:
@@ -94,6 +101,7 @@ class ModelData:
         device: of the parameters.
         update_on: where masters and optimizer state are: on the device, or on the host. Parameters that are their own
             masters are on the device.
+        ranks: that keep a part of each chunk; all get the first one's numbers.
     """
 
     def __init__(
@@ -103,35 +111,116 @@ class ModelData:
         dtype: torch.dtype,
         device: torch.device,
         update_on: Literal["device", "host"],
+        ranks: Ranks = ALONE,
     ) -> None:
         self.tensors = tuple(tensors)
         self.layout = layout
         self.dtype = dtype
         self.device = device
+        self.ranks = ranks
         wide = {place.chunk for one, place in zip(tensors, layout.places, strict=True) if one.wide}
+        self.is_cut = [ranks.size > 1 and chunk not in wide for chunk in range(layout.chunks)]
+        self.part_numel = layout.chunk_numel // ranks.size
+        self._numels = [self.part_numel if cut else layout.chunk_numel for cut in self.is_cut]
         self.on_host = [update_on == "host" and chunk not in wide for chunk in range(layout.chunks)]
         self.homes = [torch.device("cpu") if on_host else device for on_host in self.on_host]
-        self.parameters = ChunkList(layout, dtype, [device] * layout.chunks)
-        self._masters = ChunkList(layout, torch.float32, self.homes)
+        self.parameters = ChunkList(self._numels, dtype, [device] * layout.chunks)
+        self.gathered = GatheredChunks(layout, dtype, device, ranks)
+        self._masters = ChunkList(self._numels, torch.float32, self.homes)
         self._states: dict[tuple[str, torch.dtype], ChunkList] = {}
         self.numbers = {one.parameter: number for number, one in enumerate(tensors)}
         self.in_chunk: list[list[int]] = [[] for _ in range(layout.chunks)]
         self.views: list[torch.Tensor] = []
         self.masters: list[torch.Tensor | None] = []
-        for number, one in enumerate(tensors):
+        for number in range(len(tensors)):
             self.in_chunk[layout.places[number].chunk].append(number)
-            self._fill(number, one)
+        for numbers in self.in_chunk:
+            for number in numbers:
+                self._fill(number, tensors[number])
+            self._keep_part(layout.places[numbers[0]].chunk)
 
     @torch.no_grad()
     def _fill(self, number: int, one: ModelTensor) -> None:
         given = one.parameter.detach()
-        master = None if one.group is None else self._masters.view(number, given).copy_(given)
-        self.masters.append(master)
-        if one.wide:
-            self.views.append(given if master is None else master)
+        chunk = self.chunk_of(number)
+        self.ranks.broadcast(given)
+        if self.is_cut[chunk]:
+            self.views.append(view_in(self.gathered.whole(chunk), self.layout.places[number], given).copy_(given))
+        elif not one.wide:
+            self.views.append(view_in(self.parameters.chunk(chunk), self.layout.places[number], given).copy_(given))
         else:
-            self.views.append(self.parameters.view(number, given).copy_(given))
+            self.views.append(given)
+        master = None
+        if one.group is not None and (not self.is_cut[chunk] or self.piece(number).numel):
+            master = self.part_of(self._masters.chunk(chunk), number)
+            master.copy_(self.own_part(number, given))
+        self.masters.append(master)
+        if one.wide and master is not None:
+            self.views[number] = master
         one.parameter.data = self.views[number]
+
+    def _keep_part(self, chunk: int) -> None:
+        if self.is_cut[chunk]:
+            self.parameters.chunk(chunk).copy_(self.gathered.part(chunk))
+            self.gathered.release((chunk,))
+
+    def chunk_of(self, number: int) -> int:
+        """The chunk that a tensor lies in."""
+        return self.layout.places[number].chunk
+
+    def piece(self, number: int) -> Piece:
+        """What this rank keeps of a tensor whose chunk is cut."""
+        return piece_of(self.layout.places[number], self.part_numel, self.ranks.rank)
+
+    def part_of(self, chunk: torch.Tensor, number: int) -> torch.Tensor:
+        """The place of a tensor, or of this rank's piece of it, in one of the lists' chunks.
+
+        See Note [Parts of chunks].
+        """
+        if not self.is_cut[self.chunk_of(number)]:
+            return view_in(chunk, self.layout.places[number], self.views[number])
+        piece = self.piece(number)
+        return chunk[piece.offset : piece.offset + piece.numel]
+
+    def own_part(self, number: int, whole: torch.Tensor) -> torch.Tensor:
+        """Of a tensor in a parameter's shape, what goes to `part_of`."""
+        if not self.is_cut[self.chunk_of(number)]:
+            return whole
+        piece = self.piece(number)
+        as_it_lies = torch.empty_like(self.views[number], dtype=whole.dtype, device=whole.device).copy_(whole)
+        return as_it_lies.as_strided((whole.numel(),), (1,))[piece.begin : piece.begin + piece.numel]
+
+    def parameter_part(self, number: int) -> torch.Tensor:
+        """What this rank keeps of a parameter."""
+        return self.part_of(self.parameters.chunk(self.chunk_of(number)), number)
+
+    def whole_parameter(self, number: int) -> torch.Tensor:
+        """A parameter in its shape, from all ranks' pieces: every rank must ask for it. On the host, if it is cut."""
+        return self.views[number] if self.tensors[number].wide else self._whole(self.parameters, number)
+
+    def whole_master(self, number: int) -> torch.Tensor:
+        """A master, likewise."""
+        return self._whole(self._masters, number)
+
+    def whole_state(self, key: str, dtype: torch.dtype, number: int) -> torch.Tensor:
+        """What the optimizer keeps for a tensor, likewise."""
+        return self._whole(self._list_of(key, dtype), number)
+
+    def _whole(self, chunks: ChunkList, number: int) -> torch.Tensor:
+        chunk, place = self.chunk_of(number), self.layout.places[number]
+        part = chunks.chunk(chunk)
+        if not self.is_cut[chunk]:
+            return view_in(part, place, self.views[number])
+        return view_in(self.ranks.joined(part.to(self.device)), place, self.views[number]).to("cpu")
+
+    def _list_of(self, key: str, dtype: torch.dtype) -> ChunkList:
+        return self._states.setdefault((key, dtype), ChunkList(self._numels, dtype, self.homes))
+
+    def own_tensor(self, number: int) -> torch.Tensor:
+        """What this rank keeps of a tensor, in as many bits as there are: of its master, or of the parameter."""
+        if self.tensors[number].group is not None:
+            return self.part_of(self._masters.chunk(self.chunk_of(number)), number)
+        return self.views[number] if self.tensors[number].wide else self.parameter_part(number)
 
     def master(self, number: int) -> torch.Tensor:
         """Of a tensor that an optimizer updates."""
@@ -141,7 +230,7 @@ class ModelData:
 
     def parameter_view(self, number: int) -> torch.Tensor:
         """A new tensor of a parameter's place."""
-        return self.parameters.view(number, self.views[number])
+        return self.views[number].as_strided(self.views[number].shape, self.views[number].stride())
 
     def tensor_to_update(self, number: int) -> torch.Tensor:
         """The master, or the parameter of which there is none."""
@@ -151,7 +240,7 @@ class ModelData:
     def adopt(
         self, number: int, state: Mapping[str, object], known: dict[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Moves what an optimizer keeps for a tensor, and is of its shape, to chunks.
+        """Moves what an optimizer keeps for a tensor, and is of its master's shape, to chunks.
 
         Args:
             number: of the tensor.
@@ -165,13 +254,13 @@ class ModelData:
         for key, value in state.items():
             if (
                 not isinstance(value, torch.Tensor)
-                or value.shape != self.views[number].shape
+                or value.shape != self.tensor_to_update(number).shape
                 or value is known.get(key)
             ):
                 continue
             if key not in known or known[key].dtype != value.dtype:
-                chunks = self._states.setdefault((key, value.dtype), ChunkList(self.layout, value.dtype, self.homes))
-                known[key] = chunks.view(number, self.views[number])
+                chunks = self._list_of(key, value.dtype)
+                known[key] = self.part_of(chunks.chunk(self.chunk_of(number)), number)
             moved[key] = known[key].copy_(value)
         return moved
 

@@ -123,7 +123,29 @@ class Occupancy:
                     self.note_written(number)
                     self.renew(number)
 
+    def open(self, numbers: Iterable[int]) -> None:
+        """Somebody is about to write to parameters that have been given back."""
+
+    def close(self, numbers: Iterable[int]) -> None:
+        """It has been done, and noted."""
+
     # --- gradients and the optimizer ---
+
+    def gradient(self, number: int) -> torch.Tensor:
+        """Of a tensor whose parameter has one: what the optimizer is to use."""
+        gradient = self._data.tensors[number].parameter.grad
+        assert gradient is not None
+        return gradient
+
+    def settle_gradients(self) -> None:
+        """All that are on their way have come."""
+
+    def forget_gradients(self) -> None:
+        """The program has dropped all of them."""
+
+    def restore_gradient(self, number: int, gradient: torch.Tensor) -> None:
+        """An update that was to use it up has failed."""
+        self._data.tensors[number].parameter.grad = gradient
 
     def renew(self, number: int, *, made: bool = False) -> None:
         """The parameter's bytes are made from its master, or have been `made`."""
@@ -207,11 +229,7 @@ class Occupancy:
         gradient = one.parameter.grad
         if gradient is None:
             return
-        if gradient.layout is not torch.strided:
-            raise ChunkError(
-                f"expected dense gradients, found a {gradient.layout} one for {one.name}; build its module with "
-                "sparse=False"
-            )
+        self._check_gradient(number, gradient)
         with self._lock:
             if self.states[number] is TensorState.HOLD_AFTER_BWD:
                 return  # it has been accumulated in its place
@@ -226,6 +244,13 @@ class Occupancy:
                 self.states.release(number, TensorState.HOLD_AFTER_BWD)
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             self._gradient_ready(number)
+
+    def _check_gradient(self, number: int, gradient: torch.Tensor) -> None:
+        if gradient.layout is not torch.strided:
+            raise ChunkError(
+                f"expected dense gradients, found a {gradient.layout} one for {self._data.tensors[number].name}; build "
+                "its module with sparse=False"
+            )
 
     def _may_take_the_place(self, number: int, gradient: torch.Tensor) -> bool:
         return (

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from torch_lms.chunk.clipping import clip_grad_norm_
 from torch_lms.chunk.hooks import ModuleHooks
 from torch_lms.chunk.host_updates import HostUpdates
 from torch_lms.chunk.masters import Masters
@@ -32,15 +33,14 @@ class ChunkedOptimizer(Optimizer):
         data: of the model.
     """
 
-    # GradScaler leaves gradients scaled then, and says by how much.
-    _step_supports_amp_scaling = True
-
     grad_scale: torch.Tensor | None
     found_inf: torch.Tensor
 
     def __init__(self, inner: Optimizer, data: ModelData) -> None:
         self._ready = False
         self._data = data
+        # GradScaler leaves gradients scaled then, and says by how much.
+        self._step_supports_amp_scaling = data.dtype == torch.float16
         super().__init__([{"params": group["params"]} for group in inner.param_groups], inner.defaults)
         self.param_groups = inner.param_groups  # the same dictionaries: schedulers may have either optimizer
         self._inner = inner
@@ -48,7 +48,7 @@ class ChunkedOptimizer(Optimizer):
         self._optimizer_step_post_hooks = inner._optimizer_step_post_hooks
         inner._optimizer_step_pre_hooks, inner._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
         self._masters = Masters(inner, data)
-        self._host = HostUpdates(data, self._masters, self._came_from_host) if any(data.on_host) else None
+        self._host: HostUpdates | None = None
         self._updated: set[int] = set()  # in backward, since the last step
         self._expected: list[set[int]] = [
             {number for number in chunk if data.tensors[number].group is not None} for chunk in data.in_chunk
@@ -56,10 +56,19 @@ class ChunkedOptimizer(Optimizer):
         self._arrived: list[set[int]] = [set() for _ in data.in_chunk]
         self._ready = True
 
+    @property
+    def data(self) -> ModelData:
+        """Of the model."""
+        return self._data
+
     def attach(self, occupancy: Occupancy, hooks: ModuleHooks) -> None:
         """Before anything else is called."""
         self._occupancy = occupancy
         self._hooks = hooks
+        if any(self._data.on_host):
+            self._host = HostUpdates(
+                self._data, self._masters, ended=self._came_from_host, failed=occupancy.restore_gradient
+            )
 
     def __reduce__(self) -> Any:
         """Never.
@@ -73,6 +82,20 @@ class ChunkedOptimizer(Optimizer):
         """Until all updates that are under way on the host are over."""
         if self._host is not None:
             self._host.wait()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """`torch.nn.utils.clip_grad_norm_` of all gradients, wherever they are.
+
+        Over several ranks each adds up its parts: every rank must call it, and gets the norm of all.
+
+        Args:
+            max_norm: that gradients have at most afterwards.
+            norm_type: which norm; may be ``inf``.
+
+        Returns:
+            The norm before, a 32-bit number.
+        """
+        return clip_grad_norm_(self._data, self._occupancy, max_norm, norm_type)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only while it is made.
@@ -104,12 +127,14 @@ class ChunkedOptimizer(Optimizer):
         if float(getattr(self, "found_inf", 0)):
             self._skip()
             return loss
+        self._occupancy.settle_gradients()
         self._check_frozen()
         for chunk, numbers in enumerate(self._data.in_chunk):
             wanted = [
                 number
                 for number in numbers
-                if self._data.tensors[number].parameter.grad is not None and self._data.masters[number] is not None
+                if self._data.tensors[number].parameter.grad is not None
+                and self._data.tensors[number].group is not None
             ]
             self._expected[chunk] = set(wanted) | (self._updated & set(numbers))
             self._update([number for number in wanted if number not in self._updated])
@@ -126,15 +151,17 @@ class ChunkedOptimizer(Optimizer):
         if set_to_none:
             for one in self._data.tensors:
                 one.parameter.grad = None
+            self._occupancy.forget_gradients()
         self._occupancy.give_back(range(len(self._data.tensors)))
         super().zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
         """As the given optimizer's: keys, shapes and values."""
         self.settle()
+        states = self._masters.whole_states()
         for group in self.param_groups:
             for parameter in group["params"]:
-                if state := self._masters.state_of(self._data.numbers[parameter]):
+                if state := states.get(self._data.numbers[parameter]):
                     self.state[parameter] = state
         try:
             return super().state_dict()
@@ -151,6 +178,29 @@ class ChunkedOptimizer(Optimizer):
         for tell in self._optimizer_load_state_dict_post_hooks.values():
             tell(self)
 
+    def make_state(self) -> None:
+        """Has the given optimizer keep for each tensor what it would before its first step."""
+        self._masters.make_state()
+
+    def own_states(self) -> dict[int, dict[str, tuple[Any, bool]]]:
+        """What this rank has of its state, by tensor and key, and whether it lies in chunks."""
+        return self._masters.own_states()
+
+    @torch.no_grad()
+    def take_loaded(self, loaded: dict[str, Any]) -> None:
+        """Masters, and what lies in chunks, have been written to: parameters are made from them.
+
+        Args:
+            loaded: ``state``, by the tensors' names, and ``param_groups``.
+        """
+        self.zero_grad()
+        self._masters.take_loaded(loaded["state"])
+        for group, given in zip(self.param_groups, loaded["param_groups"], strict=True):
+            group.update({key: value for key, value in given.items() if key != "params"})
+        for number, one in enumerate(self._data.tensors):
+            if one.group is not None:
+                self._occupancy.renew(number)
+
     def gradient_ready(self, number: int) -> None:
         """In backward: the last one of a chunk has the chunk updated.
 
@@ -165,7 +215,7 @@ class ChunkedOptimizer(Optimizer):
                 f"expected optimizer.step() after each backward, found another gradient of {one.name}, which has been "
                 "updated; call step, or torch_lms.chunked(..., step_in_backward=False)"
             )
-        chunk = self._data.layout.places[number].chunk
+        chunk = self._data.chunk_of(number)
         self._arrived[chunk].add(number)
         if self._arrived[chunk] >= self._expected[chunk]:
             ready = sorted(self._arrived[chunk] - self._updated)
@@ -181,25 +231,21 @@ class ChunkedOptimizer(Optimizer):
             self._occupancy.leave_gradient_to_others(number, is_used_up=True)
             self._occupancy.note_written(number)
         scale = getattr(self, "grad_scale", None)
-        given = [self._gradient(number) for number in numbers]
-        if self._host is not None and self._data.on_host[self._data.layout.places[numbers[0]].chunk]:
-            self._host.start(numbers, given, None if scale is None else scale.item())
+        here = [number for number in numbers if self._data.masters[number] is not None]
+        given = [self._occupancy.gradient(number) for number in here]
+        if here and self._host is not None and self._data.on_host[self._data.chunk_of(numbers[0])]:
+            self._host.start(here, given, None if scale is None else scale.item())
             for number in numbers:
                 self._data.tensors[number].parameter.grad = None
             return
-        gradients = [torch.empty_like(self._data.master(one)).copy_(of) for one, of in zip(numbers, given, strict=True)]
+        gradients = [torch.empty_like(self._data.master(one)).copy_(of) for one, of in zip(here, given, strict=True)]
         if scale is not None:
             for gradient in gradients:
                 gradient.div_(scale)
-        self._masters.step(numbers, gradients)
+        self._masters.step(here, gradients)
         for number in numbers:
             self._data.tensors[number].parameter.grad = None
             self._occupancy.renew(number)
-
-    def _gradient(self, number: int) -> torch.Tensor:
-        gradient = self._data.tensors[number].parameter.grad
-        assert gradient is not None
-        return gradient
 
     def _came_from_host(self, numbers: Sequence[int]) -> None:
         for number in numbers:

@@ -1,0 +1,89 @@
+"""The processes that share a model's data: each keeps one part of every chunk."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from torch_lms._torch_compat import all_gather_single
+from torch_lms.errors import ChunkError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["ALONE", "Ranks", "ranks_of"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """A process group, and this process's place in it.
+
+    Attributes:
+        group: None if there is one process alone.
+        rank: of this process, in the group.
+        size: how many there are.
+    """
+
+    group: dist.ProcessGroup | None = None
+    rank: int = 0
+    size: int = 1
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """All get the first one's bytes."""
+        if self.group is not None:
+            packed = tensor.contiguous()
+            dist.broadcast(packed, group=self.group, group_src=0)
+            if packed is not tensor:
+                tensor.copy_(packed)
+
+    def first_of(self, value: Any) -> Any:
+        """The first one's value, which can be pickled."""
+        values = [value]
+        if self.group is not None:
+            dist.broadcast_object_list(values, group=self.group, group_src=0)
+        return values[0]
+
+    def all_of(self, value: Any) -> list[Any]:
+        """Everybody's value, which can be pickled, in order of ranks."""
+        values = [value] * self.size
+        if self.group is not None:
+            dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Of everybody's tensors, in place."""
+        if self.group is not None:
+            dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def joined(self, part: torch.Tensor) -> torch.Tensor:
+        """Everybody's parts of a chunk, one behind the other."""
+        if self.group is None:
+            return part
+        whole = torch.empty(self.size * part.numel(), dtype=part.dtype, device=part.device)
+        all_gather_single(whole, part, group=self.group)
+        return whole
+
+
+ALONE = Ranks()
+
+
+def ranks_of(mesh: DeviceMesh | None) -> Ranks:
+    """Of one dimension of a mesh.
+
+    Raises:
+        ChunkError: for a mesh of several dimensions.
+    """
+    if mesh is None:
+        return ALONE
+    if mesh.ndim != 1:
+        raise ChunkError(
+            f"expected a mesh of one dimension, whose ranks are to share the model's data, found {mesh.ndim}; "
+            "pass that dimension: mesh['dp']"
+        )
+    if mesh.size() == 1:
+        return ALONE
+    return Ranks(group=mesh.get_group(), rank=mesh.get_local_rank(), size=mesh.size())

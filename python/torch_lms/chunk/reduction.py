@@ -1,0 +1,190 @@
+"""Gradients of whole chunks, and their means over ranks, of which each keeps its part.
+
+Note [The order of reductions]
+All ranks must reduce the same chunks in the same order, and not all need have the same gradients: an expert may have
+got no token on one of them. So each backward reduces every chunk once, in one order for all: at first the reverse of
+the model's, later that in which the first rank's chunks were complete in its first backward. A chunk is ready when all
+of its gradients have come that came on any rank in the backward before; what is missing counts as zero. At the end of
+backward all are. Which parameters have a gradient at all is asked of all ranks once for each backward.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from torch_lms._torch_compat import reduce_scatter_single
+from torch_lms.chunk.model_data import ModelData
+
+__all__ = ["Reductions"]
+
+_AT_ONCE = 2  # one on its way, one behind it
+
+
+@dataclass(frozen=True)
+class _Running:
+    chunk: int
+    whole: torch.Tensor
+    work: dist.Work
+
+
+class Reductions:
+    """Collects a backward's gradients chunk by chunk, and takes their means.
+
+    Not thread-safe: the owner's lock guards it. On CUDA the current stream waits for what is reduced, not the caller.
+
+    Args:
+        data: of the model.
+        place_of: of a chunk whose reduced gradients are not in memory of their own yet: where they go.
+    """
+
+    def __init__(self, data: ModelData, place_of: Callable[[int], torch.Tensor]) -> None:
+        self.parts: dict[int, torch.Tensor] = {}
+        """Reduced gradients by chunk: this rank's part of each."""
+        self._data = data
+        self._ranks = data.ranks
+        self._place_of = place_of
+        ranks = dist.get_process_group_ranks(data.ranks.group) if data.ranks.group is not None else None
+        # Gathering has the ranks' own group: neither waits for the other.
+        self._group = dist.new_group(ranks, use_local_synchronization=True)
+        self._expected = {
+            chunk: {number for number in numbers if data.tensors[number].group is not None}
+            for chunk, numbers in enumerate(data.in_chunk)
+            if data.is_cut[chunk]
+        }
+        self._expected = {chunk: numbers for chunk, numbers in self._expected.items() if numbers}
+        self._order = sorted(self._expected, reverse=True)
+        self._order_is_known = False
+        self._completed: list[int] = []
+        self._wholes: dict[int, torch.Tensor] = {}
+        self._here: set[int] = set()  # numbers whose gradients have come in this backward
+        self._since_step: set[int] = set()  # and in those before, but the ones that the program has dropped
+        self._reduced = 0  # of the order, in this backward
+        self._running: deque[_Running] = deque()
+        self._anywhere: tuple[torch.Tensor, dist.Work] | None = None
+
+    def arrived(self, number: int, gradient: torch.Tensor) -> bool:
+        """A gradient has come.
+
+        Args:
+            number: of the tensor.
+            gradient: in the parameter's shape.
+
+        Returns:
+            Whether it was the last of its chunk.
+        """
+        data = self._data
+        chunk = data.chunk_of(number)
+        if chunk not in self._wholes:
+            self._wholes[chunk] = torch.zeros(data.layout.chunk_numel, dtype=data.dtype, device=data.device)
+        place, view = data.layout.places[number], data.views[number]
+        self._wholes[chunk].as_strided(view.shape, view.stride(), place.offset).copy_(gradient)
+        self._here.add(number)
+        complete = self._here >= self._expected[chunk]
+        if complete:
+            self._completed.append(chunk)
+            self._reduce_ready()
+        return complete
+
+    def is_under_way(self, chunk: int) -> bool:
+        """Whether its gradients are being reduced."""
+        return any(one.chunk == chunk for one in self._running)
+
+    def end_backward(self, whole: Iterable[int]) -> None:
+        """No more gradients come in this backward; all ranks are told so.
+
+        Args:
+            whole: tensors that are not cut, and have gradients.
+        """
+        self._here.update(whole)
+        for chunk in self._order:
+            if chunk not in self._completed:
+                self._completed.append(chunk)
+        self._reduce_ready()
+        came = torch.zeros(len(self._data.tensors), dtype=torch.uint8)
+        came[sorted(self._here)] = 1
+        came = came.to(self._data.device)
+        if self._anywhere is not None:  # of another backward since the step
+            came |= self._anywhere[0]
+        self._anywhere = came, dist.all_reduce(came, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        if not self._order_is_known:
+            self._order = self._ranks.first_of(self._completed)
+            self._order_is_known = True
+        self._since_step |= self._here
+        self._start_anew()
+
+    def abandon_backward(self) -> None:
+        """One that has failed: what came in it and was not reduced is gone."""
+        self._start_anew()
+
+    def finish(self) -> None:
+        """Everything that is on its way is in `parts`."""
+        while self._running:
+            self._finish_first()
+
+    def came_elsewhere(self) -> set[int]:
+        """The tensors that have gradients since the last step, though none came here. Waits for all ranks."""
+        if self._anywhere is None:
+            return set()
+        came, work = self._anywhere
+        work.wait()
+        anywhere = set(came.nonzero().flatten().tolist())
+        for chunk, numbers in enumerate(self._data.in_chunk):
+            if chunk in self._expected:
+                self._expected[chunk] = anywhere & set(numbers)
+        return anywhere - self._since_step
+
+    def have_come(self) -> set[int]:
+        """Tensors whose gradients have come since the last step, and have not been dropped."""
+        return set(self._since_step)
+
+    def drop(self, number: int) -> None:
+        """The gradient that has come of a tensor is not wanted."""
+        self.finish()
+        self._since_step.remove(number)
+        part = self.parts.get(self._data.chunk_of(number))
+        if part is not None:
+            self._data.part_of(part, number).zero_()
+
+    def forget(self) -> None:
+        """Gradients have been used, or are not wanted."""
+        self.finish()
+        self.parts.clear()
+        self._since_step.clear()
+        self._anywhere = None
+
+    def _start_anew(self) -> None:
+        self._wholes.clear()
+        self._here.clear()
+        self._completed = []
+        self._reduced = 0
+
+    def _reduce_ready(self) -> None:
+        while self._reduced < len(self._order) and self._order[self._reduced] in self._completed:
+            self._reduce(self._order[self._reduced])
+            self._reduced += 1
+
+    def _reduce(self, chunk: int) -> None:
+        data = self._data
+        whole = self._wholes.pop(chunk, None)
+        if whole is None:
+            whole = torch.zeros(data.layout.chunk_numel, dtype=data.dtype, device=data.device)
+        whole.div_(self._ranks.size)  # before: a sum of 16-bit numbers may be too large
+        part = whole.chunk(self._ranks.size)[self._ranks.rank]
+        work = reduce_scatter_single(part, whole, group=self._group, async_op=True)
+        self._running.append(_Running(chunk, whole, work))
+        while len(self._running) > _AT_ONCE:
+            self._finish_first()
+
+    def _finish_first(self) -> None:
+        running = self._running.popleft()
+        running.work.wait()
+        part = running.whole.chunk(self._ranks.size)[self._ranks.rank]
+        if running.chunk in self.parts:
+            self.parts[running.chunk].add_(part)
+        else:
+            self.parts[running.chunk] = self._place_of(running.chunk).copy_(part)

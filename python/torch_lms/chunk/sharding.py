@@ -1,0 +1,343 @@
+"""What parameters' bytes are where ranks keep parts of chunks.
+
+Note [Parameters spread over ranks]
+Between calls of the model each rank has its part of every chunk, and nobody has the whole. Before a unit of the model
+runs, or its backward does, its chunks are gathered, and those of the unit that ran next the last time begin to come.
+A chunk is given up when all its tensors have been used (HOLD_AFTER_FWD), at the end of the call, and in backward when
+its gradients have come, or, if it is frozen, when its unit's backward is over. Gradients are collected in a chunk of
+their own, since the parameters' is given up at the same time; their means take the place of the parameters in this
+rank's part. `parameter.grad` only says that there is a gradient: it has no bytes.
+
+All ranks must call the same units in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
+
+import torch
+
+from torch_lms._core import core
+from torch_lms.chunk.model_data import ModelData
+from torch_lms.chunk.occupancy import Occupancy
+from torch_lms.chunk.reduction import Reductions
+from torch_lms.chunk.states import TensorState
+from torch_lms.errors import ChunkError
+
+__all__ = ["ShardedOccupancy"]
+
+_NO_GRADIENT = (
+    "expected gradients to be used by the optimizer alone, since they are spread over ranks, found that of {name} "
+    "being read or written; to clip them call optimizer.clip_grad_norm_(max_norm)"
+)
+
+_Phase = Literal["forward", "backward"]
+_Chunks = tuple[int, ...]
+
+
+class ShardedOccupancy(Occupancy):
+    """Keeps the states of parameters of which each rank has a part. See Note [Parameters spread over ranks].
+
+    Thread-safe: autograd's threads bring gradients.
+
+    Args:
+        data: of the model.
+        reuse: whether gradients take the place of parameters.
+        gradient_ready: not called.
+        settle: called without the lock; parameters whose updates are under way are as they will be then.
+    """
+
+    def __init__(
+        self,
+        data: ModelData,
+        *,
+        reuse: bool,
+        gradient_ready: Callable[[int], None],
+        settle: Callable[[], None],
+    ) -> None:
+        super().__init__(data, reuse=reuse, gradient_ready=gradient_ready, settle=settle)
+        self._reductions = Reductions(data, self._place_of)
+        self._chunks_apart: set[int] = set()  # whose gradients have memory of their own
+        self._next: dict[tuple[_Phase, _Chunks], _Chunks] = {}  # what was gathered after it the last time
+        self._last: tuple[_Phase, _Chunks] | None = None
+        self._in_backward = False
+        self._had: set[int] = set()  # gradients of backwards before the one that runs
+        self._whole = [number for number, one in enumerate(data.tensors) if one.wide and one.group is not None]
+        self._whole_gradients: dict[int, torch.Tensor] = {}  # by number; of those that have none here
+
+    # --- modules ---
+
+    def call_begins(self, numbers: Iterable[int], call: int | None) -> None:
+        """A unit is about to run that no other of the model has called."""
+        self._settle()
+        with self._lock:
+            if call is not None:
+                self._last = None
+                self._abandon_backward()
+
+    def access(self, numbers: Iterable[int]) -> None:
+        """A unit that uses these is about to run."""
+        numbers = tuple(numbers)
+        with self._lock:
+            self._gather(self._cut_chunks(numbers), "backward" if _in_graph_task() else "forward")
+            for number in numbers:
+                self.states.access(number)
+
+    def release(self, numbers: Iterable[int]) -> None:
+        """It has run."""
+        numbers = tuple(numbers)
+        with self._lock:
+            super().release(numbers)
+            if not _in_graph_task():
+                self._data.gathered.release(
+                    chunk
+                    for chunk in self._cut_chunks(numbers)
+                    if all(self.states[one] is TensorState.HOLD_AFTER_FWD for one in self._data.in_chunk[chunk])
+                )
+
+    def call_ended(self, numbers: Iterable[int]) -> None:
+        """What runs again from now on does so for a backward."""
+        with self._lock:
+            super().call_ended(numbers)
+            if not self._in_backward:
+                self._data.gathered.release(self._data.gathered.open)
+                self._last = None
+
+    def backward_begins(self, numbers: Sequence[int]) -> None:
+        """The backward of a unit that uses these is about to run."""
+        with self._lock:
+            if not self._in_backward:
+                self._in_backward = True
+                self._last = None
+                torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+                self._hide_gradients()
+            self._gather(self._cut_chunks(numbers), "backward")
+
+    def backward_ended(self, numbers: Sequence[int]) -> None:
+        """The backward of a unit that uses these has run."""
+        with self._lock:
+            self._data.gathered.release(
+                chunk
+                for chunk in self._cut_chunks(numbers)
+                if all(self._data.tensors[one].group is None for one in self._data.in_chunk[chunk])
+            )
+
+    def open(self, numbers: Iterable[int]) -> None:
+        """Parameters have bytes until `close`. All ranks must ask for it, and write the same."""
+        with self._lock:
+            chunks = self._cut_chunks(numbers)
+            self._begin(chunks)
+            for chunk in chunks:
+                self._data.gathered.finish(chunk)
+
+    @torch.no_grad()
+    def close(self, numbers: Iterable[int]) -> None:
+        """What parameters that are open are now is what they are from now on."""
+        with self._lock:
+            chunks = self._cut_chunks(numbers)
+            for chunk in chunks:
+                self._data.parameters.chunk(chunk).copy_(self._data.gathered.part(chunk))
+            self._data.gathered.release(chunks)
+
+    def _cut_chunks(self, numbers: Iterable[int]) -> _Chunks:
+        chunks = dict.fromkeys(self._data.chunk_of(number) for number in numbers)
+        return tuple(chunk for chunk in chunks if self._data.is_cut[chunk])
+
+    def _gather(self, chunks: _Chunks, phase: _Phase) -> None:
+        if not chunks:
+            return
+        self._begin(chunks)
+        for chunk in chunks:
+            self._data.gathered.finish(chunk)
+        if self._last is not None:
+            self._next[self._last] = chunks
+        self._last = phase, chunks
+        self._begin(self._next.get(self._last, ()))
+
+    def _begin(self, chunks: Iterable[int]) -> None:
+        for chunk in chunks:
+            if self._reductions.is_under_way(chunk):
+                self._reductions.finish()
+            self._make_parameters(chunk)
+            self._data.gathered.begin(chunk, self._data.parameters.chunk(chunk))
+
+    # --- gradients and the optimizer ---
+
+    def gradient(self, number: int) -> torch.Tensor:
+        """What this rank has of the mean of all ranks' gradients."""
+        chunk = self._data.chunk_of(number)
+        if not self._data.is_cut[chunk]:
+            return super().gradient(number)
+        return self._data.part_of(self._reductions.parts[chunk], number)
+
+    def settle_gradients(self) -> None:
+        """Gradients are reduced, and each that came on any rank has come here."""
+        with self._lock:
+            self._abandon_backward()
+            self._reductions.finish()
+            for number in self._reductions.came_elsewhere():
+                self._note_gradient(number)
+
+    def forget_gradients(self) -> None:
+        """The program has dropped all of them."""
+        with self._lock:
+            self._abandon_backward()
+            self._reductions.forget()
+
+    def restore_gradient(self, number: int, gradient: torch.Tensor) -> None:
+        """An update has failed: the gradient is wanted still."""
+        if self._data.is_cut[self._data.chunk_of(number)]:
+            self._note_gradient(number)
+        else:
+            super().restore_gradient(number, gradient)
+
+    def give_back(self, numbers: Iterable[int]) -> None:
+        """Parameters whose bytes are gradients get theirs back; the gradients, if still wanted, move."""
+        numbers = tuple(numbers)
+        self._settle()
+        with self._lock:
+            self._reductions.finish()
+            for chunk in self._cut_chunks(numbers):
+                self._make_parameters(chunk)
+
+    @torch.no_grad()
+    def renew(self, number: int, *, made: bool = False) -> None:
+        """The parameter's bytes are made from its master, or have been `made`."""
+        with self._lock:
+            if not self._data.is_cut[self._data.chunk_of(number)]:
+                super().renew(number, made=made)
+                return
+            if self.states[number] is TensorState.HOLD_AFTER_FWD:
+                self.states.move(number, TensorState.HOLD)
+            self.states.move(number, TensorState.FREE)
+            if not made and self._data.masters[number] is not None:
+                self._data.parameter_part(number).copy_(self._data.master(number))
+            self.states.move(number, TensorState.HOLD)
+
+    def leave_gradient_to_others(self, number: int, *, is_used_up: bool = False) -> None:
+        """Nobody else has it."""
+
+    def note_written(self, number: int) -> None:
+        """Between calls there is nothing that a program could write to."""
+        if not self._data.is_cut[self._data.chunk_of(number)]:
+            super().note_written(number)
+
+    def step_ended(self) -> None:
+        """Gradients have been used up."""
+        with self._lock:
+            super().step_ended()
+            self._reductions.forget()
+
+    def _make_parameters(self, chunk: int) -> None:
+        """Where this rank's part of a chunk has become gradients."""
+        there = [one for one in self._data.in_chunk[chunk] if self.states[one] is TensorState.HOLD_AFTER_BWD]
+        if not there:
+            return
+        if any(self._is_wanted(one) for one in there):
+            self._chunks_apart.add(chunk)
+            self._reductions.parts[chunk] = self._reductions.parts[chunk].clone()
+        else:
+            self._reductions.parts.pop(chunk, None)
+        for number in there:
+            self.renew(number)
+
+    def _is_wanted(self, number: int) -> bool:
+        return number in self._had or self._data.tensors[number].parameter.grad is not None
+
+    def _place_of(self, chunk: int) -> torch.Tensor:
+        """For the reduced gradients of a chunk."""
+        part = self._data.parameters.chunk(chunk)
+        trained = [one for one in self._data.in_chunk[chunk] if self._data.tensors[one].group is not None]
+        used = chunk in self._data.gathered.open or any(self.states[one] is TensorState.COMPUTE for one in trained)
+        if not self._reuse or chunk in self._chunks_apart or used:
+            return torch.empty_like(part)
+        for number in trained:
+            self.states.access(number)
+            self.states.release(number, TensorState.HOLD_AFTER_BWD)
+        return part
+
+    @torch.no_grad()
+    def _gradient_arrived(self, number: int) -> None:
+        chunk = self._data.chunk_of(number)
+        if not self._data.is_cut[chunk]:
+            super()._gradient_arrived(number)
+            return
+        gradient = self._data.tensors[number].parameter.grad
+        if gradient is None:
+            return
+        self._check_gradient(number, gradient)
+        with self._lock:
+            self._data.tensors[number].parameter.grad = None
+            if self._reductions.arrived(number, gradient):
+                self._data.gathered.release((chunk,))
+
+    def _check_gradient(self, number: int, gradient: torch.Tensor) -> None:
+        super()._check_gradient(number, gradient)
+        if gradient.requires_grad:
+            raise ChunkError(
+                f"expected gradients without graphs, found one with create_graph=True for "
+                f"{self._data.tensors[number].name}; over several ranks take it from torch.autograd.grad"
+            )
+
+    def _note_gradient(self, number: int) -> None:
+        """The program sees that there is one."""
+        one = self._data.tensors[number]
+        if number in self._whole:
+            if one.parameter.grad is None:
+                one.parameter.grad = self._whole_gradients.pop(number)
+            return
+        gradient = self._data.views[number].detach()
+        core.take_bytes(gradient, _NO_GRADIENT.format(name=one.name))
+        one.parameter.grad = gradient
+
+    def _hide_gradients(self) -> None:
+        """Autograd must not add to what has no bytes."""
+        for number in self._reductions.have_come() - set(self._whole):
+            parameter = self._data.tensors[number].parameter
+            if parameter.grad is None:
+                self._reductions.drop(number)
+            else:
+                self._had.add(number)
+                parameter.grad = None
+
+    def _show_gradients(self) -> None:
+        for number in self._had | (self._reductions.have_come() - set(self._whole)):
+            self._note_gradient(number)
+        self._had.clear()
+
+    def _end_backward(self) -> None:
+        with self._lock, torch.no_grad():
+            self._in_backward = False
+            self._data.gathered.release(self._data.gathered.open)
+            self._last = None
+            here = [number for number in self._whole if self._data.tensors[number].parameter.grad is not None]
+            self._reduce_whole()
+            self._reductions.end_backward(here)
+            self._show_gradients()
+
+    def _reduce_whole(self) -> None:
+        """Gradients of parameters that every rank has whole."""
+        if not self._whole:
+            return
+        parameters = [self._data.tensors[number].parameter for number in self._whole]
+        given = [torch.zeros_like(one) if one.grad is None else one.grad for one in parameters]
+        mean = torch.cat([one.flatten() for one in given]).div_(self._data.ranks.size)
+        self._data.ranks.sum(mean)
+        for number, one, of in zip(self._whole, parameters, mean.split([one.numel() for one in given]), strict=True):
+            if one.grad is None:
+                self._whole_gradients[number] = of.view_as(one).clone()
+            else:
+                one.grad.copy_(of.view_as(one))
+
+    def _abandon_backward(self) -> None:
+        """One that has failed."""
+        if self._in_backward and not _in_graph_task():
+            self._in_backward = False
+            self._data.gathered.release(self._data.gathered.open)
+            self._reductions.abandon_backward()
+            self._show_gradients()
+
+
+def _in_graph_task() -> bool:
+    return torch._C._current_graph_task_id() != -1

@@ -1,0 +1,458 @@
+"""What ranks do whose model is spread over them: run by ``tests.pipeline.ranks``."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+import torch_lms
+from tests.chunk.plain import Optimize, Plain, loss_of
+from tests.chunk.test_chunked import OPTIMIZERS, Owner, in_order
+from tests.unit.trainings import TRAININGS, Batch, vector_batch
+from torch_lms.chunk import ShardedState
+from torch_lms.chunk.sharding import ShardedOccupancy
+
+STEPS = 3
+ADAMW = OPTIMIZERS["AdamW"]
+
+Backward = Callable[[nn.Module, Sequence[Batch], Callable[[], None]], torch.Tensor]
+"""Gets the model, batches, and what to call after each backward; returns a loss."""
+
+
+def chunked(model: nn.Module, optimize: Optimize = ADAMW, **options: Any) -> tuple[nn.Module, Any]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return torch_lms.chunked(model, optimize(model.parameters()), mesh=mesh, **options)
+
+
+def once(model: nn.Module, batches: Sequence[Batch], after: Callable[[], None]) -> torch.Tensor:
+    loss = loss_of(model, batches[0])
+    loss.backward()
+    after()
+    return loss
+
+
+def accumulated(model: nn.Module, batches: Sequence[Batch], after: Callable[[], None]) -> torch.Tensor:
+    losses = [once(model, [batch], after) for batch in batches]
+    return sum(losses[1:], losses[0])
+
+
+def evaluated(model: nn.Module, batches: Sequence[Batch], after: Callable[[], None]) -> torch.Tensor:
+    once(model, batches, after)
+    with torch.no_grad():
+        return loss_of(model, batches[1])
+
+
+def retained(model: nn.Module, batches: Sequence[Batch], after: Callable[[], None]) -> torch.Tensor:
+    loss = loss_of(model, batches[0])
+    for last in (False, True):
+        loss.backward(retain_graph=not last)
+        after()
+    return loss
+
+
+BACKWARDS: dict[str, Backward] = {
+    "once": once,
+    "accumulated": accumulated,
+    "evaluated": evaluated,
+    "retained": retained,
+}
+
+
+def batches_of(batch: Callable[[int], Batch], step: int, rank: int, world: int) -> list[Batch]:
+    return [batch(100 * step + 10 * part + rank) for part in range(2)]
+
+
+def mean_of(gradients: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    """Of ranks, as they take it: in the gradients' own type."""
+    found = [one / len(gradients) for one in gradients if one is not None]
+    return sum(found[1:], found[0]) if found else None
+
+
+def expected(
+    model: nn.Module, optimize: Optimize, batch: Callable[[int], Batch], world: int, backward: Backward = once
+) -> Iterator[tuple[list[torch.Tensor], Plain]]:
+    """The losses of all ranks, step by step, in one process without chunks."""
+    plain = Plain(model, optimize)
+    gradients: list[list[torch.Tensor | None]] = []
+
+    def after() -> None:
+        gradients.append([one.grad for one in plain.parameters])
+        plain.zero_grad()
+
+    for step in range(STEPS):
+        losses, of_ranks = [], []
+        buffers = {name: one.clone() for name, one in model.named_buffers()}
+        for rank in range(world):
+            model.load_state_dict(buffers, strict=False)
+            torch.manual_seed(step)
+            gradients = []
+            losses.append(backward(model, batches_of(batch, step, rank, world), after).detach())
+            of_ranks.append(gradients)
+        for number, parameter in enumerate(plain.parameters):
+            means = [mean_of([one[number] for one in of_backward]) for of_backward in zip(*of_ranks, strict=True)]
+            came = [one for one in means if one is not None]
+            parameter.grad = sum(came[1:], came[0]) if came else None
+        plain.step()
+        plain.zero_grad()
+        yield losses, plain
+
+
+def expect_equal(
+    make: Callable[[], nn.Module],
+    batch: Callable[[int], Batch],
+    rank: int,
+    world: int,
+    *,
+    optimize: Optimize = ADAMW,
+    backward: Backward = once,
+    **options: Any,
+) -> None:
+    """Losses, and at the end the masters, are those of one process that has all gradients."""
+    torch.manual_seed(0)
+    plain = make()
+    torch.manual_seed(rank)  # the first rank's model is everybody's
+    model, optimizer = chunked(make() if rank else copy.deepcopy(plain), optimize, **options)
+    for step, (losses, reference) in enumerate(expected(plain, optimize, batch, world, backward)):
+        torch.manual_seed(step)
+        found = backward(model, batches_of(batch, step, rank, world), lambda: None).detach()
+        assert torch.equal(found, losses[rank]), (step, found, losses)
+        optimizer.step()
+        state = model.state_dict()
+        for (name, one), master in zip(plain.named_parameters(), reference.masters, strict=True):
+            assert torch.equal(state[name], master if one.requires_grad else one), (step, name)
+    check_released(optimizer)
+
+
+def check_released(optimizer: Any) -> None:
+    data = optimizer._data
+    assert isinstance(optimizer._occupancy, ShardedOccupancy)
+    assert not data.gathered.open
+    for number, one in enumerate(data.tensors):
+        if data.is_cut[data.chunk_of(number)]:
+            assert one.parameter.untyped_storage().nbytes() == 0
+
+
+def training(name: str, rank: int, world: int) -> None:
+    one = next(one for one in TRAININGS if one.name == name)
+    expect_equal(one.make, one.batch, rank, world)
+
+
+def gpt(rank: int, world: int) -> None:
+    training("gpt", rank, world)
+
+
+def rnn(rank: int, world: int) -> None:
+    training("rnn", rank, world)
+
+
+def mlp(rank: int, world: int) -> None:
+    training("large state", rank, world)
+
+
+def backwards(rank: int, world: int) -> None:
+    for backward in BACKWARDS.values():
+        for reuse in (True, False):
+            make = partial(Owner, in_order)
+            expect_equal(make, vector_batch, rank, world, backward=backward, reuse_gradients=reuse)
+
+
+def optimizers(rank: int, world: int) -> None:
+    for name in ("SGD with momentum", "Adam", "AdamW"):
+        if name in OPTIMIZERS:
+            make = partial(Owner, in_order)
+            expect_equal(make, vector_batch, rank, world, optimize=OPTIMIZERS[name])
+
+
+def on_the_host(rank: int, world: int) -> None:
+    one = TRAININGS[0]
+    expect_equal(one.make, one.batch, rank, world, update_on="host")
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(128, 128)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(128, 128), nn.Tanh()) for _ in range(4))
+        self.last = nn.Linear(128, 64)
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.last(x)
+
+
+def narrow_batch(step: int) -> Batch:
+    torch.manual_seed(step)
+    return torch.randn(8, 128), torch.randint(0, 64, (8,))
+
+
+def checkpointed(rank: int, world: int) -> None:
+    for reentrant in (True, False):
+        expect_equal(partial(Checkpointed, reentrant), narrow_batch, rank, world)
+
+
+class ExpertBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(128, 128) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.experts[int(x.sum().item()) % 3](x).tanh()
+
+
+class Routed(nn.Module):
+    """Which experts are used depends on the data, and so on the rank; one layer nobody uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(128, 128)
+        self.blocks = nn.ModuleList(ExpertBlock() for _ in range(3))
+        self.spare = nn.Linear(128, 64)
+        self.last = nn.Linear(128, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def routed(rank: int, world: int) -> None:
+    for backward in (once, accumulated):
+        expect_equal(Routed, narrow_batch, rank, world, backward=backward)
+
+
+class Adapted(nn.Module):
+    """Frozen layers with adapters that are trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(128, 128).requires_grad_(False) for _ in range(4))
+        self.down = nn.ModuleList(nn.Linear(128, 8) for _ in range(4))
+        self.up = nn.ModuleList(nn.Linear(8, 128) for _ in range(4))
+        self.last = nn.Linear(128, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block, down, up in zip(self.blocks, self.down, self.up, strict=True):
+            x = torch.tanh(block(x) + up(down(x)))
+        return self.last(x)
+
+
+def adapted(rank: int, world: int) -> None:
+    expect_equal(Adapted, narrow_batch, rank, world)
+
+
+class Normed(nn.Module):
+    """Batch norm's parameters are whole on each rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(128, 128), nn.BatchNorm1d(128), nn.Tanh(), nn.Linear(128, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+def normed(rank: int, world: int) -> None:
+    for backward in (once, accumulated):
+        expect_equal(Normed, narrow_batch, rank, world, backward=backward)
+
+
+def losses_of(model: nn.Module, optimizer: Any, rank: int, world: int, steps: range) -> list[torch.Tensor]:
+    found = []
+    for step in steps:
+        optimizer.zero_grad()
+        found.append(once(model, batches_of(narrow_batch, step, rank, world), lambda: None).detach())
+        optimizer.clip_grad_norm_(0.5)
+        optimizer.step()
+    return found
+
+
+def checkpointing(rank: int, world: int) -> None:
+    """A training goes on from its state dicts: in other chunks, and on one rank alone."""
+    torch.manual_seed(0)
+    through = chunked(Routed())
+    losses_of(*through, rank, world, range(2))
+    model, state = copy.deepcopy(through[0].state_dict()), copy.deepcopy(through[1].state_dict())
+    rest = losses_of(*through, rank, world, range(2, 4))
+    torch.manual_seed(1)
+    again = chunked(Routed(), chunk_numel=1 << 15 if world == 2 else None)
+    again[0].load_state_dict(model)
+    again[1].load_state_dict(state)
+    assert all(map(torch.equal, rest, losses_of(*again, rank, world, range(2, 4))))
+    alone = Routed()
+    optimizer = ADAMW(alone.parameters())
+    alone.load_state_dict(model)
+    optimizer.load_state_dict(state)
+    one, its = torch_lms.chunked(alone, optimizer)
+    for name, value in one.state_dict().items():
+        assert torch.equal(value, model[name]), name
+    assert its.state_dict()["state"].keys() == state["state"].keys()
+    for number, values in its.state_dict()["state"].items():
+        for key, value in values.items():
+            assert torch.equal(value, state["state"][number][key]), (number, key)
+
+
+def clipping(rank: int, world: int) -> None:
+    """The norm is that of all gradients, on all ranks alike, and is scaled to what is allowed."""
+    torch.manual_seed(0)
+    plain = Normed()
+    model, optimizer = chunked(copy.deepcopy(plain))
+    for norm_type in (2.0, 1.0, float("inf")):
+        gradients: list[list[torch.Tensor | None]] = []
+        reference = Plain(copy.deepcopy(plain), ADAMW)
+        for of in range(world):
+            reference.zero_grad()
+            once(reference.model, batches_of(narrow_batch, 0, of, world), lambda: None)
+            gradients.append([one.grad for one in reference.parameters])
+        means = [mean_of(list(one)) for one in zip(*gradients, strict=True)]
+        norms = torch.stack([torch.linalg.vector_norm(one.float(), norm_type) for one in means if one is not None])
+        expected_norm = torch.linalg.vector_norm(norms, norm_type)
+        optimizer.zero_grad()
+        once(model, batches_of(narrow_batch, 0, rank, world), lambda: None)
+        norm = optimizer.clip_grad_norm_(0.0625, norm_type)
+        torch.testing.assert_close(norm, expected_norm, rtol=1e-4, atol=0)
+        torch.testing.assert_close(
+            optimizer.clip_grad_norm_(0.0625, norm_type), torch.tensor(0.0625), rtol=1e-2, atol=0
+        )
+        everybody = [torch.zeros(()) for _ in range(world)]
+        dist.all_gather(everybody, norm)
+        assert all(torch.equal(one, norm) for one in everybody)
+
+
+def refusals(rank: int, world: int) -> None:
+    """What cannot be is said so, and what has failed can be done again."""
+    torch.manual_seed(0)
+
+    def refused(error: str, call: Callable[[], Any]) -> None:
+        with pytest.raises((RuntimeError, ValueError), match=error):
+            call()
+
+    refused("treats each element of a tensor alone", lambda: chunked(Normed(), partial(torch.optim.Adafactor, lr=1e-2)))
+    refused("expected torch.bfloat16 over several ranks", lambda: chunked(Normed(), dtype=torch.float16))
+    refused("found step_in_backward=True", lambda: chunked(Normed(), step_in_backward=True))
+    mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("dp", "pp"))
+    refused(
+        "expected a mesh of one dimension",
+        lambda: torch_lms.chunked(model := Normed(), ADAMW(model.parameters()), mesh=mesh),
+    )
+    model, optimizer = chunked(Checkpointed(reentrant=False))
+    batch = narrow_batch(rank)
+    refused("call the module that owns it", lambda: model.first.weight.sum().item())
+    refused("call the module that owns it", lambda: model.blocks[0][0].weight.data_ptr())
+    losses = losses_of(model, optimizer, rank, world, range(1))
+    once(model, [batch], lambda: None)
+    refused("call optimizer.clip_grad_norm_", lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+    refused("call optimizer.clip_grad_norm_", lambda: model.first.weight.grad.sum().item())
+    optimizer.zero_grad()
+
+    def fail(*_: Any) -> None:
+        raise ValueError("on purpose")
+
+    for where in (model.blocks[2].register_forward_hook, model.blocks[2].register_full_backward_hook):
+        handle = where(fail)
+        refused("on purpose", lambda: once(model, [batch], lambda: None))
+        handle.remove()
+        optimizer.zero_grad()
+    state = model.state_dict()
+    again = chunked(Checkpointed(reentrant=False))
+    again[0].load_state_dict(state)
+    again[1].load_state_dict(optimizer.state_dict())
+    mine, others = (losses_of(*one, rank, world, range(1, 3)) for one in ((model, optimizer), again))
+    assert all(map(torch.equal, mine, others)), (losses, mine, others)
+    refused("expected gradients without graphs", lambda: loss_of(model, batch).backward(create_graph=True))
+
+
+def dying(rank: int, world: int) -> None:
+    """One rank is killed; the others are told, not left waiting."""
+    model, optimizer = chunked(Routed())
+    losses_of(model, optimizer, rank, world, range(1))
+    if rank == world - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        losses_of(model, optimizer, rank, world, range(1, 3))
+    except RuntimeError as error:
+        print("told:", type(error).__name__)
+        os._exit(7)
+
+
+def memory(rank: int, world: int) -> None:
+    """Between steps a rank has its part of everything, and nothing whole."""
+    torch.manual_seed(0)
+    model, optimizer = chunked(Owner(in_order, parts=12))
+    losses = once(model, batches_of(vector_batch, 0, rank, world), lambda: None)
+    optimizer.step()
+    numel = sum(one.numel() for one in model.parameters())
+    found = optimizer._data.allocated_bytes()
+    assert sum(found.values()) <= 14 * numel / world * 1.05, (losses, found, numel)
+
+
+def save_path() -> str:
+    return str(Path(sys.argv[4]).with_name("checkpoint"))
+
+
+def saving(rank: int, world: int) -> None:
+    """Saves in the middle of a training, which it tells the rest of; then somebody is killed."""
+    torch.manual_seed(0)
+    model, optimizer = chunked(Routed())
+    losses_of(model, optimizer, rank, world, range(2))
+    dcp.save({"training": ShardedState(model, optimizer)}, checkpoint_id=save_path())
+    expected_state = model.state_dict(), optimizer.state_dict()
+    rest = losses_of(model, optimizer, rank, world, range(2, 4))
+    torch.save((rest, *expected_state), f"{save_path()}.{rank}")
+    dist.barrier()
+    if rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def resuming(rank: int, world: int) -> None:
+    """On any number of ranks there is what was saved; on as many, training goes on as it would have."""
+    torch.manual_seed(1)
+    model, optimizer = chunked(Routed(), chunk_numel=None if world == 2 else 1 << 15)
+    dcp.load({"training": ShardedState(model, optimizer)}, checkpoint_id=save_path())
+    rest, saved, state = torch.load(f"{save_path()}.{min(rank, 1)}")
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, saved[name]), name
+    found = optimizer.state_dict()
+    assert found["param_groups"] == state["param_groups"]
+    for number, values in state["state"].items():
+        for key, value in values.items():
+            assert torch.equal(found["state"][number][key], value), (number, key)
+    if world == 2:
+        assert all(map(torch.equal, rest, losses_of(model, optimizer, rank, world, range(2, 4))))
+    else:
+        losses_of(model, optimizer, rank, world, range(2, 4))
+
+
+def resuming_alone(rank: int, world: int) -> None:
+    """One process without ranks, and a plain model, have what two ranks have saved."""
+    _, saved, state = torch.load(f"{save_path()}.0")
+    torch.manual_seed(1)
+    made = Routed()
+    model, optimizer = torch_lms.chunked(made, ADAMW(made.parameters()))
+    dcp.load({"training": ShardedState(model, optimizer)}, checkpoint_id=save_path())
+    plain = Routed().state_dict()
+    dcp.load({"training": {"model": plain}}, checkpoint_id=save_path())
+    for name, value in saved.items():
+        assert torch.equal(model.state_dict()[name], value), name
+        assert torch.equal(plain[name], value), name
+    for number, values in state["state"].items():
+        for key, value in values.items():
+            assert torch.equal(optimizer.state_dict()["state"][number][key], value), (number, key)
+    losses_of(model, optimizer, rank, world, range(2, 4))

@@ -1,0 +1,48 @@
+"""A model spread over ranks trains as one process with all gradients would, bit for bit."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.pipeline.ranks import run_ranks
+
+
+def expect_success(scenario: str, world: int, tmp_path: Path) -> None:
+    for rank, ended in enumerate(run_ranks(f"tests.chunk.spread:{scenario}", world, tmp_path, timeout_s=150)):
+        assert ended.status == 0, f"rank {rank} of {scenario}:\n{ended.output[-4000:]}"
+
+
+pytestmark = pytest.mark.slow  # ranks are processes of their own, which chaos mode does not reach
+
+
+@pytest.mark.parametrize(
+    "scenarios",
+    [
+        "gpt+rnn+mlp+checkpointed+on_the_host",
+        "backwards+optimizers+normed",
+        "routed+adapted+checkpointing+clipping+refusals+memory",
+    ],
+)
+def test_two_ranks(scenarios: str, tmp_path: Path) -> None:
+    expect_success(scenarios, 2, tmp_path)
+
+
+def test_three_ranks(tmp_path: Path) -> None:
+    expect_success("checkpointing+clipping+memory", 3, tmp_path)
+
+
+def test_a_rank_that_dies_is_an_error_on_the_others(tmp_path: Path) -> None:
+    *others, last = run_ranks("tests.chunk.spread:dying", 3, tmp_path, timeout_s=100)
+    assert last.status == -signal.SIGKILL
+    assert [one.status for one in others] == [7, 7], others[0].output[-4000:]
+
+
+def test_a_training_that_was_killed_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    first, second = run_ranks("tests.chunk.spread:saving", 2, tmp_path, timeout_s=100)
+    assert (first.status, second.status) == (0, -signal.SIGKILL), first.output[-4000:]
+    for world, scenario in [(2, "resuming"), (3, "resuming"), (1, "resuming_alone")]:
+        (tmp_path / "meeting").unlink(missing_ok=True)
+        expect_success(scenario, world, tmp_path)
