@@ -123,3 +123,19 @@ def test_parameters_are_not_exchanged_for_loaded_tensors() -> None:
     chunked = Chunked(nn.Linear(8, 8), ADAMW)
     with pytest.raises(torch_lms.errors.ChunkError, match="found assign=True"):
         chunked.model.load_state_dict(nn.Linear(8, 8).state_dict(), assign=True)
+
+
+def test_state_dicts_have_tensors_of_their_own() -> None:
+    """Tensors of one storage are taken for tied ones by what saves them."""
+    model = Chunked(make(GPT_TRAINING), ADAMW).model
+    state = model.state_dict()
+    storages = [value.untyped_storage() for value in state.values()]
+    tied = state["tokens.weight"].untyped_storage()._cdata
+    assert state["head.weight"].untyped_storage()._cdata == tied
+    assert len({storage._cdata for storage in storages}) == len(storages) - 1
+    assert all(one.nbytes() == value.nbytes for one, value in zip(storages, state.values(), strict=True))
+    before = state["tokens.weight"].clone()
+    with torch.no_grad():
+        model.get_parameter("tokens.weight").zero_()
+    assert torch.equal(state["tokens.weight"], before)
+    assert not model.state_dict()["tokens.weight"].any()

@@ -3,9 +3,8 @@
 Note [The order of reductions]
 All ranks must reduce the same chunks in the same order, and not all need have the same gradients: an expert may have
 got no token on one of them. So each backward reduces every chunk once, in one order for all: at first the reverse of
-the model's, later that in which the first rank's chunks were complete in its first backward. A chunk is ready when all
-of its gradients have come that came on any rank in the backward before; what is missing counts as zero. At the end of
-backward all are. Which parameters have a gradient at all is asked of all ranks once for each backward.
+the model's, later that in which the first rank's chunks were complete in its first backward. What is missing counts as
+zero. Which parameters have a gradient at all is asked of all ranks once for each backward, and known at the step.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ import torch.distributed as dist
 
 from torch_lms._torch_compat import reduce_scatter_single
 from torch_lms.chunk.model_data import ModelData
+from torch_lms.errors import ChunkError
 
 __all__ = ["Reductions"]
 
@@ -51,13 +51,12 @@ class Reductions:
         ranks = dist.get_process_group_ranks(data.ranks.group) if data.ranks.group is not None else None
         # Gathering has the ranks' own group: neither waits for the other.
         self._group = dist.new_group(ranks, use_local_synchronization=True)
-        self._expected = {
-            chunk: {number for number in numbers if data.tensors[number].group is not None}
+        trained = (
+            chunk
             for chunk, numbers in enumerate(data.in_chunk)
-            if data.is_cut[chunk]
-        }
-        self._expected = {chunk: numbers for chunk, numbers in self._expected.items() if numbers}
-        self._order = sorted(self._expected, reverse=True)
+            if data.is_cut[chunk] and any(data.tensors[number].group is not None for number in numbers)
+        )
+        self._order = sorted(trained, reverse=True)
         self._order_is_known = False
         self._completed: list[int] = []
         self._wholes: dict[int, torch.Tensor] = {}
@@ -67,28 +66,38 @@ class Reductions:
         self._running: deque[_Running] = deque()
         self._anywhere: tuple[torch.Tensor, dist.Work] | None = None
 
-    def arrived(self, number: int, gradient: torch.Tensor) -> bool:
-        """A gradient has come.
+    def arrived(self, number: int, gradient: torch.Tensor) -> None:
+        """A gradient has come, or a share of one: checkpoints that run again bring one each.
 
         Args:
             number: of the tensor.
             gradient: in the parameter's shape.
 
-        Returns:
-            Whether it was the last of its chunk.
+        Raises:
+            ChunkError: if the tensor's chunk is complete.
         """
         data = self._data
         chunk = data.chunk_of(number)
+        if chunk in self._completed:
+            raise ChunkError(
+                f"expected the gradient of {data.tensors[number].name} while the backward of its module "
+                "ran, found it later; pass parameters only to modules that own them"
+            )
         if chunk not in self._wholes:
             self._wholes[chunk] = torch.zeros(data.layout.chunk_numel, dtype=data.dtype, device=data.device)
         place, view = data.layout.places[number], data.views[number]
-        self._wholes[chunk].as_strided(view.shape, view.stride(), place.offset).copy_(gradient)
+        here = self._wholes[chunk].as_strided(view.shape, view.stride(), place.offset)
+        if number in self._here:
+            here.add_(gradient)
+        else:
+            here.copy_(gradient)
         self._here.add(number)
-        complete = self._here >= self._expected[chunk]
-        if complete:
+
+    def complete(self, chunk: int) -> None:
+        """All gradients of a chunk have come that will in this backward."""
+        if chunk in self._order and chunk not in self._completed:
             self._completed.append(chunk)
             self._reduce_ready()
-        return complete
 
     def is_under_way(self, chunk: int) -> bool:
         """Whether its gradients are being reduced."""
@@ -109,7 +118,9 @@ class Reductions:
         came[sorted(self._here)] = 1
         came = came.to(self._data.device)
         if self._anywhere is not None:  # of another backward since the step
-            came |= self._anywhere[0]
+            before, work = self._anywhere
+            work.wait()
+            came |= before
         self._anywhere = came, dist.all_reduce(came, dist.ReduceOp.MAX, group=self._group, async_op=True)
         if not self._order_is_known:
             self._order = self._ranks.first_of(self._completed)
@@ -132,11 +143,7 @@ class Reductions:
             return set()
         came, work = self._anywhere
         work.wait()
-        anywhere = set(came.nonzero().flatten().tolist())
-        for chunk, numbers in enumerate(self._data.in_chunk):
-            if chunk in self._expected:
-                self._expected[chunk] = anywhere & set(numbers)
-        return anywhere - self._since_step
+        return set(came.nonzero().flatten().tolist()) - self._since_step
 
     def have_come(self) -> set[int]:
         """Tensors whose gradients have come since the last step, and have not been dropped."""

@@ -4,15 +4,17 @@ Note [Parameters spread over ranks]
 Between calls of the model each rank has its part of every chunk, and nobody has the whole. Before a unit of the model
 runs, or its backward does, its chunks are gathered, and those of the unit that ran next the last time begin to come.
 A chunk is given up when all its tensors have been used (HOLD_AFTER_FWD), at the end of the call, and in backward when
-its gradients have come, or, if it is frozen, when its unit's backward is over. Gradients are collected in a chunk of
-their own, since the parameters' is given up at the same time; their means take the place of the parameters in this
-rank's part. `parameter.grad` only says that there is a gradient: it has no bytes.
+there is a gradient for what its units were called with, as many times as they were called, and another unit's backward
+begins. Then it gets no more gradients either, and is complete. Gradients are collected in a chunk of their own; their
+means take the place of the parameters in this rank's part. `parameter.grad` only says that there is a gradient: it has
+no bytes.
 
 All ranks must call the same units in the same order.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
@@ -34,6 +36,7 @@ _NO_GRADIENT = (
 
 _Phase = Literal["forward", "backward"]
 _Chunks = tuple[int, ...]
+_Numbers = tuple[int, ...]
 
 
 class ShardedOccupancy(Occupancy):
@@ -62,6 +65,11 @@ class ShardedOccupancy(Occupancy):
         self._next: dict[tuple[_Phase, _Chunks], _Chunks] = {}  # what was gathered after it the last time
         self._last: tuple[_Phase, _Chunks] | None = None
         self._in_backward = False
+        self._is_counted = False  # the call that runs: it has a graph
+        self._awaited: Counter[int] = Counter()  # by chunk: calls of units whose backwards are to come
+        self._ended: Counter[int] = Counter()  # by chunk: calls whose backwards have, since the last one began
+        self._kept: Counter[int] = Counter()  # by chunk: those which may come once more
+        self._unhooked: Counter[_Numbers] = Counter()  # by unit: calls of which only a checkpoint will tell
         self._had: set[int] = set()  # gradients of backwards before the one that runs
         self._whole = [number for number, one in enumerate(data.tensors) if one.wide and one.group is not None]
         self._whole_gradients: dict[int, torch.Tensor] = {}  # by number; of those that have none here
@@ -72,9 +80,22 @@ class ShardedOccupancy(Occupancy):
         """A unit is about to run that no other of the model has called."""
         self._settle()
         with self._lock:
+            self._is_counted = call is not None and torch.is_grad_enabled()
             if call is not None:
                 self._last = None
                 self._abandon_backward()
+
+    def awaits_backward(self, numbers: _Numbers) -> bool:
+        """A unit that uses these is called: whether `backward_ended` is to be told, if there is a graph now."""
+        with self._lock:
+            if _in_graph_task():  # a checkpoint: only what had no graph in the call has none that will tell
+                told = torch.is_grad_enabled() and self._unhooked[numbers] > 0
+                self._unhooked[numbers] -= told
+                return told
+            if self._is_counted:
+                self._awaited.update(self._cut_chunks(numbers))
+                self._unhooked[numbers] += not torch.is_grad_enabled()
+            return self._is_counted and torch.is_grad_enabled()
 
     def access(self, numbers: Iterable[int]) -> None:
         """A unit that uses these is about to run."""
@@ -112,16 +133,25 @@ class ShardedOccupancy(Occupancy):
                 self._last = None
                 torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
                 self._hide_gradients()
+            self._complete()
             self._gather(self._cut_chunks(numbers), "backward")
 
-    def backward_ended(self, numbers: Sequence[int]) -> None:
-        """The backward of a unit that uses these has run."""
+    def backward_ended(self, numbers: _Numbers) -> None:
+        """There is a gradient for what a unit that uses these was called with."""
         with self._lock:
-            self._data.gathered.release(
-                chunk
-                for chunk in self._cut_chunks(numbers)
-                if all(self._data.tensors[one].group is None for one in self._data.in_chunk[chunk])
-            )
+            self._ended.update(self._cut_chunks(numbers))
+            if torch._C._autograd._get_current_graph_task_keep_graph():
+                self._kept.update(self._cut_chunks(numbers))
+
+    @torch.no_grad()
+    def _complete(self) -> None:
+        """Units whose backwards have ended before this get no more gradients."""
+        for chunk, times in self._ended.items():
+            self._awaited[chunk] -= times
+            if self._awaited[chunk] == 0:
+                self._data.gathered.release((chunk,))
+                self._reductions.complete(chunk)
+        self._ended.clear()
 
     def open(self, numbers: Iterable[int]) -> None:
         """Parameters have bytes until `close`. All ranks must ask for it, and write the same."""
@@ -184,6 +214,8 @@ class ShardedOccupancy(Occupancy):
         with self._lock:
             self._abandon_backward()
             self._reductions.forget()
+            for counter in (self._awaited, self._ended, self._kept, self._unhooked):
+                counter.clear()
 
     def restore_gradient(self, number: int, gradient: torch.Tensor) -> None:
         """An update has failed: the gradient is wanted still."""
@@ -227,22 +259,27 @@ class ShardedOccupancy(Occupancy):
         """Gradients have been used up."""
         with self._lock:
             super().step_ended()
-            self._reductions.forget()
+            self.forget_gradients()
 
     def _make_parameters(self, chunk: int) -> None:
         """Where this rank's part of a chunk has become gradients."""
         there = [one for one in self._data.in_chunk[chunk] if self.states[one] is TensorState.HOLD_AFTER_BWD]
         if not there:
             return
-        if any(self._is_wanted(one) for one in there):
+        part = self._reductions.parts.pop(chunk, None)
+        if part is not None and self._are_wanted(there):
             self._chunks_apart.add(chunk)
-            self._reductions.parts[chunk] = self._reductions.parts[chunk].clone()
-        else:
-            self._reductions.parts.pop(chunk, None)
+            self._reductions.parts[chunk] = part.clone()
         for number in there:
             self.renew(number)
 
-    def _is_wanted(self, number: int) -> bool:
+    def _are_wanted(self, numbers: Iterable[int]) -> bool:
+        """Whether the program has not dropped their gradients: those that came elsewhere, if all others."""
+        come = self._reductions.have_come()
+        here = come.intersection(numbers)
+        return any(self._has_gradient(number) for number in here or come)
+
+    def _has_gradient(self, number: int) -> bool:
         return number in self._had or self._data.tensors[number].parameter.grad is not None
 
     def _place_of(self, chunk: int) -> torch.Tensor:
@@ -269,8 +306,7 @@ class ShardedOccupancy(Occupancy):
         self._check_gradient(number, gradient)
         with self._lock:
             self._data.tensors[number].parameter.grad = None
-            if self._reductions.arrived(number, gradient):
-                self._data.gathered.release((chunk,))
+            self._reductions.arrived(number, gradient)
 
     def _check_gradient(self, number: int, gradient: torch.Tensor) -> None:
         super()._check_gradient(number, gradient)
@@ -293,7 +329,11 @@ class ShardedOccupancy(Occupancy):
 
     def _hide_gradients(self) -> None:
         """Autograd must not add to what has no bytes."""
-        for number in self._reductions.have_come() - set(self._whole):
+        come = self._reductions.have_come()
+        if not self._are_wanted(come):
+            self._reductions.forget()
+            return
+        for number in come - set(self._whole):
             parameter = self._data.tensors[number].parameter
             if parameter.grad is None:
                 self._reductions.drop(number)
@@ -309,6 +349,9 @@ class ShardedOccupancy(Occupancy):
     def _end_backward(self) -> None:
         with self._lock, torch.no_grad():
             self._in_backward = False
+            self._complete()
+            self._awaited.update(self._kept)
+            self._kept.clear()
             self._data.gathered.release(self._data.gathered.open)
             self._last = None
             here = [number for number in self._whole if self._data.tensors[number].parameter.grad is not None]
@@ -336,6 +379,8 @@ class ShardedOccupancy(Occupancy):
             self._in_backward = False
             self._data.gathered.release(self._data.gathered.open)
             self._reductions.abandon_backward()
+            self._ended.clear()
+            self._kept.clear()
             self._show_gradients()
 
 

@@ -46,17 +46,14 @@ class UnitHooks(ModuleHooks):
         for module, parameters in units_of(model):
             numbers = found.setdefault(module, {})
             numbers.update(dict.fromkeys(data.numbers[one] for one in parameters if one in data.numbers))
-        self._has_frozen = {
-            module: any(data.tensors[number].group is None for number in numbers) for module, numbers in found.items()
-        }
         return {module: tuple(numbers) for module, numbers in found.items()}
 
     def _begin(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         changed = super()._begin(module, arguments, named)
-        if self._has_frozen.get(module) and torch.is_grad_enabled():
+        numbers = self._own.get(module)
+        if numbers and self._sharded().awaits_backward(numbers):
             inputs = _with_gradients((arguments, named) if changed is None else changed)
             if inputs:
-                numbers = self._own[module]
                 torch.autograd.graph.register_multi_grad_hook(inputs, lambda _: self._sharded().backward_ended(numbers))
         return changed
 
