@@ -207,6 +207,19 @@ def checkpointed(rank: int, world: int) -> None:
         expect_equal(partial(Checkpointed, reentrant), narrow_batch, rank, world)
 
 
+def without_bytes(rank: int, world: int) -> None:
+    """A model on the meta device is filled tensor by tensor, and trains as one that was there."""
+    torch.manual_seed(0)
+    there = Checkpointed(reentrant=False)
+    with torch.device("meta"):
+        model = Checkpointed(reentrant=False)
+    filled = chunked(model, device="cpu")
+    for name, value in there.state_dict().items():
+        filled[0].load_state_dict({name: value}, strict=False)
+    expected_losses = losses_of(*chunked(there), rank, world, range(2))
+    assert all(map(torch.equal, expected_losses, losses_of(*filled, rank, world, range(2))))
+
+
 class ExpertBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()

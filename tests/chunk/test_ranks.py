@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow  # ranks are processes of their own, which chaos m
     [
         "gpt+rnn+mlp+checkpointed+on_the_host",
         "backwards+optimizers+normed",
-        "routed+adapted+checkpointing+clipping+refusals+memory",
+        "routed+adapted+checkpointing+clipping+refusals+memory+without_bytes",
     ],
 )
 def test_two_ranks(scenarios: str, tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ class StateDictHooks:
 
     def __init__(self) -> None:
         self._data: ModelData | None = None
+        self._given: dict[nn.Module, dict[int, torch.Tensor]] = {}
 
     def __reduce__(self) -> tuple[type[StateDictHooks], tuple[()]]:
         """For copies."""
@@ -37,7 +38,6 @@ class StateDictHooks:
         """Begins to do so."""
         self._data = data
         self._occupancy = occupancy
-        self._given: dict[nn.Module, dict[int, torch.Tensor]] = {}
         times = Counter(data.numbers.get(one) for _, one in model.named_parameters(remove_duplicate=False))
         self._tied = {number for number, count in times.items() if count > 1}
         self._copies_of_tied: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
@@ -87,33 +87,33 @@ class StateDictHooks:
     def _before_loading(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: Any
     ) -> None:
-        found = list(self._in_chunks(module))
-        if not found:
-            return
-        if local_metadata.get("assign_to_params_buffers", False):
+        given = {
+            number: value
+            for name, one, number in self._in_chunks(module)
+            if isinstance(value := state_dict.get(prefix + name), torch.Tensor) and value.shape == one.shape
+        }
+        if given and local_metadata.get("assign_to_params_buffers", False):
             raise ChunkError(
                 "expected load_state_dict to copy into parameters, found assign=True; leave it out: "
                 "parameters lie in chunks"
             )
-        self._before_saving(module)
-        self._occupancy.open(number for _, _, number in found)
-        self._given[module] = {
-            number: value
-            for name, one, number in found
-            if isinstance(value := state_dict.get(prefix + name), torch.Tensor) and value.shape == one.shape
-        }
+        if given:
+            self._before_saving(module)
+            self._occupancy.open(given)
+            self._given[module] = given
 
     @torch.no_grad()
     def _after_loading(self, module: nn.Module, _: Any) -> None:
         """What has been loaded is known to 16 bits from the parameter, and better from what was given."""
-        given = self._given.pop(module, {}) if self._data is not None else {}
-        found = [number for _, _, number in self._in_chunks(module)]
-        self._note_written(found)
-        for number in found:
-            if self._data is not None and number in given and self._data.masters[number] is not None:
+        given = self._given.pop(module, {})
+        if not given or self._data is None:
+            return
+        self._note_written(given)
+        for number, value in given.items():
+            if self._data.masters[number] is not None:
                 master = self._data.master(number)
-                wide = self._data.own_part(number, given[number].float()).to(master.device)
+                wide = self._data.own_part(number, value.float()).to(master.device)
                 here = self._data.own_part(number, self._data.tensors[number].parameter.detach()).to(master.device)
                 master.copy_(torch.where(wide.to(here.dtype) == here, wide, master))
-        if found:
-            self._occupancy.close(found)
+        self._occupancy.close(given)
+        self._data.unfilled.difference_update(given)

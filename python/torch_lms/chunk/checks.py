@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -15,9 +12,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 from torch_lms.chunk.model_data import ModelTensor
 from torch_lms.chunk.optimizer import ChunkedOptimizer
 from torch_lms.chunk.ranks import Ranks
+from torch_lms.chunk.trials import treats_each_element_alone
 from torch_lms.errors import ChunkError
 
-__all__ = ["check_model", "check_options", "check_ranks", "note_in_chunks"]
+__all__ = ["check_model", "check_options", "check_ranks", "device_of", "note_in_chunks"]
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -63,35 +61,11 @@ def check_ranks(
         raise ChunkError(
             "expected one update for all of a step over several ranks, found step_in_backward=True; leave it out"
         )
-    if not _treats_each_element_alone(optimizer, device):
+    if not treats_each_element_alone(optimizer, device):
         raise ChunkError(
             "expected an optimizer that treats each element of a tensor alone, since ranks keep pieces of tensors, "
             f"found {type(optimizer).__name__}, which does not, or cannot be tried; use another, such as AdamW"
         )
-
-
-@torch.no_grad()
-def _treats_each_element_alone(optimizer: Optimizer, device: torch.device) -> bool:
-    """Whether pieces of a matrix become what they become in it, in two steps."""
-    generator = torch.Generator().manual_seed(0)
-    start, *gradients = (torch.randn(4, 6, generator=generator).to(device) for _ in range(3))
-    whole, pieces = [start.clone()], [one.clone() for one in start.flatten().split(7)]
-    for tensors in (whole, pieces):
-        tried: Optimizer = object.__new__(type(optimizer))
-        tried.__dict__.update(optimizer.__dict__)
-        group = {key: copy.deepcopy(value) for key, value in optimizer.param_groups[0].items() if key != "params"}
-        tried.param_groups = [{**group, "params": tensors}]
-        tried.state = defaultdict(dict)
-        step: Any = type(tried).step
-        for gradient in gradients:
-            parts = [gradient] if tensors is whole else gradient.flatten().split(7)
-            for tensor, part in zip(tensors, parts, strict=True):
-                tensor.grad = part.clone()
-            try:
-                (step.__wrapped__ if getattr(step, "hooked", False) else step)(tried)
-            except Exception:
-                return False
-    return torch.equal(whole[0].flatten(), torch.cat(pieces))
 
 
 def check_model(model: nn.Module, optimizer: Optimizer, tensors: Sequence[ModelTensor]) -> None:
@@ -105,16 +79,38 @@ def check_model(model: nn.Module, optimizer: Optimizer, tensors: Sequence[ModelT
             "expected an optimizer that treats each parameter alone, and is not in chunks yet, found "
             f"{type(optimizer).__name__}; use another, such as torch.optim.AdamW"
         )
-    devices = sorted({str(one.parameter.device) for one in tensors})
-    if len(devices) != 1 or devices == ["meta"]:
-        raise ChunkError(
-            f"expected a model on one device, found its parameters on {' and '.join(devices)}; move it to the device "
-            "that it is to run on"
-        )
     for one in tensors:
         _check_parameter(one)
     for name, module in model.named_modules():
         _check_module(name or "the model", module)
+
+
+def device_of(model: nn.Module, tensors: Sequence[ModelTensor], device: torch.device | str | None) -> torch.device:
+    """The device that a model is on, or is to be on if it has no bytes yet.
+
+    Raises:
+        ChunkError: if there is no one such device.
+    """
+    there = {one.parameter.device for one in tensors}
+    names = " and ".join(sorted(map(str, there)))
+    if there != {torch.device("meta")}:
+        if len(there) != 1 or torch.device("meta") in there:
+            raise ChunkError(
+                f"expected a model on one device, found its parameters on {names}; move it to the device that it is to "
+                "run on"
+            )
+        if device is not None and torch.empty(0, device=device).device not in there:
+            raise ChunkError(f"expected a model on {device}, found it on {names}; move it there, or leave device out")
+        return there.pop()
+    if device is None:
+        raise ChunkError("expected device= for a model on the meta device, found none; pass the one to train it on")
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            raise ChunkError(
+                f"expected buffers with values, found {name} on the meta device; make only the parameters there, or "
+                "give the module another buffer"
+            )
+    return torch.empty(0, device=device).device
 
 
 def _check_parameter(one: ModelTensor) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 
 from torch_lms.chunk.model_data import ModelData
 from torch_lms.chunk.occupancy import Occupancy
+from torch_lms.errors import ChunkError
 
 __all__ = ["ModuleHooks"]
 
@@ -43,6 +44,7 @@ class ModuleHooks:
             dtype: that 32-bit tensors which the model is called with are cast to, unless autocast will see to that.
         """
         self._occupancy = occupancy
+        self._data = data
         self._dtype = dtype
         self._calls = itertools.count()
         self._own = self._own_numbers(model, data)
@@ -82,12 +84,21 @@ class ModuleHooks:
         call = running[-1][1] if running else None if in_backward else next(self._calls)
         outermost = not running
         if outermost:
+            self._check_filled(self._all[module])
             self._occupancy.call_begins(self._all[module], call)
         self._occupancy.access(self._own.get(module, ()))
         running.append((module, call))
         if not outermost or call is None or not any(map(self._is_cast, (*arguments, *named.values()))):
             return None
         return tuple(map(self._cast, arguments)), {name: self._cast(value) for name, value in named.items()}
+
+    def _check_filled(self, numbers: tuple[int, ...]) -> None:
+        if missing := self._data.unfilled.intersection(numbers):
+            names = ", ".join(self._data.tensors[number].name for number in sorted(missing)[:3])
+            raise ChunkError(
+                f"expected parameters with values, found {len(missing)} without, {names} among them; fill them by "
+                "load_state_dict"
+            )
 
     def _is_cast(self, value: Any) -> bool:
         return (

@@ -10,14 +10,15 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from torch_lms._core import need_extension
+from torch_lms.chunk.budget import check_budget, needed_bytes
 from torch_lms.chunk.checkpointing import StateDictHooks
-from torch_lms.chunk.checks import check_model, check_options, check_ranks, note_in_chunks
+from torch_lms.chunk.checks import check_model, check_options, check_ranks, device_of, note_in_chunks
 from torch_lms.chunk.hooks import ModuleHooks
-from torch_lms.chunk.layout import ALIGNMENT, best_chunk_numel, pack
+from torch_lms.chunk.layout import ALIGNMENT, Layout, best_chunk_numel, pack
 from torch_lms.chunk.model_data import ModelData, ModelTensor
 from torch_lms.chunk.occupancy import Occupancy
 from torch_lms.chunk.optimizer import ChunkedOptimizer
-from torch_lms.chunk.ranks import ranks_of
+from torch_lms.chunk.ranks import Ranks, ranks_of
 from torch_lms.chunk.sharding import ShardedOccupancy
 from torch_lms.chunk.units import UnitHooks
 from torch_lms.errors import ChunkError
@@ -43,6 +44,7 @@ def chunked(
     step_in_backward: bool = False,
     update_on: Literal["device", "host"] = "device",
     mesh: DeviceMesh | None = None,
+    device: torch.device | str | None = None,
 ) -> tuple[M, ChunkedOptimizer]:
     """Holds a model's parameters and its optimizer's state in equal chunks, for training in mixed precision.
 
@@ -70,6 +72,9 @@ def chunked(
         mesh: of one dimension (``mesh["dp"]``), of ranks that train the model together, each on its share of the batch:
             every rank keeps one part of each chunk, and all get the first one's model. All must call this, and then the
             model, alike. Gradients are means over ranks.
+        device: for a model whose parameters are on the meta device: where it is to be trained. Chunks are made there
+            without a second copy in host memory, and `load_state_dict` fills them: with ``strict=False`` tensor by
+            tensor. Buffers move there.
 
     Returns:
         The model, and the optimizer to use from now on. State dicts of both are those of a plain model in 32 bits.
@@ -82,20 +87,17 @@ def chunked(
     tensors = _tensors_of(model, optimizer)
     check_model(model, optimizer, tensors)
     check_options(dtype, update_on, step_in_backward=step_in_backward)
-    device = tensors[0].parameter.device
-    runs = _runs_of(tensors)
-    sizes = [[one.parameter.numel() for one in run] for run in runs]
-    ranks = ranks_of(mesh)
+    device, ranks = device_of(model, tensors, device), ranks_of(mesh)
     check_ranks(ranks, optimizer, device, dtype, step_in_backward=step_in_backward)
-    numel = chunk_numel or best_chunk_numel(sizes)
-    if ranks.group is not None:
-        numel = -(-numel // (ALIGNMENT * ranks.size)) * ALIGNMENT * ranks.size  # for parts that are alike
-    layout = pack(sizes, numel)
+    runs = _runs_of(tensors)
+    ordered = [one for run in runs for one in run]
+    layout = _layout_of(runs, chunk_numel, ranks)
+    needed = needed_bytes(ordered, layout, ranks, optimizer, device)
+    check_budget(needed, device, device_limit, host_limit, update_on=update_on)
     if device_limit is not None:
         enable({device: device_limit}, host_limit=host_limit)
-    data = ModelData([one for run in runs for one in run], layout, dtype, device, update_on, ranks)
-    for buffer in model.buffers():
-        ranks.broadcast(buffer)
+    data = ModelData(ordered, layout, dtype, device, update_on, ranks)
+    _move_buffers(model, data)
     chunked_optimizer = ChunkedOptimizer(optimizer, data)
     ready = chunked_optimizer.gradient_ready if step_in_backward else _nothing
     alone = ranks.group is None
@@ -108,6 +110,22 @@ def chunked(
     StateDictHooks().attach(model, data, occupancy)
     note_in_chunks(tensors)
     return model, chunked_optimizer
+
+
+def _layout_of(runs: list[list[ModelTensor]], chunk_numel: int | None, ranks: Ranks) -> Layout:
+    sizes = [[one.parameter.numel() for one in run] for run in runs]
+    numel = chunk_numel or best_chunk_numel(sizes)
+    if ranks.group is not None:  # for parts that are alike
+        numel = -(-numel // (ALIGNMENT * ranks.size)) * ALIGNMENT * ranks.size
+    return pack(sizes, numel)
+
+
+def _move_buffers(model: nn.Module, data: ModelData) -> None:
+    """To where a model that had no bytes is, and from the first rank to all."""
+    for buffer in model.buffers():
+        if data.unfilled:
+            buffer.data = buffer.to(data.device)
+        data.ranks.broadcast(buffer)
 
 
 def _nothing(_: int) -> None:

@@ -129,6 +129,7 @@ class ModelData:
         self._masters = ChunkList(self._numels, torch.float32, self.homes)
         self._states: dict[tuple[str, torch.dtype], ChunkList] = {}
         self.numbers = {one.parameter: number for number, one in enumerate(tensors)}
+        self.unfilled: set[int] = set()  # of a model on the meta device: what is to be loaded
         self.in_chunk: list[list[int]] = [[] for _ in range(layout.chunks)]
         self.views: list[torch.Tensor] = []
         self.masters: list[torch.Tensor | None] = []
@@ -142,22 +143,33 @@ class ModelData:
     @torch.no_grad()
     def _fill(self, number: int, one: ModelTensor) -> None:
         given = one.parameter.detach()
-        chunk = self.chunk_of(number)
-        self.ranks.broadcast(given)
-        if self.is_cut[chunk]:
-            self.views.append(view_in(self.gathered.whole(chunk), self.layout.places[number], given).copy_(given))
-        elif not one.wide:
-            self.views.append(view_in(self.parameters.chunk(chunk), self.layout.places[number], given).copy_(given))
+        if given.is_meta:
+            self.unfilled.add(number)
         else:
-            self.views.append(given)
+            self.ranks.broadcast(given)
+        self.views.append(self._first_view(number, given))
+        chunk = self.chunk_of(number)
         master = None
         if one.group is not None and (not self.is_cut[chunk] or self.piece(number).numel):
             master = self.part_of(self._masters.chunk(chunk), number)
-            master.copy_(self.own_part(number, given))
+            if not given.is_meta:
+                master.copy_(self.own_part(number, given))
         self.masters.append(master)
         if one.wide and master is not None:
             self.views[number] = master
-        one.parameter.data = self.views[number]
+        if given.is_meta:  # whose parameter cannot be given other bytes
+            filled = nn.Parameter(self.views[number].data, requires_grad=one.parameter.requires_grad)  # its own version
+            torch.utils.swap_tensors(one.parameter, filled)
+        else:
+            one.parameter.data = self.views[number]
+
+    def _first_view(self, number: int, given: torch.Tensor) -> torch.Tensor:
+        chunk, place = self.chunk_of(number), self.layout.places[number]
+        if self.tensors[number].wide:
+            return torch.zeros_like(given, device=self.device) if given.is_meta else given
+        whole = self.gathered.whole(chunk) if self.is_cut[chunk] else self.parameters.chunk(chunk)
+        view = view_in(whole, place, given)
+        return view.zero_() if given.is_meta else view.copy_(given)
 
     def _keep_part(self, chunk: int) -> None:
         if self.is_cut[chunk]:

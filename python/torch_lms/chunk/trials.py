@@ -1,0 +1,62 @@
+"""What an optimizer does, found out by trying it on a small matrix."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+__all__ = ["state_bytes_each", "treats_each_element_alone"]
+
+_SHAPE = (4, 6)
+_PIECE = 7
+
+
+def treats_each_element_alone(optimizer: Optimizer, device: torch.device) -> bool:
+    """Whether pieces of a matrix become what they become in it, in two steps; False if it cannot be tried."""
+    start, *gradients = _matrices(3, device)
+    whole, pieces = [start.clone()], [one.clone() for one in start.flatten().split(_PIECE)]
+    try:
+        _steps(optimizer, whole, [[one] for one in gradients])
+        _steps(optimizer, pieces, [one.flatten().split(_PIECE) for one in gradients])
+    except Exception:
+        return False
+    return torch.equal(whole[0].flatten(), torch.cat(pieces))
+
+
+def state_bytes_each(optimizer: Optimizer, device: torch.device) -> int:
+    """Bytes that it keeps for each element of a 32-bit tensor; 0 if it cannot be tried."""
+    start, gradient = _matrices(2, device)
+    try:
+        states = _steps(optimizer, [start], [[gradient]])
+    except Exception:
+        return 0
+    values = [value for state in states.values() for value in state.values() if isinstance(value, torch.Tensor)]
+    return sum(value.element_size() for value in values if value.shape == start.shape)
+
+
+def _matrices(count: int, device: torch.device) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(_SHAPE, generator=generator).to(device) for _ in range(count)]
+
+
+@torch.no_grad()
+def _steps(
+    optimizer: Optimizer, tensors: list[torch.Tensor], gradients: Sequence[Sequence[torch.Tensor]]
+) -> dict[torch.Tensor, dict[str, Any]]:
+    """The optimizer's state after steps on some tensors; nothing of the optimizer itself changes."""
+    tried: Optimizer = object.__new__(type(optimizer))
+    tried.__dict__.update(optimizer.__dict__)
+    group = {key: copy.deepcopy(value) for key, value in optimizer.param_groups[0].items() if key != "params"}
+    tried.param_groups = [{**group, "params": tensors}]
+    tried.state = defaultdict(dict)
+    step: Any = type(tried).step
+    for of_step in gradients:
+        for tensor, gradient in zip(tensors, of_step, strict=True):
+            tensor.grad = gradient.clone()
+        (step.__wrapped__ if getattr(step, "hooked", False) else step)(tried)
+    return tried.state

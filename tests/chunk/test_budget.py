@@ -1,0 +1,83 @@
+"""What a model's data takes is known before, and refused where there is no room."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+import torch_lms
+from tests.chunk.plain import Chunked, Optimize
+from tests.chunk.test_chunked import ADAMW, OPTIMIZERS, Owner, in_order, make
+from tests.unit.trainings import GPT_TRAINING, RESNET_TRAINING, Training, one_thread
+from torch_lms.chunk.budget import check_budget, needed_bytes
+from torch_lms.chunk.ranks import ALONE
+from torch_lms.chunk.trials import state_bytes_each, treats_each_element_alone
+from torch_lms.errors import ChunkError
+
+CPU = torch.device("cpu")
+
+
+@one_thread()
+@pytest.mark.parametrize("training", [GPT_TRAINING, RESNET_TRAINING], ids=lambda one: one.name)
+@pytest.mark.parametrize("optimizer", ["AdamW", "foreach Adam", "SGD", "SGD with momentum", "RMSprop"])
+def test_the_bytes_that_are_expected_are_those_that_come(training: Training, optimizer: str) -> None:
+    chunked = Chunked(make(training), OPTIMIZERS[optimizer])
+    data = chunked.optimizer.data
+    expected = needed_bytes(data.tensors, data.layout, ALONE, chunked.optimizer._inner, CPU)
+    for one in chunked.parameters:
+        one.grad = torch.zeros_like(one)
+    chunked.step()
+    found = data.allocated_bytes()
+    assert expected["parameters"] == found.pop("parameters")
+    assert expected["masters"] == found.pop("masters")
+    assert expected["optimizer state"] == sum(found.values())
+
+
+def test_no_room_is_refused_before_anything_changes() -> None:
+    model = Owner(in_order)
+    before = [one.clone() for one in model.parameters()]
+    with pytest.raises(ChunkError, match=r"expected room for the model's data, .* \(parameters .*, masters .*, optim"):
+        torch_lms.chunked(model, ADAMW(model.parameters()), device_limit="4MiB", host_limit="4MiB")
+    assert not torch_lms.swap.is_enabled()
+    assert all(map(torch.equal, model.parameters(), before))
+    torch_lms.chunked(model, ADAMW(model.parameters()))
+
+
+NEEDED = {"parameters": 2 << 30, "masters": 4 << 30, "optimizer state": 8 << 30}
+
+
+@pytest.mark.parametrize(
+    ("device_limit", "host_limit", "update_on", "error"),
+    [
+        ("1GiB", "2GiB", "device", "expected room for the model's data, 14 GiB"),
+        ("1TiB", "2GiB", "host", "expected room on the host for 12 GiB"),
+        ("1GiB", "1000TiB", "device", "expected host_limit within the host's memory"),
+    ],
+)
+def test_limits_of_a_gpu_are_compared_with_what_is_needed(
+    device_limit: str, host_limit: str, update_on: str, error: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch_lms.chunk.budget.core.total_bytes", lambda _: 64 << 30)
+    check = partial(check_budget, NEEDED, torch.device("cuda", 0))
+    with pytest.raises(ChunkError, match=error):
+        check(device_limit, host_limit, update_on=update_on)
+    check("16GiB", None, update_on="host")
+
+
+@pytest.mark.parametrize(("optimizer", "nbytes"), [("AdamW", 8), ("SGD", 0), ("SGD with momentum", 4)])
+def test_an_optimizer_is_tried_and_stays_as_it_is(optimizer: str, nbytes: int) -> None:
+    parameter = torch.ones(3, requires_grad=True)
+    tried = OPTIMIZERS[optimizer]([parameter])
+    assert state_bytes_each(tried, CPU) == nbytes
+    assert treats_each_element_alone(tried, CPU)
+    assert not tried.state
+    assert parameter.grad is None
+    assert torch.equal(parameter, torch.ones(3))
+
+
+def test_optimizers_that_see_whole_tensors_are_found() -> None:
+    optimize: Optimize = OPTIMIZERS["Adafactor"]
+    assert not treats_each_element_alone(optimize([torch.ones(2, 2, requires_grad=True)]), CPU)
+    assert not treats_each_element_alone(torch.optim.Muon([torch.ones(2, 2, requires_grad=True)]), CPU)
