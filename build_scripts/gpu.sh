@@ -6,12 +6,12 @@
 # Stages, in the order in which they run by default:
 #   build                                               13 s on 16 cores
 #   access memory graphs training optimizers
-#     devices profile chunks                            tests/gpu/test_STAGE_cuda.py, each in a process of its own
+#     devices profile chunks chunk_ranks                tests/gpu/test_STAGE_cuda.py, each in a process of its own
 #   doctor train                                        python -m torch_lms ...; the picture of the demo
 #   transfers overhead model_state what_runs
 #     inference optimizer_choice                        python -m benchmarks...
 #   every_op                                            as access; minutes
-# Two names stand for several: tests (access to chunks) and benchmarks (transfers to optimizer_choice).
+# Two names stand for several: tests (access to chunk_ranks) and benchmarks (transfers to optimizer_choice).
 #
 # Stages about plans, by their names alone, with what they are expected to take and at most may:
 #   plans            plain, ours at six limits, each way alone         400 of 540 s
@@ -42,7 +42,7 @@ fi
 
 export OUT=${OUT:-benchmarks/results}
 export PYTHONPATH=$PWD/python${PYTHONPATH:+:$PYTHONPATH}
-tests=(access memory graphs training optimizers devices profile chunks)
+tests=(access memory graphs training optimizers devices profile chunks chunk_ranks)
 benchmarks=(transfers overhead model_state what_runs inference optimizer_choice)
 # How long each may take, in seconds; the others 120.
 declare -A most_s=([access]=150 [graphs]=170 [training]=170 [every_op]=300 [inference]=240 [optimizer_choice]=200
@@ -66,7 +66,7 @@ run_stage() {
         python3 setup.py build_ext --inplace &&
         python3 -c 'from torch_lms.swap.limits import parse_limits; print(parse_limits({"cuda": "1GiB"}))' # an error says why not
       ;;
-    access | memory | graphs | training | optimizers | devices | profile | chunks | every_op)
+    access | memory | graphs | training | optimizers | devices | profile | chunks | chunk_ranks | every_op)
       # A test that hangs tells where: its stage is stopped without a word of pytest's.
       python3 -m pytest -q -rfEsX --tb=short --maxfail=30 -p no:cacheprovider -m gpu -o faulthandler_timeout=60 \
         --junit-xml="$OUT/$1.xml" "tests/gpu/test_$1_cuda.py"

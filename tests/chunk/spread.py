@@ -26,6 +26,7 @@ from tests.unit.trainings import TRAININGS, Batch, vector_batch
 from torch_lms.chunk import ShardedState
 from torch_lms.chunk.sharding import ShardedOccupancy
 
+DEVICE = os.environ.get("TORCH_LMS_TEST_DEVICE", "cpu")
 STEPS = 3
 ADAMW = OPTIMIZERS["AdamW"]
 
@@ -34,8 +35,12 @@ Backward = Callable[[nn.Module, Sequence[Batch], Callable[[], None]], torch.Tens
 
 
 def chunked(model: nn.Module, optimize: Optimize = ADAMW, **options: Any) -> tuple[nn.Module, Any]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    return torch_lms.chunked(model, optimize(model.parameters()), mesh=mesh, **options)
+    mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
+    return torch_lms.chunked(placed(model), optimize(model.parameters()), mesh=mesh, **options)
+
+
+def placed(model: nn.Module) -> nn.Module:
+    return model if next(model.parameters()).is_meta else model.to(DEVICE)
 
 
 def once(model: nn.Module, batches: Sequence[Batch], after: Callable[[], None]) -> torch.Tensor:
@@ -83,10 +88,15 @@ def mean_of(gradients: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
 
 
 def expected(
-    model: nn.Module, optimize: Optimize, batch: Callable[[int], Batch], world: int, backward: Backward = once
+    model: nn.Module,
+    optimize: Optimize,
+    batch: Callable[[int], Batch],
+    world: int,
+    backward: Backward = once,
+    on: str | None = None,
 ) -> Iterator[tuple[list[torch.Tensor], Plain]]:
     """The losses of all ranks, step by step, in one process without chunks."""
-    plain = Plain(model, optimize)
+    plain = Plain(model, optimize, on=on)
     gradients: list[list[torch.Tensor | None]] = []
 
     def after() -> None:
@@ -123,17 +133,19 @@ def expect_equal(
 ) -> None:
     """Losses, and at the end the masters, are those of one process that has all gradients."""
     torch.manual_seed(0)
-    plain = make()
+    plain = placed(make())
     torch.manual_seed(rank)  # the first rank's model is everybody's
     model, optimizer = chunked(make() if rank else copy.deepcopy(plain), optimize, **options)
-    for step, (losses, reference) in enumerate(expected(plain, optimize, batch, world, backward)):
+    on = "cpu" if options.get("update_on") == "host" else None
+    for step, (losses, reference) in enumerate(expected(plain, optimize, batch, world, backward, on)):
         torch.manual_seed(step)
         found = backward(model, batches_of(batch, step, rank, world), lambda: None).detach()
         assert torch.equal(found, losses[rank]), (step, found, losses)
         optimizer.step()
         state = model.state_dict()
         for (name, one), master in zip(plain.named_parameters(), reference.masters, strict=True):
-            assert torch.equal(state[name], master if one.requires_grad else one), (step, name)
+            expected_value = master if one.requires_grad else one
+            assert torch.equal(state[name].cpu(), expected_value.detach().cpu()), (step, name)
     check_released(optimizer)
 
 
@@ -213,7 +225,7 @@ def without_bytes(rank: int, world: int) -> None:
     there = Checkpointed(reentrant=False)
     with torch.device("meta"):
         model = Checkpointed(reentrant=False)
-    filled = chunked(model, device="cpu")
+    filled = chunked(model, device=DEVICE)
     for name, value in there.state_dict().items():
         filled[0].load_state_dict({name: value}, strict=False)
     expected_losses = losses_of(*chunked(there), rank, world, range(2))
@@ -309,23 +321,23 @@ def checkpointing(rank: int, world: int) -> None:
     again[0].load_state_dict(model)
     again[1].load_state_dict(state)
     assert all(map(torch.equal, rest, losses_of(*again, rank, world, range(2, 4))))
-    alone = Routed()
+    alone = placed(Routed())
     optimizer = ADAMW(alone.parameters())
     alone.load_state_dict(model)
     optimizer.load_state_dict(state)
     one, its = torch_lms.chunked(alone, optimizer)
     for name, value in one.state_dict().items():
-        assert torch.equal(value, model[name]), name
+        assert torch.equal(value.cpu(), model[name].cpu()), name
     assert its.state_dict()["state"].keys() == state["state"].keys()
     for number, values in its.state_dict()["state"].items():
         for key, value in values.items():
-            assert torch.equal(value, state["state"][number][key]), (number, key)
+            assert torch.equal(value.cpu(), state["state"][number][key].cpu()), (number, key)
 
 
 def clipping(rank: int, world: int) -> None:
     """The norm is that of all gradients, on all ranks alike, and is scaled to what is allowed."""
     torch.manual_seed(0)
-    plain = Normed()
+    plain = placed(Normed())
     model, optimizer = chunked(copy.deepcopy(plain))
     for norm_type in (2.0, 1.0, float("inf")):
         gradients: list[list[torch.Tensor | None]] = []
@@ -342,9 +354,9 @@ def clipping(rank: int, world: int) -> None:
         norm = optimizer.clip_grad_norm_(0.0625, norm_type)
         torch.testing.assert_close(norm, expected_norm, rtol=1e-4, atol=0)
         torch.testing.assert_close(
-            optimizer.clip_grad_norm_(0.0625, norm_type), torch.tensor(0.0625), rtol=1e-2, atol=0
+            optimizer.clip_grad_norm_(0.0625, norm_type).cpu(), torch.tensor(0.0625), rtol=1e-2, atol=0
         )
-        everybody = [torch.zeros(()) for _ in range(world)]
+        everybody = [torch.zeros((), device=DEVICE) for _ in range(world)]
         dist.all_gather(everybody, norm)
         assert all(torch.equal(one, norm) for one in everybody)
 

@@ -24,7 +24,7 @@ class Ended:
 def run_ranks(scenario: str, world: int, tmp_path: Path, *, timeout_s: float = 90) -> list[Ended]:
     """Runs ``module:function`` on ranks over Gloo; whoever runs too long is killed, with status -9.
 
-    Several functions, joined by ``+``, run one after the other.
+    Several functions, joined by ``+``, run one after the other. With ``TORCH_LMS_TEST_DEVICE=cuda`` over NCCL.
     """
     environment = {
         **os.environ,
@@ -57,7 +57,11 @@ def main() -> None:
 
     scenario, rank, world, meeting = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
+    on_cuda = os.environ.get("TORCH_LMS_TEST_DEVICE") == "cuda"
+    if on_cuda:
+        torch.cuda.set_device(rank)
+    backend = "nccl" if on_cuda else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=world)
     module, _, names = scenario.partition(":")
     for name in names.split("+"):
         print("==>", name, flush=True)
