@@ -392,7 +392,7 @@ void bind_automatic_mode(py::module_& module) {
         message); // it releases nothing
   });
   module.def("open_storage", [](const at::Tensor& tensor) {
-    tensor.storage().unsafeGetStorageImpl()->clear_data_ptr_access_error_msg_();
+    compat::allow_access(*tensor.storage().unsafeGetStorageImpl());
   });
   define(module, "wake", [](Runtime& all) { all.policy.wake(); });
   module.def("configure_host", [](size_t limit_bytes, const std::string& spill_dir) {

@@ -24,6 +24,7 @@ pytestmark = pytest.mark.slow  # ranks are processes of their own, which chaos m
         "gpt+rnn+mlp+checkpointed+on_the_host",
         "backwards+optimizers+normed",
         "routed+adapted+checkpointing+clipping+refusals+memory+without_bytes",
+        "odd_uses+normed_experts+attending+gradients_by_hand+unlike_ranks+nothing_leaks+kinds_of_tensors",
     ],
 )
 def test_two_ranks(scenarios: str, tmp_path: Path) -> None:

@@ -95,7 +95,28 @@ inline void unwatch_block(c10::StorageImpl& storage) {
   static_cast<void>(storage.mutable_data()); // the only owner's block becomes an ordinary one
 }
 
-inline void allow_access(c10::StorageImpl&) {} // PyTorch cannot: the error stays
+/// A private member. An explicit instantiation may name it, and its friend hands it out.
+template <typename Tag, typename Tag::Type Member>
+struct Private {
+  friend typename Tag::Type member_of(Tag) {
+    return Member;
+  }
+};
+struct ThrowsOnAccess {
+  using Type = bool c10::StorageImpl::*;
+  friend Type member_of(ThrowsOnAccess);
+};
+struct RefreshChecks {
+  using Type = void (c10::StorageImpl::*)();
+  friend Type member_of(RefreshChecks);
+};
+template struct Private<ThrowsOnAccess, &c10::StorageImpl::throw_on_immutable_data_ptr_>;
+template struct Private<RefreshChecks, &c10::StorageImpl::refresh_has_data_ptr_check>;
+
+inline void allow_access(c10::StorageImpl& storage) { // what later PyTorch has a method for
+  storage.*member_of(ThrowsOnAccess{}) = false;
+  (storage.*member_of(RefreshChecks{}))();
+}
 
 #endif
 

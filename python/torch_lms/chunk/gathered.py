@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable
 
 import torch
@@ -44,6 +45,12 @@ class GatheredChunks:
         self._chunks: dict[int, torch.Tensor] = {}
         self._coming: dict[int, dist.Work] = {}
         self._open: set[int] = set()
+        self._trail = 0
+
+    def take_trail(self) -> int:
+        """Of what has been gathered since the last time, in its order: 32 bits that are alike where that is."""
+        trail, self._trail = self._trail, 0
+        return trail
 
     @property
     def open(self) -> frozenset[int]:
@@ -75,6 +82,7 @@ class GatheredChunks:
         core.open_storage(whole)
         whole.untyped_storage().resize_(whole.numel() * whole.element_size())
         self._open.add(chunk)
+        self._trail = zlib.crc32(chunk.to_bytes(4, "little"), self._trail)
         with torch.inference_mode(False):
             own = self.part(chunk).copy_(part)
             self._coming[chunk] = all_gather_single(whole, own, group=self._ranks.group, async_op=True)

@@ -96,8 +96,8 @@ def chunked(
     check_budget(needed, device, device_limit, host_limit, update_on=update_on)
     if device_limit is not None:
         enable({device: device_limit}, host_limit=host_limit)
+    _spread_buffers(model, ranks, device, move=tensors[0].parameter.is_meta)
     data = ModelData(ordered, layout, dtype, device, update_on, ranks)
-    _move_buffers(model, data)
     chunked_optimizer = ChunkedOptimizer(optimizer, data)
     ready = chunked_optimizer.gradient_ready if step_in_backward else _nothing
     alone = ranks.group is None
@@ -120,12 +120,12 @@ def _layout_of(runs: list[list[ModelTensor]], chunk_numel: int | None, ranks: Ra
     return pack(sizes, numel)
 
 
-def _move_buffers(model: nn.Module, data: ModelData) -> None:
-    """To where a model that had no bytes is, and from the first rank to all."""
+def _spread_buffers(model: nn.Module, ranks: Ranks, device: torch.device, *, move: bool) -> None:
+    """From the first rank to all; first, of a model that has no bytes yet, to where it is to be."""
     for buffer in model.buffers():
-        if data.unfilled:
-            buffer.data = buffer.to(data.device)
-        data.ranks.broadcast(buffer)
+        if move:
+            buffer.data = buffer.to(device)
+        ranks.broadcast(buffer)
 
 
 def _nothing(_: int) -> None:

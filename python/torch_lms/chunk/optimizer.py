@@ -144,7 +144,13 @@ class ChunkedOptimizer(Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets gradients, or zeroes them; parameters whose bytes they had get theirs back."""
+        """Forgets gradients, or zeroes them; parameters whose bytes they had get theirs back.
+
+        Raises:
+            ChunkError: if they are to be zeroed, and are spread over ranks.
+        """
+        if not set_to_none and self._data.ranks.group is not None:
+            raise ChunkError("expected zero_grad() over several ranks, found set_to_none=False; leave it out")
         self._hooks.abandon_calls()
         for arrived in self._arrived:  # of a backward that has failed
             arrived &= self._updated

@@ -123,8 +123,9 @@ class PiecesOfTensor(torch.Tensor):
             ChunkError: always.
         """
         raise ChunkError(
-            f"expected a tensor that is spread over ranks to be saved or loaded by torch.distributed.checkpoint, found "
-            f"{op} called with it; for the whole tensor take the model's or the optimizer's state_dict()"
+            "expected a tensor that is spread over ranks to be saved or loaded by torch.distributed.checkpoint's save "
+            f"and load, found {op} called with it (as async_save does); for the whole tensor take the model's or the "
+            "optimizer's state_dict()"
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

@@ -34,9 +34,9 @@ class Ranks:
     def broadcast(self, tensor: torch.Tensor) -> None:
         """All get the first one's bytes."""
         if self.group is not None:
-            packed = tensor.contiguous()
-            dist.broadcast(packed, group=self.group, group_src=0)
-            if packed is not tensor:
+            packed = tensor.detach().contiguous()
+            dist.broadcast(packed.view(-1).view(torch.uint8), group=self.group, group_src=0)  # of any type
+            if packed.data_ptr() != tensor.data_ptr():
                 tensor.copy_(packed)
 
     def first_of(self, value: Any) -> Any:

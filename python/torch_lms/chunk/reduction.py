@@ -4,11 +4,13 @@ Note [The order of reductions]
 All ranks must reduce the same chunks in the same order, and not all need have the same gradients: an expert may have
 got no token on one of them. So each backward reduces every chunk once, in one order for all: at first the reverse of
 the model's, later that in which the first rank's chunks were complete in its first backward. What is missing counts as
-zero. Which parameters have a gradient at all is asked of all ranks once for each backward, and known at the step.
+zero. Which parameters have a gradient at all, and whether all ranks have gathered the same chunks, is asked of all once
+for each backward, and known at the step.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -64,6 +66,7 @@ class Reductions:
         self._since_step: set[int] = set()  # and in those before, but the ones that the program has dropped
         self._reduced = 0  # of the order, in this backward
         self._running: deque[_Running] = deque()
+        self._trail = 0  # of what was gathered since the step
         self._anywhere: tuple[torch.Tensor, dist.Work] | None = None
 
     def arrived(self, number: int, gradient: torch.Tensor) -> None:
@@ -115,12 +118,10 @@ class Reductions:
                 self._completed.append(chunk)
         self._reduce_ready()
         came = torch.zeros(len(self._data.tensors), dtype=torch.uint8)
-        came[sorted(self._here)] = 1
-        came = came.to(self._data.device)
-        if self._anywhere is not None:  # of another backward since the step
-            before, work = self._anywhere
-            work.wait()
-            came |= before
+        came[sorted(self._here | self._since_step)] = 1
+        trail = self._trail = zlib.crc32(self._data.gathered.take_trail().to_bytes(4, "little"), self._trail)
+        words = torch.tensor([*trail.to_bytes(4, "little"), *(255 - one for one in trail.to_bytes(4, "little"))])
+        came = torch.cat([came, words.to(torch.uint8)]).to(self._data.device)
         self._anywhere = came, dist.all_reduce(came, dist.ReduceOp.MAX, group=self._group, async_op=True)
         if not self._order_is_known:
             self._order = self._ranks.first_of(self._completed)
@@ -138,12 +139,23 @@ class Reductions:
             self._finish_first()
 
     def came_elsewhere(self) -> set[int]:
-        """The tensors that have gradients since the last step, though none came here. Waits for all ranks."""
+        """The tensors that have gradients since the last step, though none came here. Waits for all ranks.
+
+        Raises:
+            ChunkError: if ranks have gathered other chunks.
+        """
         if self._anywhere is None:
             return set()
         came, work = self._anywhere
         work.wait()
-        return set(came.nonzero().flatten().tolist()) - self._since_step
+        said = came.tolist()
+        flags, words, inverted = said[:-8], said[-8:-4], said[-4:]
+        if any(word + other != 255 for word, other in zip(words, inverted, strict=True)):
+            raise ChunkError(
+                "expected all ranks to call the same units of the model in the same order, and to need gradients of "
+                "their outputs alike, found ranks that differ; have a block that is not used return its input times one"
+            )
+        return {number for number, flag in enumerate(flags) if flag} - self._since_step
 
     def have_come(self) -> set[int]:
         """Tensors whose gradients have come since the last step, and have not been dropped."""
@@ -160,6 +172,8 @@ class Reductions:
     def forget(self) -> None:
         """Gradients have been used, or are not wanted."""
         self.finish()
+        self._trail = 0
+        self._data.gathered.take_trail()
         self.parts.clear()
         self._since_step.clear()
         self._anywhere = None

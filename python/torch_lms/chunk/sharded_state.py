@@ -67,9 +67,12 @@ class ShardedState:
 
     def _part_of(self, number: int, part: torch.Tensor) -> torch.Tensor:
         data = self._optimizer.data
+        view = data.views[number]
+        if view.numel() == 0:  # of which no rank has a piece
+            return torch.empty_like(view, dtype=part.dtype, device=part.device)
         if not data.is_cut[data.chunk_of(number)]:
             return part.detach()
-        return PiecesOfTensor(data.views[number], part.detach(), data.piece(number).begin)
+        return PiecesOfTensor(view, part.detach(), data.piece(number).begin)
 
 
 def _saved_buffers(model: nn.Module) -> list[tuple[str, torch.Tensor]]:

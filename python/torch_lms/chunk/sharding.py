@@ -14,8 +14,10 @@ All ranks must call the same units in the same order.
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Literal
 
 import torch
@@ -64,13 +66,15 @@ class ShardedOccupancy(Occupancy):
         self._chunks_apart: set[int] = set()  # whose gradients have memory of their own
         self._next: dict[tuple[_Phase, _Chunks], _Chunks] = {}  # what was gathered after it the last time
         self._last: tuple[_Phase, _Chunks] | None = None
-        self._in_backward = False
+        self._running: weakref.ref[Callable[[], None]] | None = None  # what the outermost backward calls at its end
         self._is_counted = False  # the call that runs: it has a graph
         self._awaited: Counter[int] = Counter()  # by chunk: calls of units whose backwards are to come
+        self._opened: Counter[int] = Counter()  # by chunk: modules that are being loaded
         self._ended: Counter[int] = Counter()  # by chunk: calls whose backwards have, since the last one began
         self._kept: Counter[int] = Counter()  # by chunk: those which may come once more
         self._unhooked: Counter[_Numbers] = Counter()  # by unit: calls of which only a checkpoint will tell
         self._had: set[int] = set()  # gradients of backwards before the one that runs
+        self._shown: dict[int, torch.Tensor] = {}  # what `parameter.grad` is, by number
         self._whole = [number for number, one in enumerate(data.tensors) if one.wide and one.group is not None]
         self._whole_gradients: dict[int, torch.Tensor] = {}  # by number; of those that have none here
 
@@ -121,17 +125,19 @@ class ShardedOccupancy(Occupancy):
         """What runs again from now on does so for a backward."""
         with self._lock:
             super().call_ended(numbers)
-            if not self._in_backward:
-                self._data.gathered.release(self._data.gathered.open)
+            if not self._is_in_backward():
+                self._release_all()
                 self._last = None
 
     def backward_begins(self, numbers: Sequence[int]) -> None:
         """The backward of a unit that uses these is about to run."""
         with self._lock:
-            if not self._in_backward:
-                self._in_backward = True
+            self._abandon_backward()
+            if self._running is None:
                 self._last = None
-                torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+                end = partial(self._end_backward)
+                self._running = weakref.ref(end)  # a backward that fails forgets it
+                torch.autograd.Variable._execution_engine.queue_callback(end)
                 self._hide_gradients()
             self._complete()
             self._gather(self._cut_chunks(numbers), "backward")
@@ -157,6 +163,7 @@ class ShardedOccupancy(Occupancy):
         """Parameters have bytes until `close`. All ranks must ask for it, and write the same."""
         with self._lock:
             chunks = self._cut_chunks(numbers)
+            self._opened.update(chunks)
             self._begin(chunks)
             for chunk in chunks:
                 self._data.gathered.finish(chunk)
@@ -168,7 +175,8 @@ class ShardedOccupancy(Occupancy):
             chunks = self._cut_chunks(numbers)
             for chunk in chunks:
                 self._data.parameters.chunk(chunk).copy_(self._data.gathered.part(chunk))
-            self._data.gathered.release(chunks)
+            self._opened.subtract(chunks)
+            self._data.gathered.release(chunk for chunk in chunks if not self._opened[chunk])
 
     def _cut_chunks(self, numbers: Iterable[int]) -> _Chunks:
         chunks = dict.fromkeys(self._data.chunk_of(number) for number in numbers)
@@ -206,16 +214,19 @@ class ShardedOccupancy(Occupancy):
         with self._lock:
             self._abandon_backward()
             self._reductions.finish()
+            if (come := self._reductions.have_come()) and not self._are_wanted(come):
+                self.forget_gradients()
             for number in self._reductions.came_elsewhere():
                 self._note_gradient(number)
+            self._check_shown()
 
     def forget_gradients(self) -> None:
         """The program has dropped all of them."""
         with self._lock:
             self._abandon_backward()
             self._reductions.forget()
-            for counter in (self._awaited, self._ended, self._kept, self._unhooked):
-                counter.clear()
+            self._whole_gradients.clear()
+            self._shown.clear()
 
     def restore_gradient(self, number: int, gradient: torch.Tensor) -> None:
         """An update has failed: the gradient is wanted still."""
@@ -260,6 +271,8 @@ class ShardedOccupancy(Occupancy):
         with self._lock:
             super().step_ended()
             self.forget_gradients()
+            self._awaited.clear()
+            self._unhooked.clear()
 
     def _make_parameters(self, chunk: int) -> None:
         """Where this rank's part of a chunk has become gradients."""
@@ -267,7 +280,7 @@ class ShardedOccupancy(Occupancy):
         if not there:
             return
         part = self._reductions.parts.pop(chunk, None)
-        if part is not None and self._are_wanted(there):
+        if part is not None and (self._is_in_backward() or self._are_wanted(there)):
             self._chunks_apart.add(chunk)
             self._reductions.parts[chunk] = part.clone()
         for number in there:
@@ -325,12 +338,22 @@ class ShardedOccupancy(Occupancy):
             return
         gradient = self._data.views[number].detach()
         core.take_bytes(gradient, _NO_GRADIENT.format(name=one.name))
-        one.parameter.grad = gradient
+        one.parameter.grad = self._shown[number] = gradient
+
+    def _check_shown(self) -> None:
+        for number, one in enumerate(self._data.tensors):
+            gradient = one.parameter.grad
+            is_cut = self._data.is_cut[self._data.chunk_of(number)]
+            if is_cut and gradient is not None and gradient is not self._shown.get(number):
+                raise ChunkError(
+                    "expected gradients that backward has made, since they are spread over ranks, found another one "
+                    f"of {one.name}; call backward, and leave parameter.grad alone"
+                )
 
     def _hide_gradients(self) -> None:
         """Autograd must not add to what has no bytes."""
         come = self._reductions.have_come()
-        if not self._are_wanted(come):
+        if come and not self._are_wanted(come):
             self._reductions.forget()
             return
         for number in come - set(self._whole):
@@ -348,11 +371,11 @@ class ShardedOccupancy(Occupancy):
 
     def _end_backward(self) -> None:
         with self._lock, torch.no_grad():
-            self._in_backward = False
             self._complete()
+            self._running = None
             self._awaited.update(self._kept)
             self._kept.clear()
-            self._data.gathered.release(self._data.gathered.open)
+            self._release_all()
             self._last = None
             here = [number for number in self._whole if self._data.tensors[number].parameter.grad is not None]
             self._reduce_whole()
@@ -364,7 +387,11 @@ class ShardedOccupancy(Occupancy):
         if not self._whole:
             return
         parameters = [self._data.tensors[number].parameter for number in self._whole]
-        given = [torch.zeros_like(one) if one.grad is None else one.grad for one in parameters]
+        given = []
+        for number, one in zip(self._whole, parameters, strict=True):
+            before = self._whole_gradients.pop(number, None)  # of backwards in which none came here
+            here = [gradient for gradient in (before, one.grad) if gradient is not None]
+            given.append(sum(here[1:], here[0]) if here else torch.zeros_like(one))
         mean = torch.cat([one.flatten() for one in given]).div_(self._data.ranks.size)
         self._data.ranks.sum(mean)
         for number, one, of in zip(self._whole, parameters, mean.split([one.numel() for one in given]), strict=True):
@@ -373,15 +400,26 @@ class ShardedOccupancy(Occupancy):
             else:
                 one.grad.copy_(of.view_as(one))
 
+    def _is_in_backward(self) -> bool:
+        return self._running is not None and self._running() is not None
+
     def _abandon_backward(self) -> None:
-        """One that has failed."""
-        if self._in_backward and not _in_graph_task():
-            self._in_backward = False
-            self._data.gathered.release(self._data.gathered.open)
+        """If the last one has failed."""
+        if self._running is not None and self._running() is None:
+            self._running = None
+            self._release_all()
             self._reductions.abandon_backward()
             self._ended.clear()
             self._kept.clear()
             self._show_gradients()
+
+    def _release_all(self) -> None:
+        """But what somebody computes with."""
+        self._data.gathered.release(
+            chunk
+            for chunk in self._data.gathered.open
+            if all(self.states[one] is not TensorState.COMPUTE for one in self._data.in_chunk[chunk])
+        )
 
 
 def _in_graph_task() -> bool:

@@ -19,20 +19,23 @@ _PIECE = 7
 def treats_each_element_alone(optimizer: Optimizer, device: torch.device) -> bool:
     """Whether pieces of a matrix become what they become in it, in two steps; False if it cannot be tried."""
     start, *gradients = _matrices(3, device)
-    whole, pieces = [start.clone()], [one.clone() for one in start.flatten().split(_PIECE)]
-    try:
-        _steps(optimizer, whole, [[one] for one in gradients])
-        _steps(optimizer, pieces, [one.flatten().split(_PIECE) for one in gradients])
-    except Exception:
-        return False
-    return torch.equal(whole[0].flatten(), torch.cat(pieces))
+    for group in optimizer.param_groups:
+        whole, pieces = [start.clone()], [one.clone() for one in start.flatten().split(_PIECE)]
+        try:
+            _steps(optimizer, group, whole, [[one] for one in gradients])
+            _steps(optimizer, group, pieces, [one.flatten().split(_PIECE) for one in gradients])
+        except Exception:
+            return False
+        if not torch.equal(whole[0].flatten(), torch.cat(pieces)):
+            return False
+    return True
 
 
 def state_bytes_each(optimizer: Optimizer, device: torch.device) -> int:
     """Bytes that it keeps for each element of a 32-bit tensor; 0 if it cannot be tried."""
     start, gradient = _matrices(2, device)
     try:
-        states = _steps(optimizer, [start], [[gradient]])
+        states = _steps(optimizer, optimizer.param_groups[0], [start], [[gradient]])
     except Exception:
         return 0
     values = [value for state in states.values() for value in state.values() if isinstance(value, torch.Tensor)]
@@ -46,12 +49,17 @@ def _matrices(count: int, device: torch.device) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def _steps(
-    optimizer: Optimizer, tensors: list[torch.Tensor], gradients: Sequence[Sequence[torch.Tensor]]
+    optimizer: Optimizer,
+    group: dict[str, Any],
+    tensors: list[torch.Tensor],
+    gradients: Sequence[Sequence[torch.Tensor]],
 ) -> dict[torch.Tensor, dict[str, Any]]:
     """The optimizer's state after steps on some tensors; nothing of the optimizer itself changes."""
     tried: Optimizer = object.__new__(type(optimizer))
     tried.__dict__.update(optimizer.__dict__)
-    group = {key: copy.deepcopy(value) for key, value in optimizer.param_groups[0].items() if key != "params"}
+    group = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+    if "lr" in group:  # a schedule may begin with none, and nothing would move
+        group["lr"] = torch.full_like(rate, 1e-2) if isinstance(rate := group["lr"], torch.Tensor) else 1e-2
     tried.param_groups = [{**group, "params": tensors}]
     tried.state = defaultdict(dict)
     step: Any = type(tried).step

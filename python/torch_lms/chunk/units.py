@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,9 +24,12 @@ def units_of(module: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]
 
     A unit is a block of the model, that is, an element of its outermost lists, with all that is in it: which of a
     block's modules run may depend on the data (experts), and all ranks must gather the same. Outside of lists it is a
-    module that owns parameters itself.
+    module that owns parameters itself: with all that is in it, unless there are lists in it.
     """
     own = list(module.parameters(recurse=False))
+    if own and not any(isinstance(one, _LISTS) for one in module.modules()):
+        yield module, list(module.parameters())  # it may use its children's without calling them
+        return
     if own:
         yield module, own
     for child in module.children():
@@ -53,8 +57,11 @@ class UnitHooks(ModuleHooks):
         numbers = self._own.get(module)
         if numbers and self._sharded().awaits_backward(numbers):
             inputs = _with_gradients((arguments, named) if changed is None else changed)
-            if inputs:
-                torch.autograd.graph.register_multi_grad_hook(inputs, lambda _: self._sharded().backward_ended(numbers))
+            if inputs and not any(one.is_leaf for one in inputs):  # a leaf would keep the hook; its unit ends with all
+                unique = {id(one): one for one in inputs}.values()
+                came = _AllCame(len(unique), partial(self._sharded().backward_ended, numbers))
+                for one in unique:
+                    one.register_hook(came)
         return changed
 
     def _end(self, module: nn.Module, arguments: Any, outputs: Any) -> None:
@@ -66,6 +73,29 @@ class UnitHooks(ModuleHooks):
     def _sharded(self) -> ShardedOccupancy:
         assert isinstance(self._occupancy, ShardedOccupancy)
         return self._occupancy
+
+
+class _AllCame:
+    """Tells when so many gradients have come in one backward. It holds no graph: that would hold it, for ever.
+
+    Args:
+        count: of gradients.
+        tell: called then.
+    """
+
+    def __init__(self, count: int, tell: Callable[[], None]) -> None:
+        self._count = count
+        self._tell = tell
+        self._task = -1
+        self._left = count
+
+    def __call__(self, _: torch.Tensor) -> None:
+        """One has come."""
+        if (task := torch._C._current_graph_task_id()) != self._task:
+            self._task, self._left = task, self._count
+        self._left -= 1
+        if self._left == 0:
+            self._tell()
 
 
 def _with_gradients(values: Any) -> list[torch.Tensor]:
