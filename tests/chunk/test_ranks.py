@@ -15,7 +15,8 @@ def expect_success(scenario: str, world: int, tmp_path: Path) -> None:
         assert ended.status == 0, f"rank {rank} of {scenario}:\n{ended.output[-4000:]}"
 
 
-pytestmark = pytest.mark.slow  # ranks are processes of their own, which chaos mode does not reach
+# Ranks are processes of their own, which chaos mode does not reach, and have limits in time themselves.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.mark.parametrize(
@@ -36,13 +37,13 @@ def test_three_ranks(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_dies_is_an_error_on_the_others(tmp_path: Path) -> None:
-    *others, last = run_ranks("tests.chunk.spread:dying", 3, tmp_path, timeout_s=100)
+    *others, last = run_ranks("tests.chunk.spread:dying", 3, tmp_path, timeout_s=170)
     assert last.status == -signal.SIGKILL
     assert [one.status for one in others] == [7, 7], others[0].output[-4000:]
 
 
 def test_a_training_that_was_killed_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
-    first, second = run_ranks("tests.chunk.spread:saving", 2, tmp_path, timeout_s=100)
+    first, second = run_ranks("tests.chunk.spread:saving", 2, tmp_path, timeout_s=170)
     assert (first.status, second.status) == (0, -signal.SIGKILL), first.output[-4000:]
     for world, scenario in [(2, "resuming"), (3, "resuming"), (1, "resuming_alone")]:
         (tmp_path / "meeting").unlink(missing_ok=True)
