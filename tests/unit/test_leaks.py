@@ -23,6 +23,7 @@ WARM_UP = 1_500  # pools, tables and caches have grown
 WARM_UP_PLANNED = 150
 ALLOWANCE_BYTES = 24 << 20
 COPIES_BYTES = 1 << 20  # of storages that have died since the last cycle ended
+OUT_ALLOWANCE = 8  # what is out at the end of a step depends on how fast copies are
 TABLE_ALLOWANCE = 64 * 64  # dead storages are swept when a shard of the table has grown by so many
 
 
@@ -75,7 +76,7 @@ def check_nothing_grows(step: Callable[[int], object], steps: int, warm_up: int 
     assert after.private_bytes < before.private_bytes + ALLOWANCE_BYTES
     assert after.host_bytes == before.host_bytes
     assert after.host_used_bytes <= before.host_used_bytes + COPIES_BYTES
-    assert after.paged_out_storages <= before.paged_out_storages
+    assert after.paged_out_storages <= before.paged_out_storages + OUT_ALLOWANCE
     assert after.tracked_storages <= max(before.tracked_storages, TABLE_ALLOWANCE)
 
 

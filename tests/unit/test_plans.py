@@ -326,6 +326,9 @@ def test_a_planned_program_is_bit_equal_within_its_limit(program: str) -> None:
     assert torch_lms.current_plan() is not None
     assert core.share_in_step() > 0.95 or program not in WHOLE_CYCLES
     measured = torch_lms.current_plan().measured
+    late = iter(run(begin))  # on a slow machine the last plan may come with the last step
+    while measured is None and program in WHOLE_CYCLES and next(late, None) is not None:
+        measured = torch_lms.current_plan().measured
     assert measured is not None or program not in WHOLE_CYCLES
     assert measured is None or (measured.step_us > 0 and 0 < measured.peak_bytes <= limit_bytes)
     assert torch_lms.stats().peak_allocated_bytes <= limit_bytes

@@ -52,6 +52,9 @@ def as_in_training(model: nn.Module, sample: Sample, notes: list[str]) -> Iterat
 def _mask_changes(masks: Any, sample: Sample) -> list[tuple[Any, str, Any]]:
     """Lets masks be left out where their absence does not depend on data."""
     changes: list[tuple[Any, str, Any]] = []
+    if hasattr(masks, "is_torchdynamo_exporting"):
+        # An exported program is for any input; this graph is for the sample's shapes.
+        changes.append((masks, "is_torchdynamo_exporting", lambda: False))
     is_tracing = getattr(masks, "is_tracing", None)
     if is_tracing is not None:
         # Without a padding mask it depends on shapes alone whether attention is plainly causal.
