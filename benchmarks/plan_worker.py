@@ -74,6 +74,8 @@ class Run:
         most_steps: to wait for a plan.
         most_seconds: likewise.
         with_digest: whether results are compared bit for bit, which takes seconds.
+        digests_after: also after so many steps from the beginning.
+        least_steps: in all.
         keep: the plan and its trace are written to files that begin so; empty for none.
     """
 
@@ -91,6 +93,8 @@ class Run:
     most_steps: int = 60
     most_seconds: float = 60.0
     with_digest: bool = True
+    digests_after: tuple[int, ...] = ()
+    least_steps: int = 0
     keep: str = ""
 
 
@@ -133,6 +137,7 @@ class _Steps:
         self.deterministic = True
         self.times_ms: list[float] = []
         self.losses: list[float] = []
+        self.digests: dict[str, str] = {}
 
     def one(self) -> None:
         """A step, with its time; the first finds out whether each op can run with its order of additions fixed."""
@@ -149,6 +154,8 @@ class _Steps:
         _synchronize(self.run.device)
         self.times_ms.append(MS * (time.perf_counter() - start))
         self.news({"step_ms_so_far": self.times_ms})
+        if len(self.losses) in self.run.digests_after:
+            self.digests[str(len(self.losses))] = self.results()
 
     def _step(self) -> torch.Tensor:
         """Forward, backward and the optimizer's step if there is one; the same random numbers each time."""
@@ -243,7 +250,10 @@ def measure(run: Run, news: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     row["deterministic"] = steps.deterministic
     if run.keep and run.device != "cpu":
         steps.one_profiled(f"{run.keep}.profile.json")
-    return {**row, "losses": steps.losses, "digest": steps.results() if run.with_digest else ""}
+    digest_at_end = steps.results() if run.with_digest else ""
+    steps.digests[str(len(steps.losses))] = digest_at_end
+    steps.several(max(0, run.least_steps - len(steps.losses)))
+    return {**row, "losses": steps.losses, "digests": steps.digests, "digest": digest_at_end}
 
 
 def _begin(run: Run) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 
@@ -11,7 +9,7 @@ import torch_lms
 from tests.chunk.plain import Chunked, Optimize
 from tests.chunk.test_chunked import ADAMW, OPTIMIZERS, Owner, in_order, make
 from tests.unit.trainings import GPT_TRAINING, RESNET_TRAINING, Training, one_thread
-from torch_lms.chunk.budget import check_budget, needed_bytes
+from torch_lms.chunk.budget import budget_of, check_budget, needed_bytes
 from torch_lms.chunk.ranks import ALONE
 from torch_lms.chunk.trials import state_bytes_each, treats_each_element_alone
 from torch_lms.errors import ChunkError
@@ -60,10 +58,15 @@ def test_limits_of_a_gpu_are_compared_with_what_is_needed(
     device_limit: str, host_limit: str, update_on: str, error: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch_lms.chunk.budget.core.total_bytes", lambda _: 64 << 30)
-    check = partial(check_budget, NEEDED, torch.device("cuda", 0))
+    device = torch.device("cuda", 0)
+
+    def check(device_limit: str, host_limit: str | None, update_on: str) -> None:
+        check_budget(NEEDED, device, budget_of(device, device_limit, host_limit), update_on=update_on)
+
     with pytest.raises(ChunkError, match=error):
-        check(device_limit, host_limit, update_on=update_on)
-    check("16GiB", None, update_on="host")
+        check(device_limit, host_limit, update_on)
+    check("16GiB", None, "host")
+    check("16GiB", None, "auto")
 
 
 @pytest.mark.parametrize(("optimizer", "nbytes"), [("AdamW", 8), ("SGD", 0), ("SGD with momentum", 4)])

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import torch_lms
 from tests.chunk.plain import Chunked, Made, Plain, loss_of, same, train
 from tests.unit.trainings import GPT_TRAINING, MIN_BYTES, TRAININGS, Batch, Training, one_thread, vector_batch
+from torch_lms.chunk import streamed_updates
 from torch_lms.chunk.states import TensorState
 
 STEPS = 4
@@ -69,29 +70,40 @@ def test_training_under_a_limit_is_bit_equal(training: Training, reuse: bool, pa
     assert torch_lms.stats().pageouts > 0
 
 
+@pytest.fixture(autouse=True)
+def _small_portions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that tensors are cut, and buffers take turns."""
+    monkeypatch.setattr(streamed_updates, "_PORTION_NUMEL", 1 << 11)
+
+
 @one_thread()
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_every_optimizer_is_bit_equal(optimizer: str) -> None:
-    expect_equal(lambda: make(GPT_TRAINING), GPT_TRAINING.batch, OPTIMIZERS[optimizer], chunk_numel=1 << 15)
+@pytest.mark.parametrize("update_on", ["device", "stream"])
+def test_every_optimizer_is_bit_equal(optimizer: str, update_on: str) -> None:
+    batch, optimize = GPT_TRAINING.batch, OPTIMIZERS[optimizer]
+    expect_equal(lambda: make(GPT_TRAINING), batch, optimize, chunk_numel=1 << 15, update_on=update_on)
 
 
 @one_thread()
 @pytest.mark.parametrize("training", TRAININGS, ids=lambda one: one.name)
 @pytest.mark.parametrize("reuse", [True, False], ids=["reuse", "apart"])
-def test_updates_on_the_host_are_bit_equal(training: Training, reuse: bool) -> None:
-    expect_equal(lambda: make(training), training.batch, reuse_gradients=reuse, update_on="host", chunk_numel=1 << 18)
+@pytest.mark.parametrize("update_on", ["host", "stream"])
+def test_updates_of_what_is_on_the_host_are_bit_equal(training: Training, reuse: bool, update_on: str) -> None:
+    options = {"reuse_gradients": reuse, "update_on": update_on, "chunk_numel": 1 << 18}
+    expect_equal(lambda: make(training), training.batch, **options)
 
 
 @one_thread()
+@pytest.mark.parametrize("update_on", ["host", "stream"])
 @pytest.mark.parametrize("loss", ["accumulation", "evaluation between", "clipping", "two graphs"])
-def test_whatever_uses_parameters_is_bit_equal_with_updates_on_the_host(loss: str) -> None:
-    expect_equal(lambda: Owner(in_order), vector_batch, loss=LOSSES[loss], update_on="host")
+def test_whatever_uses_parameters_is_bit_equal_with_updates_elsewhere(loss: str, update_on: str) -> None:
+    expect_equal(lambda: Owner(in_order), vector_batch, loss=LOSSES[loss], update_on=update_on)
 
 
 @one_thread()
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD with momentum"])
 @pytest.mark.parametrize("training", TRAININGS, ids=lambda one: one.name)
-@pytest.mark.parametrize("update_on", ["device", "host"])
+@pytest.mark.parametrize("update_on", ["device", "host", "stream"])
 def test_steps_in_backward_are_bit_equal(training: Training, optimizer: str, update_on: str) -> None:
     def without_gradients(made: Made) -> Made:
         return [made[0], *made[len(made) - count :]]
@@ -254,7 +266,7 @@ def test_groups_and_schedulers_of_either_optimizer() -> None:
 
 
 @one_thread()
-@pytest.mark.parametrize("update_on", ["device", "host"])
+@pytest.mark.parametrize("update_on", ["device", "host", "stream"])
 def test_scaled_losses_and_skipped_steps(update_on: str) -> None:
     chunked = Chunked(Owner(in_order), ADAMW, dtype=torch.float16, update_on=update_on)
     plain = Plain(Owner(in_order), ADAMW, dtype=torch.float16)
@@ -359,7 +371,7 @@ class Failing(torch.optim.AdamW):
 
 
 @one_thread()
-@pytest.mark.parametrize("update_on", ["device", "host"])
+@pytest.mark.parametrize("update_on", ["device", "host", "stream"])
 def test_an_optimizer_that_fails_can_step_again(update_on: str) -> None:
     plain = Plain(Owner(in_order), ADAMW)
     chunked = Chunked(Owner(in_order), partial(Failing, lr=1e-2), update_on=update_on, chunk_numel=1 << 18)
@@ -425,7 +437,7 @@ def test_another_graph_that_needs_a_parameter_is_refused_by_autograd() -> None:
 
 
 @one_thread()
-@pytest.mark.parametrize("update_on", ["device", "host"])
+@pytest.mark.parametrize("update_on", ["device", "host", "stream"])
 def test_a_second_backward_without_a_step_is_refused_where_backward_steps(update_on: str) -> None:
     chunked = Chunked(Owner(in_order), ADAMW, step_in_backward=True, update_on=update_on)
     for _ in range(2):  # the first finds out which parameters get gradients
@@ -452,7 +464,7 @@ def test_what_cannot_be_in_chunks_is_refused_before_anything_changes() -> None:
 
     linear = nn.Linear(8, 8)
     refused(linear, "expected dtype to be", dtype=torch.float64)
-    refused(linear, "expected update_on to be 'device' or 'host', found 'disk'", update_on="disk")
+    refused(linear, "expected update_on to be 'auto', 'device', 'host' or 'stream', found 'disk'", update_on="disk")
     refused(linear, "found LBFGS", torch.optim.LBFGS)
     refused(linear, "found 2 others", ADAMW(nn.Linear(3, 3).parameters()))
     refused(linear, "expected chunks of at least 128 elements", chunk_numel=64)

@@ -37,7 +37,7 @@ def expected(update_on: str, **chosen: bool) -> list[list[torch.Tensor]]:
     return list(train(plain, batch, STEPS))
 
 
-@pytest.mark.parametrize("update_on", ["device", "host"])
+@pytest.mark.parametrize("update_on", ["device", "host", "stream"])
 @pytest.mark.parametrize("chosen", [{}, {"fused": True}], ids=str)
 @pytest.mark.parametrize("limit", [None, "100MiB"])
 def test_training_is_bit_equal(update_on: str, chosen: dict[str, bool], limit: str | None, cleaned: None) -> None:
@@ -52,7 +52,7 @@ def test_training_is_bit_equal(update_on: str, chosen: dict[str, bool], limit: s
     torch_lms.disable()
 
 
-@pytest.mark.parametrize("update_on", ["device", "host"])
+@pytest.mark.parametrize("update_on", ["device", "host", "stream"])
 @pytest.mark.parametrize("limit", [None, "100MiB"])
 def test_steps_in_backward_are_bit_equal(update_on: str, limit: str | None, cleaned: None) -> None:
     wanted = expected(update_on)

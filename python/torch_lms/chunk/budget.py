@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch.optim import Optimizer
@@ -14,8 +15,9 @@ from torch_lms.chunk.ranks import Ranks
 from torch_lms.chunk.trials import state_bytes_each
 from torch_lms.errors import ChunkError
 from torch_lms.swap.limits import parse_bytes
+from torch_lms.swap.statistics import stats
 
-__all__ = ["check_budget", "needed_bytes"]
+__all__ = ["Budget", "budget_of", "check_budget", "needed_bytes"]
 
 _HOST_SHARE = 0.8  # of the host's memory, where no limit is given; as automatic mode takes it
 _GIB = 1 << 30
@@ -39,47 +41,65 @@ def needed_bytes(
     }
 
 
-def check_budget(
-    needed: dict[str, int],
-    device: torch.device,
-    device_limit: int | str | None,
-    host_limit: int | str | None,
-    *,
-    update_on: str,
-) -> None:
-    """Refuses what limits, or the memory that there is, leave no room for.
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """What a program may use.
+
+    Attributes:
+        device_bytes: of the device's memory.
+        host_bytes: of the host's, for what is not on the device.
+    """
+
+    device_bytes: int
+    host_bytes: int
+
+
+def budget_of(device: torch.device, device_limit: int | str | None, host_limit: int | str | None) -> Budget:
+    """By the limits that `torch_lms.chunked` has got, those of automatic mode, or the memory that there is.
+
+    Raises:
+        ChunkError: for more host memory than there is.
+    """
+    total_bytes, host_total_bytes = core.total_bytes(str(device)), core.total_bytes("cpu")
+    limit_bytes = stats().limit_bytes or total_bytes
+    budget = Budget(
+        device_bytes=limit_bytes if device_limit is None else parse_bytes(device_limit, total_bytes=total_bytes),
+        host_bytes=int(_HOST_SHARE * host_total_bytes)
+        if host_limit is None
+        else parse_bytes(host_limit, total_bytes=host_total_bytes),
+    )
+    if device.type != "cpu" and budget.host_bytes > host_total_bytes:
+        raise ChunkError(
+            f"expected host_limit within the host's memory of {_gib(host_total_bytes)}, found "
+            f"{_gib(budget.host_bytes)}; lower it"
+        )
+    return budget
+
+
+def check_budget(needed: dict[str, int], device: torch.device, budget: Budget, *, update_on: str) -> None:
+    """Refuses what there is no room for.
 
     Args:
         needed: bytes, by what they hold.
         device: of the model.
-        device_limit: as `torch_lms.chunked` has got it.
-        host_limit: likewise.
-        update_on: likewise.
+        budget: of the program.
+        update_on: as `torch_lms.chunked` has got it.
 
     Raises:
         ChunkError: with what is needed and what there is.
     """
-    if device.type == "cpu" and (device_limit is None or host_limit is None):
-        return  # what the disk has room for is found out by writing to it
-    host_bytes = core.total_bytes("cpu")
-    on_device = parse_bytes("100%" if device_limit is None else device_limit, total_bytes=core.total_bytes(str(device)))
-    on_host = int(_HOST_SHARE * host_bytes) if host_limit is None else parse_bytes(host_limit, total_bytes=host_bytes)
-    if device.type != "cpu" and on_host > host_bytes:
-        raise ChunkError(
-            f"expected host_limit within the host's memory of {_gib(host_bytes)}, found {_gib(on_host)}; lower it"
-        )
     parts = ", ".join(f"{name} {_gib(nbytes)}" for name, nbytes in needed.items())
-    if sum(needed.values()) > on_device + on_host:
+    if sum(needed.values()) > budget.device_bytes + budget.host_bytes:
         raise ChunkError(
-            f"expected room for the model's data, {_gib(sum(needed.values()))} ({parts}), found {_gib(on_device)} on "
-            f"{device} and {_gib(on_host)} on the host; raise device_limit or host_limit, use more ranks, or a smaller "
-            "model"
+            f"expected room for the model's data, {_gib(sum(needed.values()))} ({parts}), found "
+            f"{_gib(budget.device_bytes)} on {device} and {_gib(budget.host_bytes)} on the host; raise device_limit or "
+            "host_limit, use more ranks, or a smaller model"
         )
     there = needed["masters"] + needed["optimizer state"]
-    if update_on == "host" and device.type != "cpu" and there > on_host:
+    if update_on in ("host", "stream") and device.type != "cpu" and there > budget.host_bytes:
         raise ChunkError(
-            f"expected room on the host for {_gib(there)} ({parts}), found {_gib(on_host)}; raise host_limit, or leave "
-            "update_on out"
+            f"expected room on the host for {_gib(there)} ({parts}), found {_gib(budget.host_bytes)}; raise "
+            "host_limit, or leave update_on out"
         )
 
 

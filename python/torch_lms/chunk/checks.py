@@ -34,8 +34,10 @@ def check_options(dtype: torch.dtype, update_on: str, *, step_in_backward: bool)
     Raises:
         ChunkError: if so.
     """
-    if update_on not in ("device", "host"):
-        raise ChunkError(f"expected update_on to be 'device' or 'host', found {update_on!r}; pass one of these")
+    if update_on not in ("auto", "device", "host", "stream"):
+        raise ChunkError(
+            f"expected update_on to be 'auto', 'device', 'host' or 'stream', found {update_on!r}; pass one of these"
+        )
     if dtype not in (torch.bfloat16, torch.float16):
         raise ChunkError(f"expected dtype to be torch.bfloat16 or torch.float16, found {dtype}; pass one of these")
     if dtype == torch.float16 and step_in_backward:

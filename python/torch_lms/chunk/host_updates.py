@@ -3,8 +3,8 @@
 Note [Updates on the host]
 A gradient comes to the host, 2 bytes for each parameter, and the parameter goes back; the 12 bytes of masters and
 Adam's state stay where they are. One thread updates one chunk after the other, with all cores, while copies of the
-chunks before and behind it run on streams of their own, and the device goes on with backward. Two buffers take turns:
-whoever has a third chunk to update waits.
+chunks before and behind it run on streams of their own, and the device goes on with backward. Two buffers take turns;
+a second thread has gradients copied as soon as one is free. Until then they stay where they are, and nobody waits.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Update:
 
     numbers: Sequence[int]
     gradients: Sequence[torch.Tensor]
-    future: Future[torch.cuda.Event | None]
+    sent: Future[Future[torch.cuda.Event | None]]
 
 
 @dataclass
@@ -74,6 +74,7 @@ class HostUpdates:
         on_cuda = data.device.type == "cuda"
         self._out = torch.cuda.Stream(data.device) if on_cuda else None
         self._in = torch.cuda.Stream(data.device) if on_cuda else None
+        self._sender = ThreadPoolExecutor(1, thread_name_prefix="torch_lms gradients")
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="torch_lms chunks")
         self._buffers: SimpleQueue[_Buffer] = SimpleQueue()
         for _ in range(_BUFFERS):
@@ -83,26 +84,17 @@ class HostUpdates:
 
     @torch.no_grad()
     def start(self, numbers: Sequence[int], gradients: Sequence[torch.Tensor], scale: float | None = None) -> None:
-        """Updates tensors of one chunk. May wait until an earlier update is over.
+        """Updates tensors of one chunk. Does not wait.
 
         Args:
             numbers: of the tensors.
             gradients: of these; nobody writes to them until `wait`.
             scale: of the loss, if gradients have it still.
         """
-        buffer = self._buffers.get()
-        try:
-            if self._out is not None:
-                self._out.wait_stream(torch.cuda.current_stream(self._data.device))
-                if buffer.free is not None:
-                    self._out.wait_event(buffer.free)
-            came = _copy(self._gradients_out(numbers, gradients, buffer.chunk), self._out)
-            future = self._worker.submit(self._update, numbers, buffer, came, scale)
-        except BaseException:
-            self._buffers.put(buffer)
-            raise
+        made = None if self._out is None else torch.cuda.current_stream(self._data.device).record_event()
+        sent = self._sender.submit(self._send, numbers, gradients, made, scale)
         with self._lock:
-            self._running.append(_Update(numbers, gradients, future))
+            self._running.append(_Update(numbers, gradients, sent))
 
     def wait(self) -> None:
         """Until all updates that have been started are over; the device waits for the parameters, not the caller.
@@ -116,7 +108,7 @@ class HostUpdates:
         failed: Exception | None = None
         for update in running:
             try:
-                went = update.future.result()
+                went = update.sent.result().result()
             except Exception as error:
                 failed = failed or error
                 for number, gradient in zip(update.numbers, update.gradients, strict=True):
@@ -127,6 +119,27 @@ class HostUpdates:
             self._ended(update.numbers)
         if failed is not None:
             raise failed
+
+    @torch.no_grad()
+    def _send(
+        self,
+        numbers: Sequence[int],
+        gradients: Sequence[torch.Tensor],
+        made: torch.cuda.Event | None,
+        scale: float | None,
+    ) -> Future[torch.cuda.Event | None]:
+        """By the sender. Waits until an earlier update is over."""
+        buffer = self._buffers.get()
+        try:
+            if self._out is not None and made is not None:
+                self._out.wait_event(made)
+                if buffer.free is not None:
+                    self._out.wait_event(buffer.free)
+            came = _copy(self._gradients_out(numbers, gradients, buffer.chunk), self._out)
+            return self._worker.submit(self._update, numbers, buffer, came, scale)
+        except BaseException:
+            self._buffers.put(buffer)
+            raise
 
     @torch.no_grad()
     def _update(
@@ -141,7 +154,7 @@ class HostUpdates:
                 torch._foreach_div_(gradients, scale)
             self._masters.step(numbers, gradients)
             for number in numbers:
-                self._part(buffer.chunk, number).copy_(self._data.master(number))
+                self._part(buffer.chunk, number).copy_(self._data.tensor_to_update(number))
             buffer.free = _copy(self._parameters_in(numbers, buffer.chunk), self._in)
             return buffer.free
         finally:

@@ -10,7 +10,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from torch_lms._core import need_extension
-from torch_lms.chunk.budget import check_budget, needed_bytes
+from torch_lms.chunk.budget import budget_of, check_budget, needed_bytes
 from torch_lms.chunk.checkpointing import StateDictHooks
 from torch_lms.chunk.checks import check_model, check_options, check_ranks, device_of, note_in_chunks
 from torch_lms.chunk.hooks import ModuleHooks
@@ -18,6 +18,7 @@ from torch_lms.chunk.layout import ALIGNMENT, Layout, best_chunk_numel, pack
 from torch_lms.chunk.model_data import ModelData, ModelTensor
 from torch_lms.chunk.occupancy import Occupancy
 from torch_lms.chunk.optimizer import ChunkedOptimizer
+from torch_lms.chunk.placement import chosen_update, hosted_chunks
 from torch_lms.chunk.ranks import Ranks, ranks_of
 from torch_lms.chunk.sharding import ShardedOccupancy
 from torch_lms.chunk.units import UnitHooks
@@ -42,7 +43,7 @@ def chunked(
     chunk_numel: int | None = None,
     reuse_gradients: bool = True,
     step_in_backward: bool = False,
-    update_on: Literal["device", "host"] = "device",
+    update_on: Literal["auto", "device", "host", "stream"] = "auto",
     mesh: DeviceMesh | None = None,
     device: torch.device | str | None = None,
 ) -> tuple[M, ChunkedOptimizer]:
@@ -67,8 +68,11 @@ def chunked(
         reuse_gradients: whether gradients take the place of parameters, where they can.
         step_in_backward: update each chunk during backward, as soon as its gradients are there. They are gone
             afterwards: for programs that call ``optimizer.step()`` after each backward, and do not look at gradients.
-        update_on: where masters and the optimizer's state are: on the device, from where they are paged out as
-            activations are, or on the host, whose processor updates them beside the device's work.
+        update_on: where masters and the optimizer's state are: ``"device"``, from where they are paged out as
+            activations are; ``"host"``, whose processor updates them beside the device's work; or ``"stream"``, on the
+            host, from where they stream through the device, which updates them: the same bits as on the device, and
+            faster than a processor where the link is. ``"auto"`` keeps on the device what it has room for, which the
+            second step shows (PyTorch's count of peak memory begins anew before it), and the rest on the host.
         mesh: of one dimension (``mesh["dp"]``), of ranks that train the model together, each on its share of the batch:
             every rank keeps one part of each chunk, and all get the first one's model. All must call this, and then the
             model, alike. Gradients are means over ranks.
@@ -93,11 +97,16 @@ def chunked(
     ordered = [one for run in runs for one in run]
     layout = _layout_of(runs, chunk_numel, ranks)
     needed = needed_bytes(ordered, layout, ranks, optimizer, device)
-    check_budget(needed, device, device_limit, host_limit, update_on=update_on)
+    budget = budget_of(device, device_limit, host_limit)
+    if device.type != "cpu" or (device_limit is not None and host_limit is not None):
+        check_budget(needed, device, budget, update_on=update_on)  # else it is the disk's room, found out by writing
+    chosen = chosen_update(optimizer, device, needed, budget.device_bytes) if update_on == "auto" else update_on
     if device_limit is not None:
         enable({device: device_limit}, host_limit=host_limit)
     _spread_buffers(model, ranks, device, move=tensors[0].parameter.is_meta)
-    data = ModelData(ordered, layout, dtype, device, update_on, ranks)
+    each_bytes = (needed["masters"] + needed["optimizer state"]) // layout.chunks
+    on_host = hosted_chunks(chosen, [each_bytes] * layout.chunks, budget.host_bytes)
+    data = ModelData(ordered, layout, dtype, device, chosen, on_host, ranks)
     chunked_optimizer = ChunkedOptimizer(optimizer, data)
     ready = chunked_optimizer.gradient_ready if step_in_backward else _nothing
     alone = ranks.group is None
@@ -105,7 +114,8 @@ def chunked(
         data, reuse=reuse_gradients, gradient_ready=ready, settle=chunked_optimizer.settle
     )
     hooks = ModuleHooks() if alone else UnitHooks()
-    chunked_optimizer.attach(occupancy, hooks)
+    fills = update_on == "auto" and any(data.on_host) and device.type == "cuda"
+    chunked_optimizer.attach(occupancy, hooks, fill_bytes=budget.device_bytes if fills else None)
     hooks.attach(model, data, occupancy, dtype)
     StateDictHooks().attach(model, data, occupancy)
     note_in_chunks(tensors)

@@ -13,7 +13,17 @@ from itertools import accumulate
 
 from torch_lms.errors import ChunkError
 
-__all__ = ["ALIGNMENT", "Layout", "Piece", "Place", "best_chunk_numel", "pack", "patrickstar_chunk_numel", "piece_of"]
+__all__ = [
+    "ALIGNMENT",
+    "Layout",
+    "Piece",
+    "Place",
+    "aligned",
+    "best_chunk_numel",
+    "pack",
+    "patrickstar_chunk_numel",
+    "piece_of",
+]
 
 ALIGNMENT = 128  # elements: 256 bytes of 16-bit numbers, as far apart as tensors of their own would begin
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +13,34 @@ from torch.optim import Optimizer
 
 from torch_lms.chunk.model_data import ModelData
 
-__all__ = ["Masters"]
+__all__ = ["Masters", "Part"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A tensor, or a piece of one, that has been brought to be updated.
+
+    Attributes:
+        number: of the tensor.
+        master: its numbers, which are updated; of the tensor's shape, or flat if it is a piece.
+        gradient: of these; likewise.
+        state: what lies in chunks of what the optimizer keeps, by key; likewise.
+        whole: whether it is the tensor, or this rank's piece of it.
+    """
+
+    number: int
+    master: torch.Tensor
+    gradient: torch.Tensor
+    state: Mapping[str, torch.Tensor]
+    whole: bool
+
+
+@dataclass(frozen=True)
+class _Before:
+    """What an optimizer has kept for a tensor before a step: what lies in chunks, and what lies beside them."""
+
+    known: Mapping[str, torch.Tensor]
+    beside: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -38,12 +67,13 @@ class Masters:
         self._data = data
         self._adopted: list[dict[str, torch.Tensor]] = [{} for _ in data.tensors]
         self._noted: dict[int, dict[str, Any]] = {}  # by group
+        self._before: dict[int, _Before] = {}  # by tensor that comes in pieces
         for number, one in enumerate(data.tensors):
             if one.group is None or one.parameter not in inner.state:
                 continue
             state = {key: _as_wide(value, one.parameter) for key, value in inner.state.pop(one.parameter).items()}
             if data.masters[number] is not None:
-                inner.state[data.master(number)] = self._own_parts(number, state)
+                inner.state[data.tensor_to_update(number)] = self._own_parts(number, state)
                 self._adopt(number)
 
     @torch.no_grad()
@@ -54,20 +84,97 @@ class Masters:
             numbers: of the tensors.
             gradients: of these, 32-bit numbers where the masters are.
         """
-        for number, gradient in zip(numbers, gradients, strict=True):
-            self._data.master(number).grad = gradient
+        masters = [self._data.tensor_to_update(number) for number in numbers]
+        by_group = self._by_group(numbers, masters)
+        self._step(self._for(by_group), by_group, masters, gradients)
+        for number in numbers:
+            self._adopt(number)
+
+    @torch.no_grad()
+    def step_parts(self, parts: Sequence[Part]) -> list[dict[str, torch.Tensor]]:
+        """Updates what has been brought. Pieces of a tensor come in any order; `parts_ended` when all have come.
+
+        Returns:
+            For each part what the optimizer has begun to keep in its shape, by key: it is to go to `view_of_new`.
+        """
+        masters = [part.master for part in parts]
+        by_group = self._by_group([part.number for part in parts], masters)
+        stepper = self._for(by_group)
+        stepper.state = defaultdict(dict)
+        for part in parts:
+            stepper.state[part.master] = {**self._beside(part), **part.state}
+        self._step(stepper, by_group, masters, [part.gradient for part in parts])
+        return [self._take(part, stepper.state[part.master]) for part in parts]
+
+    def parts_ended(self) -> None:
+        """All pieces have come of the tensors of which any has."""
+        self._before.clear()
+
+    def known(self, number: int, *, whole: bool) -> Mapping[str, torch.Tensor]:
+        """The places in chunks of what the optimizer keeps for a tensor, by key.
+
+        Args:
+            number: of the tensor.
+            whole: it comes at once; otherwise it is what was kept before the first piece came.
+        """
+        if whole:
+            return self._adopted[number]
+        if number not in self._before:
+            known, state = dict(self._adopted[number]), self.state_of(number)
+            beside = {key: deepcopy(value) for key, value in state.items() if key not in known}
+            self._before[number] = _Before(known, beside)
+        return self._before[number].known
+
+    def view_of_new(self, number: int, key: str, dtype: torch.dtype) -> torch.Tensor:
+        """The place of what the optimizer begins to keep for a tensor; it is kept there from now on."""
+        known = self._adopted[number]
+        if key not in known or known[key].dtype != dtype:
+            known[key] = self._data.known_view(number, key, dtype)
+            self._inner.state[self._data.tensor_to_update(number)][key] = known[key]
+        return known[key]
+
+    def bring_home(self, chunk: int) -> None:
+        """A chunk's masters and state, which were on the host, are on the device from now on."""
+        self._data.bring_home(chunk)
+        for number in self._data.in_chunk[chunk]:
+            for key, kept in self._adopted[number].items():
+                kept.data = self._data.known_view(number, key, kept.dtype)
+
+    def _beside(self, part: Part) -> dict[str, Any]:
+        """What does not lie in chunks: each piece begins with the same."""
+        if part.whole:
+            return {key: value for key, value in self.state_of(part.number).items() if key not in part.state}
+        return deepcopy(self._before[part.number].beside)
+
+    def _take(self, part: Part, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """Keeps what does not lie in chunks; returns what is to."""
+        kept, new = self._inner.state[self._data.tensor_to_update(part.number)], {}
+        for key, value in state.items():
+            if not isinstance(value, torch.Tensor) or value.shape != part.master.shape:
+                kept[key] = value
+            elif key not in part.state or part.state[key].dtype != value.dtype:
+                new[key] = value
+            elif value is not part.state[key]:
+                part.state[key].copy_(value)
+        return new
+
+    def _step(
+        self,
+        stepper: Optimizer,
+        places: Iterable[int],
+        masters: Sequence[torch.Tensor],
+        gradients: Iterable[torch.Tensor],
+    ) -> None:
+        for master, gradient in zip(masters, gradients, strict=True):
+            master.grad = gradient
         try:
-            by_group = self._by_group(numbers)
-            stepper = self._for(by_group)
             step: Any = type(stepper).step
             step = step.__wrapped__ if getattr(step, "hooked", False) else step  # hooks are for whole steps
             step(stepper)
-            self._note(by_group, stepper)
         finally:
-            for number in numbers:
-                self._data.master(number).grad = None
-        for number in numbers:
-            self._adopt(number)
+            for master in masters:
+                master.grad = None
+        self._note(places, stepper)
 
     def state_of(self, number: int) -> dict[str, Any]:
         """What the optimizer keeps for a tensor; empty before its first step."""
@@ -110,11 +217,11 @@ class Masters:
                 group["lr"] = torch.zeros_like(rate) if isinstance(rate := group.get("lr"), torch.Tensor) else 0.0
             for numbers in self._data.in_chunk:
                 new = [one for one in numbers if self._data.masters[one] is not None and not self.state_of(one)]
-                before = [self._data.master(one).clone() for one in new]
+                before = [self._data.tensor_to_update(one).clone() for one in new]
                 if new:
                     self.step(new, [torch.zeros_like(one) for one in before])
                 for number, master in zip(new, before, strict=True):
-                    self._data.master(number).copy_(master)
+                    self._data.tensor_to_update(number).copy_(master)
                     if isinstance(step := self.state_of(number).get("step"), torch.Tensor):
                         step.zero_()
         finally:
@@ -152,16 +259,15 @@ class Masters:
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes a state dict of the optimizer's."""
-        by_group = {
-            place: [self._data.numbers[one] for one in group["params"]]
-            for place, group in enumerate(self._inner.param_groups)
-        }
-        stepper = self._for(by_group)
+        by_group = [[self._data.numbers[one] for one in group["params"]] for group in self._inner.param_groups]
+        stepper = self._for(
+            {place: [self._data.tensor_to_update(one) for one in numbers] for place, numbers in enumerate(by_group)}
+        )
         stepper.load_state_dict(self._own_state_dict(state_dict))
-        self._note(by_group, stepper)
+        self._note(range(len(by_group)), stepper)
         self.take_noted()
         self._inner.state = stepper.state
-        for numbers in by_group.values():
+        for numbers in by_group:
             for number in numbers:
                 if self._data.tensors[number].group is not None:
                     self._adopt(number)
@@ -190,8 +296,8 @@ class Masters:
                     group[key] = value
         self._noted.clear()
 
-    def _for(self, by_group: Mapping[int, Sequence[int]]) -> Optimizer:
-        """The optimizer, with the same state, as one of nothing but the masters of some tensors."""
+    def _for(self, by_group: Mapping[int, Sequence[torch.Tensor]]) -> Optimizer:
+        """The optimizer, with the same state, as one of nothing but some tensors."""
         groups = self._inner.param_groups
         stepper: Optimizer = object.__new__(type(self._inner))
         stepper.__dict__.update(self._inner.__dict__)
@@ -201,22 +307,22 @@ class Masters:
                     key: value.clone() if isinstance(value, torch.Tensor) else value
                     for key, value in groups[place].items()
                 },
-                "params": [self._data.tensor_to_update(number) for number in numbers],
+                "params": list(tensors),
             }
-            for place, numbers in by_group.items()
+            for place, tensors in by_group.items()
         ]
         return stepper
 
-    def _by_group(self, numbers: Iterable[int]) -> dict[int, list[int]]:
-        found: dict[int, list[int]] = {}
-        for number in numbers:
+    def _by_group(self, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> dict[int, list[torch.Tensor]]:
+        found: dict[int, list[torch.Tensor]] = {}
+        for number, tensor in zip(numbers, tensors, strict=True):
             place = self._data.tensors[number].group
             assert place is not None
-            found.setdefault(place, []).append(number)
+            found.setdefault(place, []).append(tensor)
         return found
 
-    def _note(self, by_group: Mapping[int, Sequence[int]], stepper: Optimizer) -> None:
-        for place, group in zip(by_group, stepper.param_groups, strict=True):
+    def _note(self, places: Iterable[int], stepper: Optimizer) -> None:
+        for place, group in zip(places, stepper.param_groups, strict=True):
             self._noted[place] = {key: value for key, value in group.items() if key != "params"}
 
     def _adopt(self, number: int) -> None:

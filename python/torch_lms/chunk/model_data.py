@@ -9,7 +9,7 @@ memory. Only parameters that are their own masters are whole everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,6 +18,8 @@ from torch import nn
 
 from torch_lms.chunk.gathered import GatheredChunks
 from torch_lms.chunk.layout import Layout, Piece, Place, piece_of
+from torch_lms.chunk.pinned import pinned_zeros
+from torch_lms.chunk.portions import Extent
 from torch_lms.chunk.ranks import ALONE, Ranks
 
 __all__ = ["ChunkList", "ModelData", "ModelTensor", "same_bytes", "view_in"]
@@ -47,12 +49,16 @@ class ChunkList:
         numels: elements of each.
         dtype: of the numbers.
         devices: to allocate on, of each.
+        pins: whether what is on the host is pinned.
     """
 
-    def __init__(self, numels: Sequence[int], dtype: torch.dtype, devices: Sequence[torch.device]) -> None:
+    def __init__(
+        self, numels: Sequence[int], dtype: torch.dtype, devices: Sequence[torch.device], *, pins: bool = False
+    ) -> None:
         self._numels = numels
         self._dtype = dtype
         self._devices = devices
+        self._pins = pins
         self._chunks: dict[int, torch.Tensor] = {}
 
     @property
@@ -68,8 +74,17 @@ class ChunkList:
     def chunk(self, number: int) -> torch.Tensor:
         """All of a chunk, or of this rank's part; zeros where nothing has been written."""
         if number not in self._chunks:
-            self._chunks[number] = torch.zeros(self._numels[number], dtype=self._dtype, device=self._devices[number])
+            numel, device = self._numels[number], self._devices[number]
+            pinned = self._pins and device.type == "cpu"
+            self._chunks[number] = (
+                pinned_zeros(numel, self._dtype) if pinned else torch.zeros(numel, dtype=self._dtype, device=device)
+            )
         return self._chunks[number]
+
+    def move(self, number: int) -> torch.Tensor | None:
+        """A chunk goes to where `devices` says that it is by now; None if nothing has been written to it."""
+        found = self._chunks.pop(number, None)
+        return None if found is None else self.chunk(number).copy_(found)
 
 
 def view_in(chunk: torch.Tensor, place: Place, like: torch.Tensor) -> torch.Tensor:
@@ -99,8 +114,9 @@ class ModelData:
         layout: of these.
         dtype: of parameters and gradients.
         device: of the parameters.
-        update_on: where masters and optimizer state are: on the device, or on the host. Parameters that are their own
-            masters are on the device.
+        update_on: where what is on the host is updated.
+        on_host: whether each chunk's masters and optimizer state are on the host. Parameters that are their own masters
+            are on the device.
         ranks: that keep a part of each chunk; all get the first one's numbers.
     """
 
@@ -110,7 +126,8 @@ class ModelData:
         layout: Layout,
         dtype: torch.dtype,
         device: torch.device,
-        update_on: Literal["device", "host"],
+        update_on: Literal["device", "host", "stream"],
+        on_host: Sequence[bool],
         ranks: Ranks = ALONE,
     ) -> None:
         self.tensors = tuple(tensors)
@@ -118,16 +135,19 @@ class ModelData:
         self.dtype = dtype
         self.device = device
         self.ranks = ranks
+        self.update_on = update_on
         wide = {place.chunk for one, place in zip(tensors, layout.places, strict=True) if one.wide}
         self.is_cut = [ranks.size > 1 and chunk not in wide for chunk in range(layout.chunks)]
         self.part_numel = layout.chunk_numel // ranks.size
         self._numels = [self.part_numel if cut else layout.chunk_numel for cut in self.is_cut]
-        self.on_host = [update_on == "host" and chunk not in wide for chunk in range(layout.chunks)]
+        self.on_host = [on_host[chunk] and chunk not in wide for chunk in range(layout.chunks)]
         self.homes = [torch.device("cpu") if on_host else device for on_host in self.on_host]
         self.parameters = ChunkList(self._numels, dtype, [device] * layout.chunks)
         self.gathered = GatheredChunks(layout, dtype, device, ranks)
-        self._masters = ChunkList(self._numels, torch.float32, self.homes)
+        self._pins = update_on == "stream" and device.type == "cuda"
+        self._masters = ChunkList(self._numels, torch.float32, self.homes, pins=self._pins)
         self._states: dict[tuple[str, torch.dtype], ChunkList] = {}
+        self.settle_masters: Callable[[], None] = _nothing  # called before masters on the host are looked at
         self.numbers = {one.parameter: number for number, one in enumerate(tensors)}
         self.unfilled: set[int] = set()  # of a model on the meta device: what is to be loaded
         self.in_chunk: list[list[int]] = [[] for _ in range(layout.chunks)]
@@ -219,6 +239,7 @@ class ModelData:
         return self._whole(self._list_of(key, dtype), number)
 
     def _whole(self, chunks: ChunkList, number: int) -> torch.Tensor:
+        self.settle_masters()
         chunk, place = self.chunk_of(number), self.layout.places[number]
         part = chunks.chunk(chunk)
         if not self.is_cut[chunk]:
@@ -226,16 +247,19 @@ class ModelData:
         return view_in(self.ranks.joined(part.to(self.device)), place, self.views[number]).to("cpu")
 
     def _list_of(self, key: str, dtype: torch.dtype) -> ChunkList:
-        return self._states.setdefault((key, dtype), ChunkList(self._numels, dtype, self.homes))
+        return self._states.setdefault((key, dtype), ChunkList(self._numels, dtype, self.homes, pins=self._pins))
 
     def own_tensor(self, number: int) -> torch.Tensor:
         """What this rank keeps of a tensor, in as many bits as there are: of its master, or of the parameter."""
+        self.settle_masters()
         if self.tensors[number].group is not None:
             return self.part_of(self._masters.chunk(self.chunk_of(number)), number)
         return self.views[number] if self.tensors[number].wide else self.parameter_part(number)
 
     def master(self, number: int) -> torch.Tensor:
-        """Of a tensor that an optimizer updates."""
+        """Of a tensor that an optimizer updates, as it is after all updates so far."""
+        if self.on_host[self.chunk_of(number)]:
+            self.settle_masters()
         master = self.masters[number]
         assert master is not None
         return master
@@ -276,9 +300,52 @@ class ModelData:
             moved[key] = known[key].copy_(value)
         return moved
 
+    def known_view(self, number: int, key: str, dtype: torch.dtype) -> torch.Tensor:
+        """The place in chunks of what an optimizer keeps for a tensor."""
+        return self.part_of(self._list_of(key, dtype).chunk(self.chunk_of(number)), number)
+
+    def kept(self, chunk: int) -> dict[tuple[str, torch.dtype], torch.Tensor]:
+        """What an optimizer keeps of a chunk, by key and type: the state's lists, as far as they are used."""
+        return {key: chunks.chunk(chunk) for key, chunks in self._states.items() if chunk in chunks.used}
+
+    def masters_of(self, chunk: int) -> torch.Tensor:
+        """The masters' chunk."""
+        return self._masters.chunk(chunk)
+
+    def kept_bytes(self, chunk: int) -> int:
+        """Of a chunk's masters, and of what an optimizer keeps of it by now."""
+        return self.masters_of(chunk).nbytes + sum(one.nbytes for one in self.kept(chunk).values())
+
+    @torch.no_grad()
+    def bring_home(self, chunk: int) -> None:
+        """A chunk's masters, and what the optimizer keeps of it, are on the device from now on.
+
+        Views of what the optimizer keeps are those of before: they are to be replaced by `known_view`.
+        """
+        self.settle_masters()
+        self.on_host[chunk], self.homes[chunk] = False, self.device
+        for chunks in (self._masters, *self._states.values()):
+            chunks.move(chunk)
+        for number in self.in_chunk[chunk]:
+            if (master := self.masters[number]) is not None:
+                master.data = self.part_of(self._masters.chunk(chunk), number)
+
+    def extents(self, chunk: int) -> list[Extent]:
+        """Where what this rank keeps of the tensors that have masters lies, in order."""
+        found = []
+        for number in self.in_chunk[chunk]:
+            place = self.piece(number) if self.is_cut[chunk] else self.layout.places[number]
+            if self.masters[number] is not None:
+                found.append(Extent(number=number, offset=place.offset, numel=place.numel))
+        return found
+
     def allocated_bytes(self) -> dict[str, int]:
         """Bytes of the lists, by what they hold."""
         found = {"parameters": self.parameters.allocated_bytes, "masters": self._masters.allocated_bytes}
         for (key, _), chunks in self._states.items():
             found[key] = found.get(key, 0) + chunks.allocated_bytes
         return found
+
+
+def _nothing() -> None:
+    pass

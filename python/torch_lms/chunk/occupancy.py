@@ -47,7 +47,8 @@ class Occupancy:
         data: of the model.
         reuse: whether gradients take the place of parameters.
         gradient_ready: called without the lock when a tensor's gradient is final; gets its number.
-        settle: called without the lock; parameters whose updates are under way are as they will be then.
+        settle: called without the lock with numbers of tensors; those whose updates are under way are as they will be
+            then.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class Occupancy:
         *,
         reuse: bool,
         gradient_ready: Callable[[int], None],
-        settle: Callable[[], None],
+        settle: Callable[[Iterable[int]], None],
     ) -> None:
         self.states = TensorStates(one.name for one in data.tensors)
         self._data = data
@@ -113,7 +114,8 @@ class Occupancy:
 
     def give_back(self, numbers: Iterable[int]) -> None:
         """Parameters whose bytes are gradients get theirs back; the gradients, if still wanted, move."""
-        self._settle()
+        numbers = tuple(numbers)
+        self._settle(numbers)
         with self._lock:
             for number in numbers:
                 if self.states[number] is TensorState.HOLD_AFTER_BWD:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,9 +16,27 @@ from torch_lms.chunk.host_updates import HostUpdates
 from torch_lms.chunk.masters import Masters
 from torch_lms.chunk.model_data import ModelData
 from torch_lms.chunk.occupancy import Occupancy
+from torch_lms.chunk.placement import Residence
+from torch_lms.chunk.streamed_updates import StreamedUpdates
+from torch_lms.chunk.trials import treats_each_element_alone
 from torch_lms.errors import ChunkError
 
 __all__ = ["ChunkedOptimizer"]
+
+
+@dataclass(eq=False)
+class _Group:
+    """Tensors of one chunk that are updated together.
+
+    Attributes:
+        numbers: of the tensors.
+        expected: those that get gradients, as far as is known.
+        arrived: those whose gradients are there, since the last step.
+    """
+
+    numbers: Sequence[int]
+    expected: set[int]
+    arrived: set[int] = field(default_factory=set)
 
 
 class ChunkedOptimizer(Optimizer):
@@ -48,12 +67,10 @@ class ChunkedOptimizer(Optimizer):
         self._optimizer_step_post_hooks = inner._optimizer_step_post_hooks
         inner._optimizer_step_pre_hooks, inner._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
         self._masters = Masters(inner, data)
-        self._host: HostUpdates | None = None
+        self._elsewhere: HostUpdates | StreamedUpdates | None = None  # of chunks that are on the host
+        self._under_way: set[int] = set()  # there
         self._updated: set[int] = set()  # in backward, since the last step
-        self._expected: list[set[int]] = [
-            {number for number in chunk if data.tensors[number].group is not None} for chunk in data.in_chunk
-        ]
-        self._arrived: list[set[int]] = [set() for _ in data.in_chunk]
+        self._group_of: dict[int, _Group] = {}  # by tensor; in their order
         self._ready = True
 
     @property
@@ -61,14 +78,31 @@ class ChunkedOptimizer(Optimizer):
         """Of the model."""
         return self._data
 
-    def attach(self, occupancy: Occupancy, hooks: ModuleHooks) -> None:
-        """Before anything else is called."""
+    def attach(self, occupancy: Occupancy, hooks: ModuleHooks, *, fill_bytes: int | None) -> None:
+        """Before anything else is called.
+
+        Args:
+            occupancy: of the parameters.
+            hooks: of the modules.
+            fill_bytes: of the device, which chunks that are on the host may fill; None if they are to stay there.
+        """
+        self._residence = None if fill_bytes is None else Residence(self._data, self._masters, fill_bytes)
         self._occupancy = occupancy
         self._hooks = hooks
-        if any(self._data.on_host):
-            self._host = HostUpdates(
-                self._data, self._masters, ended=self._came_from_host, failed=occupancy.restore_gradient
+        streamed = None
+        if any(self._data.on_host) and self._data.update_on == "host":
+            self._elsewhere = HostUpdates(
+                self._data, self._masters, ended=self._came, failed=self._occupancy.restore_gradient
             )
+        elif any(self._data.on_host):
+            cut = treats_each_element_alone(self._inner, self._data.device)
+            self._elsewhere = streamed = StreamedUpdates(self._data, self._masters, cut=cut, ended=self._came)
+        for chunk, numbers in enumerate(self._data.in_chunk):
+            groups = [] if streamed is None else streamed.groups(chunk)
+            rest = [number for number in numbers if not any(number in together for together in groups)]
+            for together in [*groups, rest]:
+                trained = {number for number in together if self._data.tensors[number].group is not None}
+                self._group_of.update(dict.fromkeys(together, _Group(together, trained)))
 
     def __reduce__(self) -> Any:
         """Never.
@@ -78,10 +112,16 @@ class ChunkedOptimizer(Optimizer):
         """
         raise ChunkError("expected one optimizer of chunks, found it being copied or pickled; use its state_dict()")
 
-    def settle(self) -> None:
-        """Until all updates that are under way on the host are over."""
-        if self._host is not None:
-            self._host.wait()
+    def settle(self, numbers: Iterable[int] | None = None) -> None:
+        """Until all updates that are under way beside the program are over.
+
+        Args:
+            numbers: of tensors; nothing is waited for if none of them is being updated.
+        """
+        if self._elsewhere is None or (numbers is not None and self._under_way.isdisjoint(numbers)):
+            return
+        self._under_way.clear()
+        self._elsewhere.wait()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """`torch.nn.utils.clip_grad_norm_` of all gradients, wherever they are.
@@ -129,14 +169,14 @@ class ChunkedOptimizer(Optimizer):
             return loss
         self._occupancy.settle_gradients()
         self._check_frozen()
-        for chunk, numbers in enumerate(self._data.in_chunk):
+        for group in self._groups():
             wanted = [
                 number
-                for number in numbers
+                for number in group.numbers
                 if self._data.tensors[number].parameter.grad is not None
                 and self._data.tensors[number].group is not None
             ]
-            self._expected[chunk] = set(wanted) | (self._updated & set(numbers))
+            group.expected = set(wanted) | self._updated.intersection(group.numbers)
             self._update([number for number in wanted if number not in self._updated])
         self.settle()
         self._end_step()
@@ -152,8 +192,10 @@ class ChunkedOptimizer(Optimizer):
         if not set_to_none and self._data.ranks.group is not None:
             raise ChunkError("expected zero_grad() over several ranks, found set_to_none=False; leave it out")
         self._hooks.abandon_calls()
-        for arrived in self._arrived:  # of a backward that has failed
-            arrived &= self._updated
+        for group in self._groups():  # of a backward that has failed
+            group.arrived &= self._updated
+        if isinstance(self._elsewhere, StreamedUpdates):
+            self._elsewhere.abandon()
         if set_to_none:
             for one in self._data.tensors:
                 one.parameter.grad = None
@@ -164,6 +206,7 @@ class ChunkedOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As the given optimizer's: keys, shapes and values."""
         self.settle()
+        self._data.settle_masters()
         states = self._masters.whole_states()
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -177,6 +220,7 @@ class ChunkedOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes a `state_dict` of this optimizer, or of the given one, whatever its chunks were."""
         self.settle()
+        self._data.settle_masters()
         for change in self._optimizer_load_state_dict_pre_hooks.values():
             changed = change(self, state_dict)
             state_dict = state_dict if changed is None else changed
@@ -190,6 +234,7 @@ class ChunkedOptimizer(Optimizer):
 
     def own_states(self) -> dict[int, dict[str, tuple[Any, bool]]]:
         """What this rank has of its state, by tensor and key, and whether it lies in chunks."""
+        self._data.settle_masters()
         return self._masters.own_states()
 
     @torch.no_grad()
@@ -221,16 +266,20 @@ class ChunkedOptimizer(Optimizer):
                 f"expected optimizer.step() after each backward, found another gradient of {one.name}, which has been "
                 "updated; call step, or torch_lms.chunked(..., step_in_backward=False)"
             )
-        chunk = self._data.chunk_of(number)
-        self._arrived[chunk].add(number)
-        if self._arrived[chunk] >= self._expected[chunk]:
-            ready = sorted(self._arrived[chunk] - self._updated)
+        group = self._group_of[number]
+        group.arrived.add(number)
+        if group.arrived >= group.expected:
+            ready = sorted(group.arrived - self._updated)
             with torch.no_grad():
                 self._update(ready)
             self._updated.update(ready)
 
+    def _groups(self) -> Iterable[_Group]:
+        """Each once."""
+        return dict.fromkeys(self._group_of.values())
+
     def _update(self, numbers: list[int]) -> None:
-        """Of one chunk."""
+        """Of one group."""
         if not numbers:
             return
         for number in numbers:
@@ -239,12 +288,15 @@ class ChunkedOptimizer(Optimizer):
         scale = getattr(self, "grad_scale", None)
         here = [number for number in numbers if self._data.masters[number] is not None]
         given = [self._occupancy.gradient(number) for number in here]
-        if here and self._host is not None and self._data.on_host[self._data.chunk_of(numbers[0])]:
-            self._host.start(here, given, None if scale is None else scale.item())
+        if here and self._elsewhere is not None and self._data.on_host[self._data.chunk_of(numbers[0])]:
+            self._under_way.update(here)
+            self._elsewhere.start(here, given, None if scale is None else scale.item())
             for number in numbers:
                 self._data.tensors[number].parameter.grad = None
             return
-        gradients = [torch.empty_like(self._data.master(one)).copy_(of) for one, of in zip(here, given, strict=True)]
+        gradients = [
+            torch.empty_like(self._data.tensor_to_update(one)).copy_(of) for one, of in zip(here, given, strict=True)
+        ]
         if scale is not None:
             for gradient in gradients:
                 gradient.div_(scale)
@@ -253,8 +305,9 @@ class ChunkedOptimizer(Optimizer):
             self._data.tensors[number].parameter.grad = None
             self._occupancy.renew(number)
 
-    def _came_from_host(self, numbers: Sequence[int]) -> None:
+    def _came(self, numbers: Sequence[int]) -> None:
         for number in numbers:
+            self._data.tensors[number].parameter.grad = None
             self._occupancy.renew(number, made=True)
 
     def _check_frozen(self) -> None:
@@ -279,8 +332,12 @@ class ChunkedOptimizer(Optimizer):
 
     def _end_step(self) -> None:
         self._masters.take_noted()
+        if isinstance(self._elsewhere, StreamedUpdates):
+            self._elsewhere.step_ended()
+        if self._residence is not None:
+            self._residence.step_ended()
         self._updated.clear()
-        for arrived in self._arrived:
-            arrived.clear()
+        for group in self._groups():
+            group.arrived.clear()
         self._occupancy.give_back(range(len(self._data.tensors)))  # whose gradients the program has dropped
         self._occupancy.step_ended()

@@ -50,7 +50,8 @@ class ShardedOccupancy(Occupancy):
         data: of the model.
         reuse: whether gradients take the place of parameters.
         gradient_ready: not called.
-        settle: called without the lock; parameters whose updates are under way are as they will be then.
+        settle: called without the lock with numbers of tensors; those whose updates are under way are as they will be
+            then.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class ShardedOccupancy(Occupancy):
         *,
         reuse: bool,
         gradient_ready: Callable[[int], None],
-        settle: Callable[[], None],
+        settle: Callable[[Iterable[int]], None],
     ) -> None:
         super().__init__(data, reuse=reuse, gradient_ready=gradient_ready, settle=settle)
         self._reductions = Reductions(data, self._place_of)
@@ -82,7 +83,7 @@ class ShardedOccupancy(Occupancy):
 
     def call_begins(self, numbers: Iterable[int], call: int | None) -> None:
         """A unit is about to run that no other of the model has called."""
-        self._settle()
+        self._settle(numbers)
         with self._lock:
             self._is_counted = call is not None and torch.is_grad_enabled()
             if call is not None:
@@ -238,7 +239,7 @@ class ShardedOccupancy(Occupancy):
     def give_back(self, numbers: Iterable[int]) -> None:
         """Parameters whose bytes are gradients get theirs back; the gradients, if still wanted, move."""
         numbers = tuple(numbers)
-        self._settle()
+        self._settle(numbers)
         with self._lock:
             self._reductions.finish()
             for chunk in self._cut_chunks(numbers):

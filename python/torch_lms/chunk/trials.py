@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -10,10 +11,11 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-__all__ = ["state_bytes_each", "treats_each_element_alone"]
+__all__ = ["state_bytes_each", "step_seconds", "treats_each_element_alone"]
 
 _SHAPE = (4, 6)
 _PIECE = 7
+_TIMED_STEPS = 3
 
 
 def treats_each_element_alone(optimizer: Optimizer, device: torch.device) -> bool:
@@ -40,6 +42,20 @@ def state_bytes_each(optimizer: Optimizer, device: torch.device) -> int:
         return 0
     values = [value for state in states.values() for value in state.values() if isinstance(value, torch.Tensor)]
     return sum(value.element_size() for value in values if value.shape == start.shape)
+
+
+def step_seconds(optimizer: Optimizer, numel: int) -> float:
+    """What one step on that many elements takes a processor; endless if it cannot be tried."""
+    tensor, gradient = torch.zeros(numel), torch.ones(numel)
+    times = []
+    try:
+        for _ in range(_TIMED_STEPS):  # the first takes memory
+            start = time.perf_counter()
+            _steps(optimizer, optimizer.param_groups[0], [tensor], [[gradient]])
+            times.append(time.perf_counter() - start)
+    except Exception:
+        return float("inf")
+    return min(times)
 
 
 def _matrices(count: int, device: torch.device) -> list[torch.Tensor]:

@@ -1,0 +1,126 @@
+"""Where masters are kept: on the host as a whole, in part, or on the device once there is room."""
+
+from __future__ import annotations
+
+import copy
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.chunk.plain import Chunked, Plain, same, train
+from tests.chunk.test_chunked import ADAMW, OPTIMIZERS, make
+from tests.unit.trainings import GPT_TRAINING, one_thread
+from torch_lms.chunk import placement, streamed_updates
+from torch_lms.chunk.layout import aligned
+from torch_lms.chunk.placement import Residence, chosen_update, hosted_chunks
+from torch_lms.chunk.portions import Extent, groups_of, portions_of
+from torch_lms.plan.trace import Link
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+NEEDED = {"parameters": 2 << 30, "masters": 4 << 30, "optimizer state": 8 << 30}
+
+
+def extents_of(numels: list[int]) -> list[Extent]:
+    found, offset = [], 0
+    for number, numel in enumerate(numels):
+        found.append(Extent(number=number, offset=offset, numel=numel))
+        offset += aligned(numel)
+    return found
+
+
+@given(st.lists(st.integers(1, 3000), min_size=1, max_size=20), st.integers(1, 8), st.booleans())
+def test_portions_hold_every_element_once(numels: list[int], most: int, cut: bool) -> None:
+    extents, most_numel = extents_of(numels), 128 * most
+    portions = portions_of(extents, most_numel, cut=cut)
+    assert all(one.begin + one.numel <= other.begin for one, other in pairwise(portions))
+    held = sorted(
+        (span.number, span.begin, span.begin + span.numel, portion.begin + span.offset)
+        for portion in portions
+        for span in portion.spans
+    )
+    for extent in extents:
+        own = [one for one in held if one[0] == extent.number]
+        assert own[0][1] == 0
+        assert own[-1][2] == extent.numel
+        assert all(one[2] == other[1] for one, other in pairwise(own))
+        assert all(one[3] == extent.offset + one[1] for one in own)
+    for portion in portions:
+        assert portion.numel <= most_numel or (not cut and len(portion.spans) == 1)
+        assert all(span.whole == (span.numel == numels[span.number]) for span in portion.spans)
+
+
+@given(st.lists(st.integers(1, 3000), min_size=1, max_size=20), st.integers(1, 8), st.booleans())
+def test_every_tensor_is_in_one_group(numels: list[int], most: int, cut: bool) -> None:
+    groups = groups_of(portions_of(extents_of(numels), 128 * most, cut=cut))
+    assert sorted(number for group in groups for number in group) == list(range(len(numels)))
+
+
+@pytest.mark.parametrize(
+    ("host_bytes", "expected"),
+    [(0, [False] * 4), (25, [False, False, True, True]), (1000, [True, False, True, True])],
+)
+def test_the_last_chunks_go_to_the_host_first(host_bytes: int, expected: list[bool]) -> None:
+    assert hosted_chunks("stream", [10, 0, 10, 10], host_bytes) == expected
+    assert hosted_chunks("device", [10, 0, 10, 10], host_bytes) == [False] * 4
+
+
+@pytest.mark.parametrize(
+    ("device", "device_gib", "host_ns", "expected"),
+    [
+        (CPU, 1, 0.1, "device"),
+        (CUDA, 40, 0.1, "device"),
+        (CUDA, 10, 0.1, "host"),
+        (CUDA, 10, 0.24, "stream"),
+        (CUDA, 10, float("inf"), "stream"),
+    ],
+)
+def test_where_updates_are_made_follows_from_room_and_rates(
+    device: torch.device, device_gib: int, host_ns: float, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_a_gpu = Link(out_bytes_per_us=50e3, in_bytes_per_us=50e3, latency_us=10.0)
+    monkeypatch.setattr(placement, "measure_link", lambda _: of_a_gpu)
+    monkeypatch.setattr(placement, "step_seconds", lambda _, numel: host_ns * 1e-9 * numel)
+    optimizer = ADAMW([torch.ones(1, requires_grad=True)])
+    assert chosen_update(optimizer, device, NEEDED, device_gib << 30) == expected
+
+
+@one_thread()
+@pytest.mark.parametrize("optimizer", ["AdamW", "fused AdamW", "SGD with momentum", "Adafactor"])
+def test_chunks_that_come_to_stay_change_no_bit(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streamed_updates, "_PORTION_NUMEL", 1 << 11)
+    optimize, steps = OPTIMIZERS[optimizer], 6
+    expected = list(train(Plain(make(GPT_TRAINING), optimize), GPT_TRAINING.batch, steps))
+    chunked = Chunked(make(GPT_TRAINING), optimize, update_on="stream", chunk_numel=1 << 15)
+    data = chunked.optimizer.data
+    before, each_bytes = data.allocated_bytes(), data.kept_bytes(0)
+    for number, made in enumerate(train(chunked, GPT_TRAINING.batch, steps)):
+        assert same(made, expected[number]), f"step {number}"
+        if number == 2:
+            each_bytes = data.kept_bytes(0)
+            before = data.allocated_bytes()
+            Residence(data, chunked.optimizer._masters, 0).fill(2 * each_bytes)
+            assert data.on_host == [False, False] + [True] * (data.layout.chunks - 2)
+    assert data.allocated_bytes() == before
+    assert data.layout.chunks > 3
+
+
+@one_thread()
+def test_a_state_dict_has_what_lies_on_both_sides() -> None:
+    plain = Plain(make(GPT_TRAINING), ADAMW)
+    chunked = Chunked(make(GPT_TRAINING), ADAMW, update_on="stream", chunk_numel=1 << 15)
+    for _ in zip(train(plain, GPT_TRAINING.batch, 2), train(chunked, GPT_TRAINING.batch, 2), strict=True):
+        pass
+    Residence(chunked.optimizer.data, chunked.optimizer._masters, 0).fill(2 * chunked.optimizer.data.kept_bytes(0))
+    saved, states = chunked.model.state_dict(), chunked.optimizer.state_dict()["state"]
+    for number, (name, _) in enumerate(plain.model.named_parameters()):
+        assert torch.equal(saved[name], plain.masters[number])
+        for key, value in plain.optimizer.state_dict()["state"][number].items():
+            assert torch.equal(states[number][key], value)
+    other = Chunked(make(GPT_TRAINING), ADAMW, update_on="stream", chunk_numel=1 << 14)
+    other.model.load_state_dict(saved)
+    other.optimizer.load_state_dict(copy.deepcopy(chunked.optimizer.state_dict()))
+    for one, made in zip(train(chunked, GPT_TRAINING.batch, 2), train(other, GPT_TRAINING.batch, 2), strict=True):
+        assert same(one, made)
