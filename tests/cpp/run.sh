@@ -46,6 +46,18 @@ log=$build/log
 logs_of_failed=$build/logs_of_failed
 : >"$logs_of_failed"
 
+# The stacks of a program that has just crashed, if the system leaves a core here and there is a debugger.
+ulimit -c unlimited 2>/dev/null || true
+print_stacks() {
+  local program=$1 core
+  for core in core core.*; do
+    if [[ -f $core ]] && command -v gdb >/dev/null; then
+      gdb --batch --nx --ex 'thread apply all backtrace 30' "$program" "$core" 2>/dev/null | tail -n 150
+    fi
+    rm -f -- "$core"
+  done
+}
+
 # run_program MODE NAME [DEVICE]
 run_program() {
   local mode=$1 name=$2 device=${3:-} status=0 runner=() options=$core_tsan_options
@@ -62,7 +74,10 @@ run_program() {
     77) ;; # has no such test
     *)
       failed+=("$label")
-      tail -n 20 "$log" >>"$logs_of_failed"
+      {
+        tail -n 20 "$log"
+        print_stacks "$build/$mode/$name"
+      } >>"$logs_of_failed"
       ;;
   esac
 }
