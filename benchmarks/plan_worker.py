@@ -76,6 +76,8 @@ class Run:
         with_digest: whether results are compared bit for bit, which takes seconds.
         digests_after: also after so many steps from the beginning.
         least_steps: in all.
+        deterministic: whether the order of additions is fixed.
+        facts: further columns, found out at the end; gets the program and its optimizer.
         keep: the plan and its trace are written to files that begin so; empty for none.
     """
 
@@ -95,6 +97,8 @@ class Run:
     with_digest: bool = True
     digests_after: tuple[int, ...] = ()
     least_steps: int = 0
+    deterministic: bool = True
+    facts: Callable[[Program, Any], dict[str, Any]] | None = None
     keep: str = ""
 
 
@@ -250,6 +254,8 @@ def measure(run: Run, news: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     row["deterministic"] = steps.deterministic
     if run.keep and run.device != "cpu":
         steps.one_profiled(f"{run.keep}.profile.json")
+    if run.facts is not None:
+        row |= run.facts(steps.program, steps.optimizer)
     digest_at_end = steps.results() if run.with_digest else ""
     steps.digests[str(len(steps.losses))] = digest_at_end
     steps.several(max(0, run.least_steps - len(steps.losses)))
@@ -258,7 +264,8 @@ def measure(run: Run, news: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
 
 def _begin(run: Run) -> None:
     """Settings and limits, before anything is on the device."""
-    make_deterministic(warn_only=False)
+    if run.deterministic:
+        make_deterministic(warn_only=False)
     if run.tiny:
         torch.set_num_threads(1)  # small ops on several threads wait for each other
     if run.device == "cpu":

@@ -26,7 +26,7 @@ import torch_lms
 from tests.chunk.plain import Optimize, Plain, loss_of
 from tests.chunk.test_chunked import OPTIMIZERS, Owner, in_order
 from tests.unit.trainings import TRAININGS, Batch, vector_batch
-from torch_lms.chunk import ShardedState
+from torch_lms.chunk import ShardedState, streamed_updates
 from torch_lms.chunk.sharding import ShardedOccupancy
 
 DEVICE = os.environ.get("TORCH_LMS_TEST_DEVICE", "cpu")
@@ -195,6 +195,12 @@ def optimizers(rank: int, world: int) -> None:
 def on_the_host(rank: int, world: int) -> None:
     one = TRAININGS[0]
     expect_equal(one.make, one.batch, rank, world, update_on="host")
+
+
+def streamed(rank: int, world: int) -> None:
+    streamed_updates._PORTION_NUMEL = 1 << 11
+    one = TRAININGS[0]
+    expect_equal(one.make, one.batch, rank, world, update_on="stream")
 
 
 class Checkpointed(nn.Module):

@@ -4,7 +4,8 @@ Note [Streamed updates]
 Portions of masters and of the optimizer's state come to the device, are updated there, and go back: 12 bytes for each
 parameter in, and as many out, at the same time. Three streams carry that, beside the one that computes. Some buffers
 take turns; what the last step has updated next is brought ahead of its gradients. The caller never waits, nor does the
-stream that computes, until it uses the parameters that have been made.
+stream that computes, until it uses the parameters that have been made. There are buffers only while there are updates:
+one after the other is taken as a backward gives back what its forward has kept.
 
 The device computes what it would compute of masters that it holds, so that losses are the same bit for bit. An
 optimizer that treats each element alone gets pieces of tensors, all others whole tensors.
@@ -26,8 +27,8 @@ from torch_lms.chunk.portions import Portion, Span, groups_of, portions_of
 
 __all__ = ["StreamedUpdates"]
 
-_PORTION_NUMEL = 1 << 24  # 64 MiB of each list: from there on a link is at its full rate
-_BUFFERS = 4
+_PORTION_NUMEL = (1 << 24) + (1 << 18)  # 64 MiB of each list, for the link's full rate; a matrix with its bias
+_FIRST_BUFFERS, _MOST_BUFFERS = 2, 6
 
 _Place: TypeAlias = tuple[int, int]  # a chunk, and which of its portions
 _Key: TypeAlias = tuple[str, torch.dtype]
@@ -75,7 +76,8 @@ class StreamedUpdates:
         self._numel = max((one.numel for of_chunk in self._portions for one in of_chunk), default=0)
         on_cuda = data.device.type == "cuda"
         self._in, self._compute, self._out = (torch.cuda.Stream(data.device) if on_cuda else None for _ in range(3))
-        self._buffers = [_Buffer() for _ in range(_BUFFERS)]
+        self._callers_stream: torch.cuda.Stream | None = None
+        self._buffers: list[_Buffer] = []  # that which has been used last is the last
         self._order: list[_Place] = []  # of the last step's updates
         self._at: dict[_Place, int] = {}  # in that order
         self._made: dict[_Place, None] = {}  # this step's, in their order
@@ -99,6 +101,8 @@ class StreamedUpdates:
         """
         chunk = self._data.chunk_of(numbers[0])
         flat = {number: self._flat(number, one) for number, one in zip(numbers, gradients, strict=True)}
+        if self._in is not None:
+            self._callers_stream = torch.cuda.current_stream(self._data.device)
         self._follow(self._compute, kept=[one for number, one in flat.items() if not self._is_in_place(number, one)])
         try:
             for which, portion in enumerate(self._portions[chunk]):
@@ -143,16 +147,14 @@ class StreamedUpdates:
         self.abandon()
         self._order, self._made = list(self._made), {}
         self._at = {place: at for at, place in enumerate(self._order)}
-        for buffer in self._buffers:  # of what had no gradient
-            buffer.place = None
+        self._free_buffers()
 
     def settle_masters(self) -> None:
         """Until all masters and states are on the host, and no copies of them are on the device."""
         for stream in (self._in, self._out):
             if stream is not None:
                 stream.synchronize()
-        for buffer in self._buffers:
-            buffer.place = buffer.came = buffer.free = None
+        self._free_buffers()
         self._gone.clear()
 
     def _update(
@@ -232,12 +234,25 @@ class StreamedUpdates:
         for buffer in self._buffers:
             if buffer.place == place:
                 return buffer
-        # The one that has been free for longest, or else what has been brought first, in vain.
-        buffer = min(self._buffers, key=lambda one: one.place is not None)
-        self._buffers.remove(buffer)
+        if len(self._buffers) < self._most_buffers:
+            buffer = _Buffer()
+        else:  # the one that has been free for longest, or else what has been brought first, in vain
+            buffer = min(self._buffers, key=lambda one: one.place is not None)
+            self._buffers.remove(buffer)
         self._buffers.append(buffer)
         self._load(buffer, place)
         return buffer
+
+    @property
+    def _most_buffers(self) -> int:
+        return min(_MOST_BUFFERS, _FIRST_BUFFERS + len(self._made))
+
+    def _free_buffers(self) -> None:
+        for room in (room for buffer in self._buffers for room in buffer.lists.values()):
+            for stream in (self._in, self._compute, self._out):
+                if stream is not None:
+                    room.record_stream(stream)
+        self._buffers.clear()
 
     def _load(self, buffer: _Buffer, place: _Place) -> None:
         with _on(self._in):
@@ -255,8 +270,10 @@ class StreamedUpdates:
             buffer.came = None if self._in is None else self._in.record_event()
 
     def _room(self, key: _Key) -> torch.Tensor:
-        """It stays on the device."""
-        room = torch.empty(self._numel, dtype=key[1], device=self._data.device)
+        """It stays on the device. Of the stream that computes: its memory is shared with all else."""
+        with torch.inference_mode(False), _on(self._callers_stream):
+            room = torch.empty(self._numel, dtype=key[1], device=self._data.device)
+        self._follow(self._in, of=self._callers_stream)
         core.pin(room)
         return room
 
@@ -270,7 +287,7 @@ class StreamedUpdates:
     def _bring_next(self, place: _Place) -> None:
         """What the last step has updated after this, as far as there is room."""
         at = self._at.get(place, len(self._order))
-        for follower in self._order[at + 1 : at + _BUFFERS]:
+        for follower in self._order[at + 1 : at + self._most_buffers]:
             if follower not in self._made:
                 self._bring(follower)
 
