@@ -9,12 +9,15 @@ Every row trains in 16 bits with 32-bit masters and fused AdamW, its blocks chec
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 import torch_lms
 from benchmarks import peers
@@ -60,6 +63,28 @@ class HandWritten:
             parameter.copy_(master)
 
 
+class FullySharded:
+    """FSDP2 on one rank, with parameters and optimizer state on the host, and fused AdamW there."""
+
+    def __init__(self, program: Program) -> None:
+        device = next(program.model.parameters()).device.type
+        backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+        dist.init_process_group(backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
+        program.model.float()
+        options: dict[str, Any] = {
+            "mesh": init_device_mesh(device, (1,)),
+            "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+            "offload_policy": CPUOffloadPolicy() if device == "cuda" else OffloadPolicy(),
+        }
+        for block in (*program.blocks, program.model):
+            fully_shard(block, **options)
+        self.adamw = torch.optim.AdamW(program.model.parameters(), lr=LEARNING_RATE, fused=True)
+
+    def step(self) -> None:
+        """The parameters, on the host."""
+        self.adamw.step()
+
+
 def in_chunks(program: Program, **options: Any) -> torch.optim.Optimizer:
     """The program's model in chunks; its optimizer."""
     adamw = torch.optim.AdamW(program.model.parameters(), lr=LEARNING_RATE, fused=True)
@@ -73,14 +98,16 @@ class Way:
     Attributes:
         title: of its row.
         limit_gib: of the device; None for all of it.
-        options: of `torch_lms.chunked`; None for plain.
+        options: of `torch_lms.chunked`.
+        peer: what trains instead of it.
         most_ms: that a step may take.
         comparable: whether results are plain's: the host's processor rounds differently.
     """
 
     title: str
     limit_gib: int | None = None
-    options: Mapping[str, Any] | None = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    peer: Callable[[Program], Any] | None = None
     most_ms: float | None = None
     comparable: bool = True
 
@@ -88,7 +115,8 @@ class Way:
 ON_HOST = {"update_on": "host"}
 STREAMED = {"update_on": "stream"}
 WAYS = {
-    "plain": Way(title="everything on the device, by hand", options=None),
+    "plain": Way(title="everything on the device, by hand", peer=HandWritten),
+    "fsdp": Way(title="FSDP2 with CPUOffloadPolicy", peer=FullySharded, comparable=False),
     "device": Way(title="chunks, on the device"),
     "device-12": Way(title="chunks, within 12 GiB", limit_gib=12, most_ms=720),
     "host": Way(title="chunks, updated on the host", options=ON_HOST, comparable=False),
@@ -153,11 +181,12 @@ def measure_row(sweep: Sweep, key: str) -> None:
         tiny=given.tiny,
         change=peers.checkpoint_blocks,
         optimizer=True,
-        optimize=HandWritten if way.options is None else partial(in_chunks, **way.options),
+        optimize=way.peer or partial(in_chunks, **way.options),
         paging=None if limit_bytes is None else Paging(limit_bytes=limit_bytes),
         steps=given.steps,
-        digests_after=COMPARED_AFTER,
-        least_steps=COMPARED_AFTER[-1] if way.limit_gib is not None or way.options is None else 0,
+        digests_after=COMPARED_AFTER if way.comparable else (),
+        with_digest=way.comparable,
+        least_steps=COMPARED_AFTER[-1] if way.limit_gib is not None or way.peer is HandWritten else 0,
     )
     facts: Row = {} if limit_bytes is None else {"limit_bytes": limit_bytes}
     sweep.run(key, way.title, run, **facts)

@@ -26,6 +26,7 @@ __all__ = ["Paging", "Run", "measure"]
 MS = 1e3
 _MOST_DIGEST_BYTES = 8 * GIB
 _TINY_MIN_BYTES = 4096
+_STEPS_TO_FALL_ASLEEP = 6  # the first ones may need less memory than others
 _SHARE_FOLLOWED = 0.9  # of a cycle's ops
 _MOST_S_TO_SETTLE = 20  # the plan is made again with other times
 _STEPS_AFTER_REFUSAL = 6  # another cycle may be recorded, and planned
@@ -197,7 +198,7 @@ class _Steps:
             while (
                 not core.follows_timed_plan()
                 and (not followed_at_s or time.perf_counter() - followed_at_s < _MOST_S_TO_SETTLE)
-                and core.attention() != "asleep"  # memory is far below the limit: nothing is to be planned
+                and (core.attention() != "asleep" or len(self.times_ms) < _STEPS_TO_FALL_ASLEEP)  # else it fits
                 and len(self.times_ms) < most_steps
                 and time.perf_counter() - start < self.run.most_seconds
             ):
@@ -257,7 +258,7 @@ def measure(run: Run, news: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     if run.facts is not None:
         row |= run.facts(steps.program, steps.optimizer)
     digest_at_end = steps.results() if run.with_digest else ""
-    steps.digests[str(len(steps.losses))] = digest_at_end
+    steps.digests |= {str(len(steps.losses)): digest_at_end} if run.with_digest else {}
     steps.several(max(0, run.least_steps - len(steps.losses)))
     return {**row, "losses": steps.losses, "digests": steps.digests, "digest": digest_at_end}
 
