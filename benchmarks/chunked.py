@@ -112,13 +112,14 @@ class Way:
     comparable: bool = True
 
 
+ON_DEVICE = {"update_on": "device"}
 ON_HOST = {"update_on": "host"}
 STREAMED = {"update_on": "stream"}
 WAYS = {
     "plain": Way(title="everything on the device, by hand", peer=HandWritten),
     "fsdp": Way(title="FSDP2 with CPUOffloadPolicy", peer=FullySharded, comparable=False),
-    "device": Way(title="chunks, on the device"),
-    "device-12": Way(title="chunks, within 12 GiB", limit_gib=12, most_ms=720),
+    "device": Way(title="chunks, on the device", options=ON_DEVICE),
+    "device-12": Way(title="chunks, paged by automatic mode, within 12 GiB", limit_gib=12, options=ON_DEVICE),
     "host": Way(title="chunks, updated on the host", options=ON_HOST, comparable=False),
     "host-backward": Way(
         title="chunks, updated on the host, in backward",
@@ -132,6 +133,7 @@ WAYS = {
         options={**STREAMED, "step_in_backward": True},
         most_ms=690,
     ),
+    "auto-12": Way(title="chunks, as they are by default, within 12 GiB", limit_gib=12),
     "stream-12": Way(
         title="chunks, streamed, in backward, within 12 GiB",
         limit_gib=12,

@@ -252,7 +252,7 @@ def measure(run: Run, news: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     row |= {"samples_per_s": steps.program.samples * MS / row["step_ms"]}
     row |= {**_counted(run), **_planned(run)}
     row["most_gib"] = max(before_bytes / GIB, row["peak_gib"])
-    row["deterministic"] = steps.deterministic
+    row["deterministic"] = run.deterministic and steps.deterministic
     if run.keep and run.device != "cpu":
         steps.one_profiled(f"{run.keep}.profile.json")
     if run.facts is not None:

@@ -124,3 +124,23 @@ def test_a_state_dict_has_what_lies_on_both_sides() -> None:
     other.optimizer.load_state_dict(copy.deepcopy(chunked.optimizer.state_dict()))
     for one, made in zip(train(chunked, GPT_TRAINING.batch, 2), train(other, GPT_TRAINING.batch, 2), strict=True):
         assert same(one, made)
+
+
+@one_thread()
+def test_few_buffers_do_where_the_device_has_no_room_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streamed_updates, "_PORTION_NUMEL", 1 << 11)
+    rooms: list[object] = []
+    make_room = streamed_updates.StreamedUpdates._room
+
+    def room(self: streamed_updates.StreamedUpdates, key: tuple[str, torch.dtype]) -> torch.Tensor:
+        if key[0] == "" and len(self._buffers) >= 2:  # one more
+            raise torch.OutOfMemoryError("as asked")
+        rooms.append(key)
+        return make_room(self, key)
+
+    monkeypatch.setattr(streamed_updates.StreamedUpdates, "_room", room)
+    expected = list(train(Plain(make(GPT_TRAINING), ADAMW), GPT_TRAINING.batch, 4))
+    chunked = Chunked(make(GPT_TRAINING), ADAMW, update_on="stream", chunk_numel=1 << 15)
+    for number, made in enumerate(train(chunked, GPT_TRAINING.batch, 4)):
+        assert same(made, expected[number]), f"step {number}"
+    assert rooms

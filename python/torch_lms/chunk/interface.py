@@ -115,7 +115,7 @@ def chunked(
     )
     hooks = ModuleHooks() if alone else UnitHooks()
     fills = update_on == "auto" and any(data.on_host) and device.type == "cuda"
-    chunked_optimizer.attach(occupancy, hooks, fill_bytes=budget.device_bytes if fills else None)
+    chunked_optimizer.attach(occupancy, hooks, device_bytes=budget.device_bytes, fills=fills)
     hooks.attach(model, data, occupancy, dtype)
     StateDictHooks().attach(model, data, occupancy)
     note_in_chunks(tensors)

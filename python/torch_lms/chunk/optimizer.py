@@ -78,15 +78,16 @@ class ChunkedOptimizer(Optimizer):
         """Of the model."""
         return self._data
 
-    def attach(self, occupancy: Occupancy, hooks: ModuleHooks, *, fill_bytes: int | None) -> None:
+    def attach(self, occupancy: Occupancy, hooks: ModuleHooks, *, device_bytes: int, fills: bool) -> None:
         """Before anything else is called.
 
         Args:
             occupancy: of the parameters.
             hooks: of the modules.
-            fill_bytes: of the device, which chunks that are on the host may fill; None if they are to stay there.
+            device_bytes: that the program may use on the device.
+            fills: whether chunks that are on the host come to the device, as far as there is room.
         """
-        self._residence = None if fill_bytes is None else Residence(self._data, self._masters, fill_bytes)
+        self._residence = Residence(self._data, self._masters, device_bytes) if fills else None
         self._occupancy = occupancy
         self._hooks = hooks
         streamed = None
@@ -96,7 +97,9 @@ class ChunkedOptimizer(Optimizer):
             )
         elif any(self._data.on_host):
             cut = treats_each_element_alone(self._inner, self._data.device)
-            self._elsewhere = streamed = StreamedUpdates(self._data, self._masters, cut=cut, ended=self._came)
+            self._elsewhere = streamed = StreamedUpdates(
+                self._data, self._masters, cut=cut, device_bytes=device_bytes, ended=self._came
+            )
         for chunk, numbers in enumerate(self._data.in_chunk):
             groups = [] if streamed is None else streamed.groups(chunk)
             rest = [number for number in numbers if not any(number in together for together in groups)]

@@ -21,6 +21,7 @@ from typing import TypeAlias
 import torch
 
 from torch_lms._core import core
+from torch_lms.chunk.layout import ALIGNMENT
 from torch_lms.chunk.masters import Masters, Part
 from torch_lms.chunk.model_data import ModelData
 from torch_lms.chunk.portions import Portion, Span, groups_of, portions_of
@@ -29,6 +30,8 @@ __all__ = ["StreamedUpdates"]
 
 _PORTION_NUMEL = (1 << 24) + (1 << 18)  # 64 MiB of each list, for the link's full rate; a matrix with its bias
 _FIRST_BUFFERS, _MOST_BUFFERS = 2, 6
+_BUFFERS_SHARE = 0.125  # of the device, for all of them
+_BYTES_EACH = 12  # of a parameter: its master and two states, as most optimizers have
 
 _Place: TypeAlias = tuple[int, int]  # a chunk, and which of its portions
 _Key: TypeAlias = tuple[str, torch.dtype]
@@ -63,16 +66,26 @@ class StreamedUpdates:
         data: of the model.
         masters: to update.
         cut: whether the optimizer may get pieces of tensors.
+        device_bytes: that the program may use on the device.
         ended: called by `wait` with tensors whose parameters are made.
     """
 
-    def __init__(self, data: ModelData, masters: Masters, *, cut: bool, ended: Callable[[Sequence[int]], None]) -> None:
+    def __init__(
+        self,
+        data: ModelData,
+        masters: Masters,
+        *,
+        cut: bool,
+        device_bytes: int,
+        ended: Callable[[Sequence[int]], None],
+    ) -> None:
         self._data = data
         self._masters = masters
         self._ended = ended
-        self._portions = [
-            portions_of(data.extents(chunk), _PORTION_NUMEL, cut=cut) for chunk in range(data.layout.chunks)
-        ]
+        most_numel = min(_PORTION_NUMEL, int(_BUFFERS_SHARE * device_bytes / (_MOST_BUFFERS * _BYTES_EACH)))
+        most_numel = max(ALIGNMENT, most_numel // ALIGNMENT * ALIGNMENT)
+        self._cap = _MOST_BUFFERS
+        self._portions = [portions_of(data.extents(chunk), most_numel, cut=cut) for chunk in range(data.layout.chunks)]
         self._numel = max((one.numel for of_chunk in self._portions for one in of_chunk), default=0)
         on_cuda = data.device.type == "cuda"
         self._in, self._compute, self._out = (torch.cuda.Stream(data.device) if on_cuda else None for _ in range(3))
@@ -234,8 +247,9 @@ class StreamedUpdates:
         for buffer in self._buffers:
             if buffer.place == place:
                 return buffer
-        if len(self._buffers) < self._most_buffers:
-            buffer = _Buffer()
+        new = self._new_buffer(place) if len(self._buffers) < self._most_buffers else None
+        if new is not None:
+            buffer = new
         else:  # the one that has been free for longest, or else what has been brought first, in vain
             buffer = min(self._buffers, key=lambda one: one.place is not None)
             self._buffers.remove(buffer)
@@ -245,7 +259,20 @@ class StreamedUpdates:
 
     @property
     def _most_buffers(self) -> int:
-        return min(_MOST_BUFFERS, _FIRST_BUFFERS + len(self._made))
+        return min(self._cap, _FIRST_BUFFERS + len(self._made))
+
+    def _new_buffer(self, place: _Place) -> _Buffer | None:
+        """None where the device has no room for it, and there are others."""
+        buffer = _Buffer()
+        try:
+            for key in self._lists(place):
+                buffer.lists[key] = self._room(key)
+        except torch.OutOfMemoryError:
+            if not self._buffers:
+                raise
+            self._cap = len(self._buffers)
+            return None
+        return buffer
 
     def _free_buffers(self) -> None:
         for room in (room for buffer in self._buffers for room in buffer.lists.values()):
