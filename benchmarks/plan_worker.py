@@ -197,6 +197,7 @@ class _Steps:
         with _Refusals() as refusals:
             while (
                 not core.follows_timed_plan()
+                and not core.pages_on_demand()
                 and (not followed_at_s or time.perf_counter() - followed_at_s < _MOST_S_TO_SETTLE)
                 and (core.attention() != "asleep" or len(self.times_ms) < _STEPS_TO_FALL_ASLEEP)  # else it fits
                 and len(self.times_ms) < most_steps
@@ -215,6 +216,7 @@ class _Steps:
         return {
             **row,
             "planned": row["planned_after_steps"] is not None,
+            "pages_on_demand": core.pages_on_demand(),
             "followed": row["followed_after_steps"] is not None,
             "learning_ms_all": list(self.times_ms),
             "settled_after_steps": len(self.times_ms) if core.follows_timed_plan() else None,

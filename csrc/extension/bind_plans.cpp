@@ -166,6 +166,7 @@ void bind_plans(py::module_& module) {
     return std::make_tuple(found.signature, found.step_us, found.peak_bytes);
   });
   module.def("share_in_step", [] { return Runtime::get().planning.share_in_step(); });
+  module.def("pages_on_demand", [] { return Runtime::get().planning.on_demand(); });
   module.def("follows_timed_plan", [] { return Runtime::get().planning.follows_timed_plan(); });
 }
 

@@ -159,3 +159,14 @@ def test_a_file_that_is_no_plan_is_refused(text: str | None, found: str, do: str
     with raises_saying(PlanError, found=found, do=do):
         torch_lms.enable({"cpu": PEAK_BYTES}, plan=path)
     assert not torch_lms.swap.is_enabled()
+
+
+@counts_exactly
+@one_thread()
+def test_there_is_no_plan_once_paging_on_demand_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit_bytes = limit_for(plain_training, 0.7)
+    steps = started_with(planned("training", limit_bytes), limit_bytes)
+    next(steps)
+    assert torch_lms.current_plan() is not None
+    monkeypatch.setattr("torch_lms.swap.planning.core.pages_on_demand", lambda: True)
+    assert torch_lms.current_plan() is None

@@ -42,6 +42,19 @@ void Executor::add(std::shared_ptr<const CompiledPlan> plan) {
   plans_.push_back(std::move(plan));
 }
 
+void Executor::withdraw(const std::shared_ptr<const CompiledPlan>& plan) {
+  std::vector<Bound> bound; // destroyed after unlocking
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    plans_.erase(std::remove(plans_.begin(), plans_.end(), plan), plans_.end());
+    bound.swap(bound_);
+    late_.clear();
+    followed_ = nullptr;
+    start_cycle_locked(bound);
+  }
+  policy_.placeholders().release();
+}
+
 void Executor::clear() {
   std::vector<Bound> bound; // destroyed after unlocking
   {

@@ -10,6 +10,12 @@ namespace torch_lms {
 
 void Planning::enable(Device& device) {
   executor_.clear(); // of plans for another limit
+  contest_.clear();
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    on_demand_ = false;
+    timed_.clear();
+  }
   device_.store(&device);
 }
 
@@ -18,6 +24,7 @@ void Planning::disable() {
   recorder_.abandon();
   executor_.clear();
   meter_.clear();
+  contest_.clear();
   times_.abandon();
   policy_.set_planned(false);
   std::lock_guard<std::mutex> lock(mutex_);
@@ -28,6 +35,8 @@ void Planning::disable() {
   finder_ = CycleFinder();
   segments_ = 0;
   waiting_ = false;
+  on_demand_ = false;
+  timed_.clear();
 }
 
 void Planning::begin_op(const at::RecordFunction& record, Frame& frame) {
@@ -81,10 +90,12 @@ void Planning::backward_ended() {
     const size_t before = std::exchange(segments_, finder_.segments());
     changed = before != 0 && before != segments_;
     waiting_ = waiting_ && !changed;
+    on_demand_ = on_demand_ && !changed;
   }
   if (changed) { // what was recorded is no cycle any more, or only a part of one
     recorder_.abandon();
     executor_.doubt();
+    contest_.clear();
   }
   if (ended) {
     end_cycle();
@@ -105,7 +116,8 @@ void Planning::end_cycle() {
   if (device == nullptr) {
     return;
   }
-  if (recorder_.recording()) {
+  const bool was_recorded = recorder_.recording();
+  if (was_recorded) {
     auto recorded = recorder_.end();
     bool certain = false; // that it is what the program repeats
     {
@@ -122,14 +134,50 @@ void Planning::end_cycle() {
   }
   const bool wanted = executor_.end_cycle();
   const std::shared_ptr<const CompiledPlan> followed = executor_.followed();
-  meter_.end_cycle(followed, policy_.take_cycle_peak(*device), StepMeter::Clock::now());
+  const double cycle_us =
+      meter_.end_cycle(followed, policy_.take_cycle_peak(*device), StepMeter::Clock::now());
   time_ops(*device, followed);
+  if (!was_recorded && policy_.attention() == Policy::Attention::kArmed) {
+    compare(*device, followed, cycle_us);
+  }
   std::lock_guard<std::mutex> lock(mutex_);
-  const bool records = wanted && !waiting_ && policy_.attention() == Policy::Attention::kArmed;
+  const bool records =
+      wanted && !waiting_ && !on_demand_ && policy_.attention() == Policy::Attention::kArmed;
   policy_.set_planned(executor_.active() || records); // what comes ahead of need would be counted
   if (records) {
     recorder_.begin(*device, [this, device] { return policy_.take_recent_peak(*device); });
   }
+}
+
+/// Not on a processor: what it copies and plans takes the time of what it computes.
+void Planning::compare(
+    Device& device,
+    const std::shared_ptr<const CompiledPlan>& followed,
+    double cycle_us) {
+  if (device.device().is_cpu()) {
+    return;
+  }
+  const PlanContest::Verdict verdict = contest_.end_cycle(followed, cycle_us);
+  if (!verdict.makes_way) {
+    return;
+  }
+  executor_.withdraw(followed);
+  if (verdict.best != nullptr) {
+    executor_.add(verdict.best);
+    return;
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  on_demand_ = true;
+}
+
+bool Planning::follows_timed_plan() {
+  const auto followed = executor_.followed();
+  if (followed == nullptr || followed->device.is_cpu()) {
+    return followed != nullptr && followed->timed;
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  return contest_.has_stayed(followed) &&
+         (followed->timed || timed_.count(followed->signature) > 0);
 }
 
 /// At the end of a cycle, once for a plan: when it has been followed for some cycles.
@@ -144,9 +192,11 @@ void Planning::time_ops(Device& device, const std::shared_ptr<const CompiledPlan
     std::lock_guard<std::mutex> lock(mutex_);
     settled_cycles_ = followed != nullptr && followed == settling_ ? settled_cycles_ + 1 : 0;
     settling_ = followed;
-    begins = followed != nullptr && !followed->timed && settled_cycles_ == kCyclesToSettle;
+    begins = followed != nullptr && !followed->timed && settled_cycles_ == kCyclesToSettle &&
+             timed_.count(followed->signature) == 0;
     ready = timed && settled_cycles_ > kCyclesToSettle && !times_us.empty();
     if (ready) {
+      timed_.insert(followed->signature);
       plan_times_ = {followed->signature, std::move(times_us)};
     }
   }
@@ -175,6 +225,7 @@ void Planning::add(std::shared_ptr<const CompiledPlan> plan) {
   }
   std::lock_guard<std::mutex> lock(mutex_);
   waiting_ = false;
+  on_demand_ = false;
 }
 
 } // namespace torch_lms

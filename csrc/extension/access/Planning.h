@@ -3,6 +3,7 @@
 #include <atomic>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -10,6 +11,7 @@
 
 #include <extension/access/Executor.h>
 #include <extension/access/OpTimes.h>
+#include <extension/access/PlanContest.h>
 #include <extension/access/Recorder.h>
 #include <extension/access/StepMeter.h>
 #include <extension/trace/CycleFinder.h>
@@ -93,9 +95,13 @@ class Planning {
   MeasuredPlan measured() const {
     return meter_.measured();
   }
-  bool follows_timed_plan() {
-    const auto followed = executor_.followed();
-    return followed != nullptr && followed->timed;
+  /// Whether a plan is followed that stays: its ops' times are those of such a program, and on a
+  /// device with a clock of its own it has been compared (Note [What takes least is kept]).
+  bool follows_timed_plan();
+  /// Whether every plan has made way for paging on demand.
+  bool on_demand() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return on_demand_;
   }
   double share_in_step() const noexcept {
     return executor_.share_in_step();
@@ -104,6 +110,10 @@ class Planning {
  private:
   void look_for_cycle(const at::RecordFunction& record);
   void end_cycle();
+  void compare(
+      Device& device,
+      const std::shared_ptr<const CompiledPlan>& followed,
+      double cycle_us);
   void time_ops(Device& device, const std::shared_ptr<const CompiledPlan>& followed);
   size_t held_bytes() const;
 
@@ -113,6 +123,7 @@ class Planning {
   Recorder recorder_;
   Executor executor_;
   StepMeter meter_;
+  PlanContest contest_;
   OpTimes times_; // of a cycle that follows a plan
   std::atomic<Device*> device_{nullptr};
   std::mutex mutex_; // guards what follows
@@ -120,9 +131,11 @@ class Planning {
   PlanTimes plan_times_;
   std::shared_ptr<const CompiledPlan> settling_; // the plan that the latest cycles have followed
   size_t settled_cycles_ = 0;
+  std::set<std::string> timed_; // signatures of plans that have been made again, or could not be
   CycleFinder finder_;
   size_t segments_ = 0; // in a cycle
   bool waiting_ = false; // for the plan of a recording
+  bool on_demand_ = false;
 };
 
 } // namespace torch_lms

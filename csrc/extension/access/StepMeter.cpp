@@ -5,15 +5,16 @@
 
 namespace torch_lms {
 
-void StepMeter::end_cycle(
+double StepMeter::end_cycle(
     const std::shared_ptr<const CompiledPlan>& followed,
     size_t peak_bytes,
     Clock::time_point now) {
   std::lock_guard<std::mutex> lock(mutex_);
   const auto began = std::exchange(ended_, now);
+  const double step_us = std::chrono::duration<double, std::micro>(now - began).count();
   if (followed == nullptr) {
     in_step_ = false;
-    return;
+    return step_us;
   }
   if (followed != plan_) {
     plan_ = followed;
@@ -22,14 +23,15 @@ void StepMeter::end_cycle(
     in_step_ = false;
   }
   if (!std::exchange(in_step_, true)) {
-    return; // The first one still clears up after what was before.
+    return step_us; // The first one still clears up after what was before.
   }
-  const Cycle cycle{std::chrono::duration<double, std::micro>(now - began).count(), peak_bytes};
+  const Cycle cycle{step_us, peak_bytes};
   if (cycles_.size() < kMostCycles) {
     cycles_.push_back(cycle);
   } else {
     cycles_[at_++ % kMostCycles] = cycle;
   }
+  return step_us;
 }
 
 void StepMeter::clear() {

@@ -25,8 +25,8 @@ class StepMeter {
  public:
   using Clock = std::chrono::steady_clock;
 
-  /// A cycle has ended that has followed a plan; null: none.
-  void end_cycle(
+  /// A cycle has ended that has followed a plan; null: none. Returns what it took, in microseconds.
+  double end_cycle(
       const std::shared_ptr<const CompiledPlan>& followed,
       size_t peak_bytes,
       Clock::time_point now);

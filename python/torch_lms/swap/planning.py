@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import itertools
 import json
 import os
 import threading
@@ -28,6 +29,7 @@ __all__ = ["Wishes", "begin", "current_plan", "end", "given_plan", "last_trace",
 _MARGIN_SHARE = 32  # of the limit, which the allocator's rounding and small differences take
 _MARGIN_BYTES = 1 << 30
 _MOST_MARGIN_SHARE = 8
+_MOST_PLANS = 32  # the core carries out fewer, and compares a few more
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +51,9 @@ class Wishes:
 
 _wishes: Wishes | None = None
 _plan: Plan | None = None
-_plans: dict[str, Plan] = {}  # by signature: the program may take turns between several
+_plans: dict[str, Plan] = {}  # by the core's names: the program may take turns between several
 _traces: dict[str, Trace] = {}  # what these were made of
+_numbers = itertools.count()  # of plans: several may have one signature
 _trace: Trace | None = None
 _planner: threading.Thread | None = None
 _process: PlannerProcess | None = None
@@ -109,13 +112,14 @@ def begin(wishes: Wishes, plan: Plan | None = None) -> None:
         _plans.clear()
         _traces.clear()
         if plan is not None:
-            _plan = _plans[plan.signature] = replace(plan, measured=None)  # not yet in this run
+            _plan, name = replace(plan, measured=None), _name_of(plan)  # not measured yet in this run
+            _keep(name, _plan, None)
     bring_back_before_forks()
     for device in wishes.limits:
         measure_link(device)  # before there is a limit
         core.plan_program(device)
     if plan is not None:
-        core.add_plan(compile_plan(plan, timed=True))  # it is to stay as it is
+        core.add_plan(compile_plan(plan, name, timed=True))  # it is to stay as it is
 
 
 def end() -> None:
@@ -133,7 +137,7 @@ def end() -> None:
 
 
 def current_plan() -> Plan | None:
-    """The plan that automatic mode carries out; None while it has none.
+    """The plan that automatic mode carries out; None while it has none, or if paging on demand has been faster.
 
     It says for each storage what is done with it and why, and predicts the step's time and peak; once it has been
     carried out for some steps, ``measured`` says what they took. Where several take turns, it is the last one's.
@@ -141,11 +145,11 @@ def current_plan() -> Plan | None:
     """
     with _lock:
         plan, plans = _plan, dict(_plans)
-    if plan is None:
+    if plan is None or core.pages_on_demand():
         return None
-    signature, step_us, peak_bytes = core.measured_plan()
-    plan = plans.get(signature, plan)
-    if plan.signature != signature or not step_us:
+    name, step_us, peak_bytes = core.measured_plan()
+    plan = plans.get(name, plan)
+    if name not in plans or not step_us:
         return plan
     return replace(plan, measured=Measured(step_us=step_us, peak_bytes=peak_bytes))
 
@@ -160,10 +164,10 @@ def start() -> None:
     """The core has recorded a cycle, or timed one that follows a plan: plans it on a thread of its own."""
     global _planner
     recording = core.take_recording()
-    signature, times_us = core.take_times()
+    name, times_us = core.take_times()
     where.forget()
     with _lock:
-        wishes, trace = _wishes, _traces.get(signature)
+        wishes, trace = _wishes, _traces.get(name)
     make_trace: Callable[[], Trace]
     if wishes is not None and recording is not None:
         make_trace = partial(_recorded, recording, wishes)
@@ -185,6 +189,21 @@ def start() -> None:
     planner.start()
 
 
+def _name_of(plan: Plan) -> str:
+    """A name for the core, which no other plan has."""
+    return f"{plan.signature}#{next(_numbers)}"
+
+
+def _keep(name: str, plan: Plan, trace: Trace | None) -> None:
+    """Under the lock: keeps a plan, and what it was made of, for as long as the core may carry it out."""
+    _plans[name] = plan
+    if trace is not None:
+        _traces[name] = trace
+    for old in list(_plans)[:-_MOST_PLANS]:
+        del _plans[old]
+        _traces.pop(old, None)
+
+
 def _recorded(recording: Mapping[str, Any], wishes: Wishes) -> Trace:
     device = recording["device"]
     return trace_of(recording, limit_bytes=wishes.limits[device], link=measure_link(device))
@@ -196,12 +215,13 @@ def _plan_beside(make_trace: Callable[[], Trace], wishes: Wishes, *, timed: bool
     try:
         trace = make_trace()
         for plan in _plans_of(trace, wishes.limits[trace.device], wishes):
-            compiled = compile_plan(plan, timed=timed)
+            name = _name_of(plan)
+            compiled = compile_plan(plan, name, timed=timed)
             with _lock:
                 if not _is_wanted(wishes):
                     return
                 _plan, _trace = plan, trace
-                _plans[plan.signature], _traces[plan.signature] = plan, trace
+                _keep(name, plan, trace)
             core.add_plan(compiled)
             made = True
     except Exception as error:  # on a thread of ours: the program goes on with paging on demand, or with what was made

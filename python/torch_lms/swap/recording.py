@@ -187,11 +187,12 @@ def _first_forward(ops: Sequence[Mapping[str, Any]], storages: Sequence[Mapping[
     return first
 
 
-def compile_plan(plan: Plan, *, timed: bool) -> dict[str, Any]:
+def compile_plan(plan: Plan, name: str, *, timed: bool) -> dict[str, Any]:
     """The plan as ``core.add_plan`` takes it: each op with what follows it.
 
     Args:
         plan: to be carried out.
+        name: that the core calls it by.
         timed: whether its ops need not be timed while it is.
     """
     actions = plan.actions()
@@ -213,7 +214,7 @@ def compile_plan(plan: Plan, *, timed: bool) -> dict[str, Any]:
             }
         )
     return {
-        "signature": plan.signature,
+        "signature": name,
         "timed": timed,
         "device": plan.device,
         "ops": ops,

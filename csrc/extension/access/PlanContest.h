@@ -1,0 +1,53 @@
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include <extension/access/CompiledPlan.h>
+
+namespace torch_lms {
+
+/// Note [What takes least is kept]
+/// A plan is made of ops' times that were taken in other circumstances than it makes, for a link
+/// that may carry what no recording shows. So its prediction may be wrong, and a plan that is made
+/// again may be slower than the one before. What has been measured decides: a plan that takes
+/// longer than the best before it, or than paging on demand took before there was any, makes way.
+
+/// Compares plans, and paging on demand, by what their cycles take.
+///
+/// Thread-safe: every method may be called from any thread.
+class PlanContest {
+ public:
+  using Plan = std::shared_ptr<const CompiledPlan>;
+
+  struct Verdict {
+    bool makes_way = false; ///< The plan that is followed, for `best`.
+    Plan best; ///< Null: paging on demand.
+  };
+
+  /// A cycle has ended, of the same kind as the one before. `followed`: null for paging on demand.
+  Verdict end_cycle(const Plan& followed, double cycle_us);
+
+  /// Whether a plan has been compared, and has stayed.
+  bool has_stayed(const Plan& plan) const;
+
+  void clear();
+
+ private:
+  static constexpr size_t kLeastOnDemand = 2; // cycles; there may be no more while a plan is made
+  static constexpr size_t kLeastPlanned = 6;
+  static constexpr size_t kMostCycles = 8;
+  static constexpr double kSlower = 1.02; // less may be chance
+
+  mutable std::mutex mutex_; // guards what follows
+  Plan current_;
+  std::vector<double> cycles_us_; // the latest of `current_`
+  Plan compared_; // the latest
+  Plan best_;
+  double best_us_ = 0; // 0: nothing has been measured
+  bool planned_ = false; // a plan has been followed: what goes on demand now is out of the ordinary
+};
+
+} // namespace torch_lms

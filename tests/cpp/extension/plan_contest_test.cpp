@@ -1,0 +1,100 @@
+// What takes least is kept: plans, and paging on demand.
+
+#include <extension/access/PlanContest.h>
+
+#include "rig.h"
+
+namespace torch_lms {
+namespace {
+
+PlanContest::Plan a_plan() {
+  return std::make_shared<const CompiledPlan>();
+}
+
+/// Cycles of one kind; the verdicts that were not to stay.
+std::vector<PlanContest::Verdict> cycles(
+    PlanContest& contest,
+    const PlanContest::Plan& followed,
+    double us,
+    int count = 12) {
+  std::vector<PlanContest::Verdict> found;
+  for (int i = 0; i < count; ++i) {
+    const auto verdict = contest.end_cycle(followed, us);
+    if (verdict.makes_way) {
+      found.push_back(verdict);
+    }
+  }
+  return found;
+}
+
+TEST(a_plan_that_is_faster_stays) {
+  PlanContest contest;
+  const auto plan = a_plan();
+  CHECK(cycles(contest, nullptr, 100).empty());
+  CHECK(cycles(contest, plan, 90).empty());
+  CHECK(contest.has_stayed(plan));
+  CHECK(!contest.has_stayed(nullptr));
+}
+
+TEST(a_plan_that_is_slower_than_paging_on_demand_makes_way_once) {
+  PlanContest contest;
+  const auto plan = a_plan();
+  CHECK(cycles(contest, nullptr, 100, 2).empty());
+  const auto verdicts = cycles(contest, plan, 110);
+  CHECK_EQ(verdicts.size(), size_t{1});
+  CHECK(verdicts.at(0).best == nullptr);
+  CHECK(!contest.has_stayed(plan));
+}
+
+TEST(a_plan_that_was_made_again_makes_way_for_the_one_before) {
+  PlanContest contest;
+  const auto first = a_plan();
+  const auto second = a_plan();
+  CHECK(cycles(contest, nullptr, 100).empty());
+  CHECK(cycles(contest, first, 90).empty());
+  const auto verdicts = cycles(contest, second, 95);
+  CHECK_EQ(verdicts.size(), size_t{1});
+  CHECK(verdicts.at(0).best == first);
+  CHECK(contest.has_stayed(first));
+}
+
+TEST(chance_decides_nothing) {
+  PlanContest contest;
+  const auto plan = a_plan();
+  CHECK(cycles(contest, nullptr, 100).empty());
+  CHECK(cycles(contest, plan, 300, 1).empty()); // the first one clears up
+  CHECK(cycles(contest, plan, 101).empty());
+  CHECK(contest.has_stayed(plan));
+}
+
+TEST(one_plan_alone_stays) {
+  PlanContest contest;
+  const auto plan = a_plan();
+  CHECK(cycles(contest, nullptr, 100, 1).empty()); // too few to compare with
+  CHECK(cycles(contest, plan, 1000).empty());
+  CHECK(contest.has_stayed(plan));
+}
+
+TEST(programs_that_take_turns_are_not_compared) {
+  PlanContest contest;
+  const auto one = a_plan();
+  const auto other = a_plan();
+  for (int i = 0; i < 20; ++i) {
+    CHECK(!contest.end_cycle(one, 10).makes_way);
+    CHECK(!contest.end_cycle(other, 100).makes_way);
+  }
+}
+
+TEST(what_is_on_demand_after_a_plan_is_no_measure) {
+  PlanContest contest;
+  const auto first = a_plan();
+  const auto second = a_plan();
+  CHECK(cycles(contest, nullptr, 100).empty());
+  CHECK(cycles(contest, first, 90).empty());
+  CHECK(cycles(contest, nullptr, 10).empty());
+  CHECK(cycles(contest, second, 80).empty());
+  CHECK(contest.has_stayed(second));
+}
+
+} // namespace
+} // namespace torch_lms
