@@ -200,6 +200,7 @@ def test_on_and_off_between_steps_is_bit_equal() -> None:
 # --- on again ------------------------------------------------------------------------------------------------
 
 
+@counts_exactly
 def test_on_again_keeps_the_limit_for_what_is_new() -> None:
     for _ in range(3):
         on(8)
