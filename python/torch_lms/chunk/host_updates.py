@@ -20,6 +20,7 @@ import torch
 
 from torch_lms.chunk.masters import Masters
 from torch_lms.chunk.model_data import ModelData, same_bytes
+from torch_lms.chunk.updates import Updates
 
 __all__ = ["HostUpdates"]
 
@@ -45,7 +46,7 @@ class _Buffer:
     free: torch.cuda.Event | None = None  # when the device has read what was in it last
 
 
-class HostUpdates:
+class HostUpdates(Updates):
     """Updates masters on the host, and brings the parameters that are made from them to the device.
 
     Thread-safe: autograd's threads start updates.
@@ -65,7 +66,7 @@ class HostUpdates:
         ended: Callable[[Sequence[int]], None],
         failed: Callable[[int, torch.Tensor], None],
     ) -> None:
-        self._data = data
+        super().__init__(data)
         self._masters = masters
         self._ended = ended
         self._failed = failed
@@ -84,13 +85,7 @@ class HostUpdates:
 
     @torch.no_grad()
     def start(self, numbers: Sequence[int], gradients: Sequence[torch.Tensor], scale: float | None = None) -> None:
-        """Updates tensors of one chunk. Does not wait.
-
-        Args:
-            numbers: of the tensors.
-            gradients: of these; nobody writes to them until `wait`.
-            scale: of the loss, if gradients have it still.
-        """
+        """Updates tensors of one chunk, once those before it are updated."""
         made = None if self._out is None else torch.cuda.current_stream(self._data.device).record_event()
         sent = self._sender.submit(self._send, numbers, gradients, made, scale)
         with self._lock:

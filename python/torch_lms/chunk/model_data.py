@@ -295,8 +295,7 @@ class ModelData:
             ):
                 continue
             if key not in known or known[key].dtype != value.dtype:
-                chunks = self._list_of(key, value.dtype)
-                known[key] = self.part_of(chunks.chunk(self.chunk_of(number)), number)
+                known[key] = self.known_view(number, key, value.dtype)
             moved[key] = known[key].copy_(value)
         return moved
 

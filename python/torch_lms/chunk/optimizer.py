@@ -19,6 +19,7 @@ from torch_lms.chunk.occupancy import Occupancy
 from torch_lms.chunk.placement import Residence
 from torch_lms.chunk.streamed_updates import StreamedUpdates
 from torch_lms.chunk.trials import treats_each_element_alone
+from torch_lms.chunk.updates import Updates
 from torch_lms.errors import ChunkError
 
 __all__ = ["ChunkedOptimizer"]
@@ -67,7 +68,7 @@ class ChunkedOptimizer(Optimizer):
         self._optimizer_step_post_hooks = inner._optimizer_step_post_hooks
         inner._optimizer_step_pre_hooks, inner._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
         self._masters = Masters(inner, data)
-        self._elsewhere: HostUpdates | StreamedUpdates | None = None  # of chunks that are on the host
+        self._elsewhere: Updates | None = None  # of chunks that are on the host
         self._under_way: set[int] = set()  # there
         self._updated: set[int] = set()  # in backward, since the last step
         self._group_of: dict[int, _Group] = {}  # by tensor; in their order
@@ -90,18 +91,17 @@ class ChunkedOptimizer(Optimizer):
         self._residence = Residence(self._data, self._masters, device_bytes) if fills else None
         self._occupancy = occupancy
         self._hooks = hooks
-        streamed = None
         if any(self._data.on_host) and self._data.update_on == "host":
             self._elsewhere = HostUpdates(
                 self._data, self._masters, ended=self._came, failed=self._occupancy.restore_gradient
             )
         elif any(self._data.on_host):
             cut = treats_each_element_alone(self._inner, self._data.device)
-            self._elsewhere = streamed = StreamedUpdates(
+            self._elsewhere = StreamedUpdates(
                 self._data, self._masters, cut=cut, device_bytes=device_bytes, ended=self._came
             )
         for chunk, numbers in enumerate(self._data.in_chunk):
-            groups = [] if streamed is None else streamed.groups(chunk)
+            groups = [] if self._elsewhere is None else self._elsewhere.groups(chunk)
             rest = [number for number in numbers if not any(number in together for together in groups)]
             for together in [*groups, rest]:
                 trained = {number for number in together if self._data.tensors[number].group is not None}
@@ -197,7 +197,7 @@ class ChunkedOptimizer(Optimizer):
         self._hooks.abandon_calls()
         for group in self._groups():  # of a backward that has failed
             group.arrived &= self._updated
-        if isinstance(self._elsewhere, StreamedUpdates):
+        if self._elsewhere is not None:
             self._elsewhere.abandon()
         if set_to_none:
             for one in self._data.tensors:
@@ -335,7 +335,7 @@ class ChunkedOptimizer(Optimizer):
 
     def _end_step(self) -> None:
         self._masters.take_noted()
-        if isinstance(self._elsewhere, StreamedUpdates):
+        if self._elsewhere is not None:
             self._elsewhere.step_ended()
         if self._residence is not None:
             self._residence.step_ended()

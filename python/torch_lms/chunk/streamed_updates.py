@@ -25,6 +25,7 @@ from torch_lms.chunk.layout import ALIGNMENT
 from torch_lms.chunk.masters import Masters, Part
 from torch_lms.chunk.model_data import ModelData
 from torch_lms.chunk.portions import Portion, Span, groups_of, portions_of
+from torch_lms.chunk.updates import Updates
 
 __all__ = ["StreamedUpdates"]
 
@@ -57,7 +58,7 @@ class _Buffer:
     free: torch.cuda.Event | None = None
 
 
-class StreamedUpdates:
+class StreamedUpdates(Updates):
     """Brings masters to the device, updates them there, and puts them back.
 
     Not thread-safe: one caller at a time, on whatever thread.
@@ -79,7 +80,7 @@ class StreamedUpdates:
         device_bytes: int,
         ended: Callable[[Sequence[int]], None],
     ) -> None:
-        self._data = data
+        super().__init__(data)
         self._masters = masters
         self._ended = ended
         most_numel = min(_PORTION_NUMEL, int(_BUFFERS_SHARE * device_bytes / (_MOST_BUFFERS * _BYTES_EACH)))
@@ -100,18 +101,12 @@ class StreamedUpdates:
         data.settle_masters = self.settle_masters
 
     def groups(self, chunk: int) -> list[list[int]]:
-        """The tensors of a chunk that are best updated together."""
+        """Those of each portion."""
         return groups_of(self._portions[chunk])
 
     @torch.no_grad()
     def start(self, numbers: Sequence[int], gradients: Sequence[torch.Tensor], scale: float | None = None) -> None:
-        """Updates tensors of one chunk. Does not wait.
-
-        Args:
-            numbers: of the tensors.
-            gradients: of these; nobody writes to them until `wait`.
-            scale: of the loss, if gradients have it still.
-        """
+        """Updates tensors of one chunk, and brings what comes next."""
         chunk = self._data.chunk_of(numbers[0])
         flat = {number: self._flat(number, one) for number, one in zip(numbers, gradients, strict=True)}
         if self._in is not None:
