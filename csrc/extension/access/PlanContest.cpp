@@ -1,17 +1,8 @@
 #include <extension/access/PlanContest.h>
 
-#include <algorithm>
+#include <extension/base/Median.h>
 
 namespace torch_lms {
-namespace {
-
-double median_of(std::vector<double> values) {
-  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
-  std::nth_element(values.begin(), middle, values.end());
-  return *middle;
-}
-
-} // namespace
 
 PlanContest::Verdict PlanContest::end_cycle(const Plan& followed, double cycle_us) {
   std::lock_guard<std::mutex> lock(mutex_);

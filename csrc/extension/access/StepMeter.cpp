@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include <extension/base/Median.h>
+
 namespace torch_lms {
 
 double StepMeter::end_cycle(
@@ -51,11 +53,7 @@ MeasuredPlan StepMeter::measured() const {
     steps_us.push_back(cycle.step_us);
     found.peak_bytes = std::max(found.peak_bytes, cycle.peak_bytes);
   }
-  if (!steps_us.empty()) {
-    const auto middle = steps_us.begin() + static_cast<std::ptrdiff_t>(steps_us.size() / 2);
-    std::nth_element(steps_us.begin(), middle, steps_us.end());
-    found.step_us = *middle;
-  }
+  found.step_us = median_of(std::move(steps_us));
   return found;
 }
 
