@@ -201,6 +201,15 @@ def test_on_and_off_between_steps_is_bit_equal() -> None:
 
 
 @counts_exactly
+def test_on_again_brings_what_is_known_within_the_limit_at_once() -> None:
+    on(8)
+    known = [block() for _ in range(6)]
+    torch_lms.disable()
+    on(2)
+    assert torch_lms.stats().allocated_bytes <= 2 * BLOCK_BYTES
+    assert all_ones(known)
+
+
 def test_on_again_keeps_the_limit_for_what_is_new() -> None:
     for _ in range(3):
         on(8)

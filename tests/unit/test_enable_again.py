@@ -21,6 +21,7 @@ def test_storages_of_an_earlier_automatic_mode_can_go_out(used_again: bool, page
     early = eight_tenths(0)
     paged.disable()
     paged.enable(limit=LIMIT_BYTES, min_bytes=512)
+    paged.stats(reset=True)
     if used_again:
         early = [tensor.add_(0) for tensor in early]
     late = eight_tenths(100)

@@ -78,6 +78,10 @@ void Policy::enable(Device& device, size_t limit_bytes, size_t min_bytes) {
   device.limit(limit_bytes, *this);
   learn();
   device.note_busy_streams();
+  if (!fill_budget(device, 0) && may_vacate()) {
+    const WithoutGil no_gil;
+    wait_for_room(device, 0); // what has no room yet may find it at the first op
+  }
 }
 
 void Policy::disable() {

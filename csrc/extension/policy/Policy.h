@@ -102,7 +102,7 @@ class Policy final : public Room, public PagerListener {
   }
 
   /// Begins to keep `device` within `limit_bytes`, or changes the limit. Storages of at least
-  /// `min_bytes` move.
+  /// `min_bytes` move; those known already go out at once until the rest fits.
   void enable(Device& device, size_t limit_bytes, size_t min_bytes);
   /// Ends it for all devices. What is out comes in with the ops that use it, until `track_none`.
   void disable();
