@@ -26,17 +26,17 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.results import Result
+from torch_lms.balanced import BalanceConfig, BalancedPlan, plan_balanced_partition
 from torch_lms.cli.models import GPT, GPTShape
-from torch_lms.partition.balanced import BalanceConfig, BalancedPlan, plan_balanced_partition
 from torch_lms.partition.costs import CostModel
-from torch_lms.partition.stage_code import owner
-from torch_lms.partition.stages import split
-from torch_lms.pipeline.actions import FORWARD
 from torch_lms.pipeline.chart import draw_charts, predict
 from torch_lms.pipeline.runner import Pipeline, PipelineConfig
-from torch_lms.pipeline.schedules import one_f_one_b
-from torch_lms.pipeline.simulation import Event
 from torch_lms.profile.profiler import ProfileConfig
+from torch_lms.schedules.actions import FORWARD
+from torch_lms.schedules.rules import one_f_one_b
+from torch_lms.schedules.simulation import Event
+from torch_lms.stages.cutting import split
+from torch_lms.stages.stage_code import owner
 
 GIB = 1 << 30
 STAGES = 2

@@ -13,9 +13,9 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torch_lms.balanced import create_balanced_partition
     from torch_lms.chunk import chunked
     from torch_lms.fitting import fit
-    from torch_lms.partition.balanced import create_balanced_partition
     from torch_lms.swap import (
         SwapEnv,
         current_plan,
@@ -51,10 +51,10 @@ __version__ = "0.1.0"
 _HOME = {
     **dict.fromkeys(__all__, "torch_lms.swap"),
     "chunked": "torch_lms.chunk",
-    "create_balanced_partition": "torch_lms.partition.balanced",
+    "create_balanced_partition": "torch_lms.balanced",
     "fit": "torch_lms.fitting",
 }
-_PACKAGES = ("chunk", "errors", "fitting", "partition", "pipeline", "plan", "profile", "swap")
+_PACKAGES = ("chunk", "errors", "fitting", "partition", "pipeline", "plan", "profile", "schedules", "stages", "swap")
 
 
 def __getattr__(name: str) -> Any:

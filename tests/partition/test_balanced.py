@@ -7,11 +7,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from torch_lms.balanced import BalanceConfig, create_balanced_partition, plan_balanced_partition
 from torch_lms.errors import LmsError, PartitionError, ProfileError
-from torch_lms.partition.balanced import BalanceConfig, create_balanced_partition, plan_balanced_partition
-from torch_lms.partition.stages import run_stages
-from torch_lms.partition.state_dicts import merge_state_dicts
 from torch_lms.profile.profiler import ProfileConfig
+from torch_lms.stages.cutting import run_stages
+from torch_lms.stages.state_dicts import merge_state_dicts
 
 QUICK = BalanceConfig(profile=ProfileConfig(warmup_runs=1, timed_runs=2, progress=False))
 

@@ -15,11 +15,11 @@ from torch import fx, nn
 from torch.nn import functional
 
 from torch_lms.errors import LmsError
-from torch_lms.partition.stage import Stage
-from torch_lms.partition.stages import split
-from torch_lms.partition.state_dicts import merge_state_dicts
 from torch_lms.pipeline.runner import Pipeline, PipelineConfig
 from torch_lms.pipeline.torch_backend import is_available
+from torch_lms.stages.cutting import split
+from torch_lms.stages.stage import Stage
+from torch_lms.stages.state_dicts import merge_state_dicts
 
 VOCABULARY, WIDTH, TOKENS, BATCH, SEED = 13, 8, 5, 4, 70
 

@@ -6,7 +6,7 @@ import pytest
 
 from torch_lms.errors import PipelineError
 from torch_lms.pipeline.chart import draw_charts, predict
-from torch_lms.pipeline.schedules import interleaved, one_f_one_b
+from torch_lms.schedules.rules import interleaved, one_f_one_b
 
 
 def test_prediction_of_equal_stages_has_the_known_bubble() -> None:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from torch_lms.errors import PipelineError
-from torch_lms.partition.arguments import Argument
 from torch_lms.pipeline.microbatches import cut_batch, name_arguments
+from torch_lms.stages.arguments import Argument
 
 ARGUMENTS = (
     Argument("ids"),

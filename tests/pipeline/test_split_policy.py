@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from torch_lms.balanced import BalanceConfig
 from torch_lms.errors import PipelineError
-from torch_lms.partition.balanced import BalanceConfig
 from torch_lms.pipeline.split_policy import balanced_split_policy, insert_splits
 from torch_lms.pipeline.torch_backend import is_available
 from torch_lms.profile.profiler import ProfileConfig

@@ -23,10 +23,10 @@ from tests.unit.trainings import (
     Training,
     one_thread,
 )
+from torch_lms.balanced import BalanceConfig, create_balanced_partition
 from torch_lms.cli import main
 from torch_lms.errors import LimitError, ProfileError
 from torch_lms.fitting import DeviceRates, FitConfig, trace_step
-from torch_lms.partition.balanced import BalanceConfig, create_balanced_partition
 from torch_lms.plan import Link, Trace, TraceStorage, least_limit, make_plan, simulate
 from torch_lms.profile import ProfileConfig, profile
 

@@ -34,7 +34,7 @@ PUBLIC_NAMES = [
 # Each may import those in front of it, never those behind it.
 LAYERS = [
     *("errors", "plan", "_torch_compat", "_fork", "_core"),
-    *("swap", "chunk", "profile", "fitting", "partition", "pipeline", "cli"),
+    *("swap", "chunk", "profile", "fitting", "schedules", "partition", "stages", "balanced", "pipeline", "cli"),
 ]
 
 
@@ -136,6 +136,15 @@ def test_no_layer_imports_one_above_it(layer: str) -> None:
     files = [PACKAGE / f"{layer}.py"] if (PACKAGE / f"{layer}.py").exists() else sorted((PACKAGE / layer).rglob("*.py"))
     above = set(LAYERS[LAYERS.index(layer) + 1 :])
     assert {str(path): imported_by(path) & above for path in files if imported_by(path) & above} == {}
+
+
+def test_planners_need_no_pytorch() -> None:
+    program = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import torch_lms.plan, torch_lms.schedules, torch_lms.partition, torch_lms.partition.compare"
+    )
+    ended = run_python("-c", program)
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_every_module_imports_absolutely() -> None:

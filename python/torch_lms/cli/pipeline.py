@@ -20,18 +20,18 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
+from torch_lms.balanced import BalanceConfig, BalancedPlan, plan_balanced_partition
 from torch_lms.cli.models import GPT, GPTShape
 from torch_lms.cli.text import VOCABULARY, TextBatches, read_text
 from torch_lms.errors import LmsError
-from torch_lms.partition.balanced import BalanceConfig, BalancedPlan, plan_balanced_partition
 from torch_lms.partition.costs import CostModel
-from torch_lms.partition.stage import Stage
-from torch_lms.partition.stages import split
 from torch_lms.pipeline.chart import draw_charts, predict
 from torch_lms.pipeline.runner import Pipeline, PipelineConfig
-from torch_lms.pipeline.simulation import Event
 from torch_lms.pipeline.torch_backend import SCHEDULES
 from torch_lms.profile.profiler import ProfileConfig
+from torch_lms.schedules.simulation import Event
+from torch_lms.stages.cutting import split
+from torch_lms.stages.stage import Stage
 
 __all__ = ["add_pipeline", "main", "run_pipeline"]
 

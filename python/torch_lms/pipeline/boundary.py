@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 from torch_lms.errors import PipelineError
-from torch_lms.partition.stage import Stage
 from torch_lms.pipeline.borders import carrier_metas, describe, example, pack, unpack
 from torch_lms.pipeline.randomness import RandomStream
+from torch_lms.stages.stage import Stage
 
 __all__ = ["Boundary", "Microbatch"]
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from torch_lms.errors import PipelineError
-from torch_lms.pipeline.actions import BACKWARD, FORWARD, INPUT_BACKWARD, WEIGHT_BACKWARD, Action, Schedule
-from torch_lms.pipeline.simulation import Event, simulate
+from torch_lms.schedules.actions import BACKWARD, FORWARD, INPUT_BACKWARD, WEIGHT_BACKWARD, Action, Schedule
+from torch_lms.schedules.simulation import Event, simulate
 
 __all__ = ["draw_charts", "predict"]
 

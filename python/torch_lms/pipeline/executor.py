@@ -13,10 +13,10 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from torch_lms.pipeline.actions import BACKWARD, FORWARD, Action, Schedule
 from torch_lms.pipeline.boundary import Boundary
 from torch_lms.pipeline.liveness import Liveness
 from torch_lms.pipeline.transfers import wait_all
+from torch_lms.schedules.actions import BACKWARD, FORWARD, Action, Schedule
 
 __all__ = ["Executor", "Recorder"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from torch_lms.errors import PartitionError, PipelineError
-from torch_lms.partition.arguments import Argument, bind_arguments
+from torch_lms.stages.arguments import Argument, bind_arguments
 
 __all__ = ["cut_batch", "name_arguments", "to_device"]
 

@@ -16,19 +16,19 @@ import torch.distributed as dist
 from torch import nn
 
 from torch_lms.errors import LmsError, PipelineError
-from torch_lms.partition.materialize import materialize
-from torch_lms.partition.placement import find_device
-from torch_lms.partition.stage import Stage
 from torch_lms.pipeline import torch_backend
-from torch_lms.pipeline.actions import Schedule
 from torch_lms.pipeline.boundary import Boundary, LossFunction, Microbatch
 from torch_lms.pipeline.executor import Executor
 from torch_lms.pipeline.liveness import Liveness
 from torch_lms.pipeline.microbatches import cut_batch, name_arguments, to_device
-from torch_lms.pipeline.schedules import make_schedule
 from torch_lms.pipeline.shared_weights import SharedWeights
-from torch_lms.pipeline.simulation import Event
 from torch_lms.pipeline.timeline import Timeline
+from torch_lms.schedules.actions import Schedule
+from torch_lms.schedules.rules import make_schedule
+from torch_lms.schedules.simulation import Event
+from torch_lms.stages.materialize import materialize
+from torch_lms.stages.placement import find_device
+from torch_lms.stages.stage import Stage
 
 __all__ = ["Pipeline", "PipelineConfig"]
 

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torch_lms.partition.installation import named_tensors
-from torch_lms.partition.stage import Stage
 from torch_lms.pipeline.liveness import Liveness
 from torch_lms.pipeline.transfers import wait_all
+from torch_lms.stages.installation import named_tensors
+from torch_lms.stages.stage import Stage
 
 __all__ = ["SharedWeights"]
 

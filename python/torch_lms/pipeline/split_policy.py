@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from torch_lms.balanced import BalanceConfig, plan_balanced_partition
 from torch_lms.errors import PipelineError
-from torch_lms.partition.balanced import BalanceConfig, plan_balanced_partition
 from torch_lms.profile.arguments import bind_sample
 from torch_lms.profile.tracing import TracedModel
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from torch_lms.pipeline.actions import Action
-from torch_lms.pipeline.simulation import Event
+from torch_lms.schedules.actions import Action
+from torch_lms.schedules.simulation import Event
 
 __all__ = ["Timeline"]
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torch_lms.errors import PipelineError
-from torch_lms.pipeline.actions import BACKWARD, FORWARD, INPUT_BACKWARD, WEIGHT_BACKWARD, Action, Schedule
 from torch_lms.pipeline.boundary import Boundary
-from torch_lms.pipeline.schedules import make_schedule
+from torch_lms.schedules.actions import BACKWARD, FORWARD, INPUT_BACKWARD, WEIGHT_BACKWARD, Action, Schedule
+from torch_lms.schedules.rules import make_schedule
 
 if TYPE_CHECKING:
     from torch_lms.pipeline.executor import Recorder

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from torch_lms.errors import PartitionError
-from torch_lms.partition.stage import Stage
+from torch_lms.stages.stage import Stage
 
 __all__ = ["find_entry", "merge_state_dicts", "split_state_dict"]
 

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from torch_lms.errors import PartitionError
-from torch_lms.partition.installation import named_tensors
-from torch_lms.partition.placement import find_device
-from torch_lms.partition.stage import Stage
-from torch_lms.partition.stage_code import with_device
-from torch_lms.partition.state_dicts import find_entry
+from torch_lms.stages.installation import named_tensors
+from torch_lms.stages.placement import find_device
+from torch_lms.stages.stage import Stage
+from torch_lms.stages.stage_code import with_device
+from torch_lms.stages.state_dicts import find_entry
 
 __all__ = ["materialize"]
 

@@ -14,11 +14,11 @@ from torch import nn
 from torch_lms.errors import PartitionError
 from torch_lms.partition.costs import CostGraph, CostModel, DeviceSpec, LinkSpec
 from torch_lms.partition.interface import Algorithm, Partition, PartitionProblem
-from torch_lms.partition.materialize import materialize
 from torch_lms.partition.partitioning import partition
-from torch_lms.partition.placement import Placement, find_device, parse_placement
-from torch_lms.partition.stage import Stage
-from torch_lms.partition.stages import split
+from torch_lms.stages.cutting import split
+from torch_lms.stages.materialize import materialize
+from torch_lms.stages.placement import Placement, find_device, parse_placement
+from torch_lms.stages.stage import Stage
 
 if TYPE_CHECKING:
     from torch_lms.profile.document import Profile

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 from torch import fx, nn
 
 from torch_lms.errors import PartitionError
-from torch_lms.partition import installation, mutations
-from torch_lms.partition.arguments import bind_arguments, find_arguments
-from torch_lms.partition.stage import Borders, Stage
-from torch_lms.partition.stage_code import generate
+from torch_lms.stages import installation, mutations
+from torch_lms.stages.arguments import bind_arguments, find_arguments
+from torch_lms.stages.stage import Borders, Stage
+from torch_lms.stages.stage_code import generate
 
 if TYPE_CHECKING:
     from torch_lms.profile.tracing import TracedModel
@@ -35,7 +35,7 @@ def split(
 ) -> list[Stage]:
     """Cuts a traced model into stages.
 
-    The stages hold the model's own parameters and submodules, not copies: `torch_lms.partition.materialize.materialize`
+    The stages hold the model's own parameters and submodules, not copies: `torch_lms.stages.materialize.materialize`
     makes a stage its own and moves it.
 
     Args:

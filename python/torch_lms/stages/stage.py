@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from torch_lms.partition.arguments import Argument
-from torch_lms.partition.stage_code import StageCode
+from torch_lms.stages.arguments import Argument
+from torch_lms.stages.stage_code import StageCode
 
 __all__ = ["Borders", "Stage"]
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from torch_lms.partition.stage import Stage
+from torch_lms.stages.stage import Stage
 
 __all__ = ["find_shared", "install", "named_tensors"]
 

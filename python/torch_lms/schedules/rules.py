@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from torch_lms.errors import PipelineError
-from torch_lms.pipeline.actions import BACKWARD, FORWARD, Action, Schedule
+from torch_lms.schedules.actions import BACKWARD, FORWARD, Action, Schedule
 
 __all__ = ["gpipe", "interleaved", "make_schedule", "one_f_one_b"]
 

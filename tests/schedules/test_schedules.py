@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torch_lms.errors import PipelineError
-from torch_lms.pipeline.actions import Action, Schedule
-from torch_lms.pipeline.schedules import gpipe, interleaved, make_schedule, one_f_one_b
-from torch_lms.pipeline.simulation import check_schedule, in_flight, simulate
+from torch_lms.schedules.actions import Action, Schedule
+from torch_lms.schedules.rules import gpipe, interleaved, make_schedule, one_f_one_b
+from torch_lms.schedules.simulation import check_schedule, in_flight, simulate
 
 GOLDEN = {
     "gpipe": (
