@@ -1,16 +1,17 @@
-"""Fills the README's results from ``benchmarks/results/*.json``, so that no figure is written by hand.
+"""Fills README.md and docs/results.md from ``benchmarks/results/*.json``, so that no figure is written by hand.
 
-A pair of markers names the files whose tables stand between them, and if need be the columns of each by their keys:
+A pair of markers names the files whose tables stand between them, and if need be a word of the rows (their first cell
+has it) and the columns of each by their keys:
 
-    <!-- results:begin transfers gpt:limit,step_ms -->
+    <!-- results:begin transfers plans[ours] gpt:limit,step_ms -->
     <!-- results:end -->
 
 A table is a file's ``title``, its ``columns`` (key, heading, format) and its ``rows``, with the command and the machine
 below; where rows have a ``command`` and a ``commit`` of their own, with those of all rows that are shown. A row with
 none of the columns but the first is left out; one without a column's key has an empty cell there.
 
-    python benchmarks/render_tables.py           # writes README.md
-    python benchmarks/render_tables.py --check   # fails if README.md is not what it would write
+    python benchmarks/render_tables.py           # writes both
+    python benchmarks/render_tables.py --check   # fails if one is not what it would write
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ __all__ = ["fill", "render_results", "render_table"]
 _ROOT = Path(__file__).resolve().parent.parent
 _MARKED = re.compile(r"(<!-- results:begin (?P<names>[^>]*?) ?-->\n).*?(<!-- results:end -->)", re.DOTALL)
 _MARKER = re.compile(r"<!-- results:(begin|end)")
+_WORD = re.compile(r"(?P<name>[^:\[]*)(\[(?P<rows>[^\]]*)\])?(:(?P<keys>.*))?")
+_FILLED = ("README.md", "docs/results.md")
 _NUMBERS = (int, float)
 _GIB = 1 << 30
 
@@ -50,26 +53,38 @@ def render_results(folder: Path, names: Sequence[str]) -> str:
 
     Args:
         folder: of the JSON files.
-        names: of the files, without ``.json``; ``name:key,key`` for some of the columns.
+        names: of the files, without ``.json``; ``name:key,key`` for some of the columns, ``name[word]`` for some of the
+            rows.
 
     Raises:
-        ValueError: if there is no such file, or no such column in it.
+        ValueError: if there is no such file, or no such column or row in it.
     """
     parts = []
     for word in names:
-        name, _, keys = word.partition(":")
+        name, some, keys = _parts(word)
         path = folder / f"{name}.json"
         if not path.is_file():
             raise ValueError(f"expected the results of a benchmark in {path}, found none; run the benchmark")
         document = json.loads(path.read_text())
         columns = _columns(document["columns"], keys.split(",") if keys else None, word)
         shown = [row for row in document["rows"] if any(row.get(key) is not None for key, _, _ in columns[1:])]
+        shown = [row for row in shown if some in str(row.get(columns[0][0]))]
+        if some and not shown:
+            raise ValueError(f"expected rows with {some!r} in {path}, found none; leave the word out")
         parts += [
             f"**{document.get('title') or document['name']}**",
             render_table(columns, shown),
             _source(document, shown),
         ]
     return "\n\n".join(parts)
+
+
+def _parts(word: str) -> tuple[str, str, str]:
+    """Name, word of the rows, and keys; empty where they are not given."""
+    found = _WORD.fullmatch(word)
+    if found is None:
+        raise ValueError(f"expected name, name[word] or name:key,key between the markers, found {word!r}")
+    return found["name"], found["rows"] or "", found["keys"] or ""
 
 
 def _source(document: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
@@ -130,20 +145,20 @@ def _describe(environment: Mapping[str, Any]) -> str:
 
 
 def main() -> int:
-    """Writes or checks README.md; returns the exit status."""
-    parser = argparse.ArgumentParser(description="Fills the README's results from benchmarks/results.")
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if README.md would change")
+    """Writes or checks the files; returns the exit status."""
+    parser = argparse.ArgumentParser(description="Fills in results from benchmarks/results.")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a file would change")
     given = parser.parse_args()
-    readme = _ROOT / "README.md"
-    text = readme.read_text()
-    filled = fill(text, _ROOT / "benchmarks" / "results")
-    if filled == text:
-        return 0
-    if given.check:
-        print("README.md does not show what benchmarks/results has; run python benchmarks/render_tables.py")
-        return 1
-    readme.write_text(filled)
-    return 0
+    status = 0
+    for path in (_ROOT / name for name in _FILLED):
+        text = path.read_text()
+        filled = fill(text, _ROOT / "benchmarks" / "results")
+        if filled != text and given.check:
+            print(f"{path.name} does not show what benchmarks/results has; run python benchmarks/render_tables.py")
+            status = 1
+        elif filled != text:
+            path.write_text(filled)
+    return status
 
 
 if __name__ == "__main__":
