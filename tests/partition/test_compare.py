@@ -51,6 +51,12 @@ def test_the_picture_is_drawn(tmp_path: Path, suffix: str) -> None:
     assert path.read_bytes()[:5] == {"png": b"\x89PNG\r", "svg": b"<?xml"}[suffix]
 
 
+def test_nothing_to_draw_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PartitionError, match="expected a partition to draw, found none"):
+        compare(problem(cap=1000), ["dp"]).draw(tmp_path / "stages.png")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_an_unknown_algorithm_is_refused() -> None:
     with pytest.raises(PartitionError, match="expected an algorithm among"):
         compare(PartitionProblem(graph=chain([1.0]), devices=(DeviceSpec(name="d"),)), ["best"])

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Comparison", "Row", "compare"]
 
+_MOST_WRITTEN = 16  # values in a row
 _MIB = 1 << 20
 
 
@@ -58,10 +59,10 @@ class Comparison:
         return table
 
     def draw(self, path: str | Path) -> None:
-        """Draws stage times and stage memories of each algorithm into a .png, .svg or .pdf file.
+        """Draws heat maps of stage times and stage memories, a row for each algorithm, into a .png, .svg or .pdf file.
 
         Raises:
-            PartitionError: if matplotlib is not installed.
+            PartitionError: if matplotlib is not installed, or no algorithm has found a partition.
         """
         try:
             from matplotlib.figure import Figure
@@ -70,19 +71,19 @@ class Comparison:
                 "expected matplotlib for a picture, found none; pip install 'torch-lms[cli]'"
             ) from error
         made = [row.partition for row in self.rows if row.partition is not None]
-        figure = Figure(figsize=(12, 1 + 0.45 * len(made)), layout="constrained")
+        if not made:
+            raise PartitionError("expected a partition to draw, found none by any algorithm; see what the table says")
+        figure = Figure(figsize=(12, 1.5 + 0.4 * len(made)), layout="constrained")
         times, memories = figure.subplots(1, 2, sharey=True)
+        bound_ms = self.problem.lower_bound_us / 1e3
+        usable = max(made[0].figures.usable_bytes)
+        cap = "" if usable == float("inf") else f", of {usable / _MIB:.0f} usable"
+        times.set_title(f"time of a microbatch in each stage (ms), the longest at least {bound_ms:.3g}", fontsize=10)
+        memories.set_title(f"memory of each stage (MiB{cap})", fontsize=10)
+        _draw_heat(figure, times, [[time_us / 1e3 for time_us in one.stage_time_us] for one in made])
+        _draw_heat(figure, memories, [[nbytes / _MIB for nbytes in one.stage_memory_bytes] for one in made])
         names = [one.algorithm if one.fits else f"{one.algorithm} (no room)" for one in made]
-        _draw_stages(times, names, [[time_us / 1e3 for time_us in one.stage_time_us] for one in made])
-        _draw_stages(memories, names, [[nbytes / _MIB for nbytes in one.stage_memory_bytes] for one in made])
-        times.axvline(self.problem.lower_bound_us / 1e3, color="black", linewidth=1, label="lower bound")
-        times.set_xlabel("time of a microbatch in each stage (ms)")
-        times.legend(loc="lower right")
-        times.invert_yaxis()
-        memories.set_xlabel("memory of each stage (MiB)")
-        usable = max(made[0].figures.usable_bytes) if made else float("inf")
-        if usable != float("inf"):
-            memories.axvline(usable / _MIB, color="black", linewidth=1)
+        times.set_yticks(range(len(names)), names)
         figure.savefig(path)
 
 
@@ -154,7 +155,7 @@ def _cell(row: dict[str, Any], key: str, form: str) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, list):
-        return " ".join(f"{one:.3g}" if one < 1000 else f"{one:.0f}" for one in value)
+        return " ".join(_short(one) for one in value)
     return form.format(value)
 
 
@@ -169,12 +170,18 @@ def _rich_table(title: str) -> Table:
     return table
 
 
-def _draw_stages(axes: Any, names: Sequence[str], rows: Sequence[Sequence[float]]) -> None:
-    """A group of thin bars for each algorithm, one bar a stage."""
-    if not rows:
-        return
-    thickness = 0.8 / len(rows[0])
-    for stage in range(len(rows[0])):
-        places = [index - 0.4 + (stage + 0.5) * thickness for index in range(len(rows))]
-        axes.barh(places, [row[stage] for row in rows], height=thickness)
-    axes.set_yticks(range(len(rows)), names)
+def _draw_heat(figure: Any, axes: Any, rows: Sequence[Sequence[float]]) -> None:
+    """A cell for each stage, its color by its value, which is written into it where there is room."""
+    most = max(max(row) for row in rows)
+    image = axes.imshow(rows, aspect="auto", cmap="viridis", vmin=0.0, vmax=most or 1.0)
+    figure.colorbar(image, ax=axes)
+    axes.set_xticks(range(len(rows[0])))
+    axes.set_xlabel("stage")
+    for index, row in enumerate(rows):
+        for stage, value in enumerate(row if len(row) <= _MOST_WRITTEN else ()):
+            color = "white" if value < 0.6 * most else "black"
+            axes.text(stage, index, _short(value), ha="center", va="center", fontsize=7, color=color)
+
+
+def _short(value: float) -> str:
+    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
