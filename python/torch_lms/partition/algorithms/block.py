@@ -70,8 +70,9 @@ def solve(sequence: Sequence[float], partitions: int) -> list[list[float]]:
     """Cuts a sequence into blocks until the largest one is within the range of the numbers of the smallest one.
 
     The range is the largest number less the smallest one, and a block's size is the sum of its numbers, each less the
-    smallest one. Of several smallest blocks the one closest to the largest block grows, as the paper says, so that it
-    never takes from an empty block; torchgpipe takes the first of them. A block may end up empty.
+    smallest one. Of several smallest blocks the one closest to the largest block grows, as the paper says; torchgpipe
+    takes the first of them, which may take from an empty block. No block ends up empty: one that gives its only number
+    is then the closest smallest one, so it grows next, and so on until the largest block has given.
 
     Note [Exact sums]: all sums are of integers, so that rounding cannot send a number back and forth for ever.
 
@@ -132,15 +133,6 @@ def _balance(problem: PartitionProblem, costs: Array, name: str, what: str) -> P
     layers = Layers.of(problem.units, problem.stages)
     blocks = solve([float(cost) for cost in layers.sums(costs)], problem.stages)
     ends = itertools.accumulate(len(block) for block in blocks[:-1])
-    placed = layers.stages(_without_empty(list(ends), len(layers)))
+    placed = layers.stages(list(ends))
     reason = f"the {what} of {len(layers)} layers in blocks, from equal numbers of layers on"
     return evaluate(problem, placed, algorithm=name, reason=reason)
-
-
-def _without_empty(cuts: list[int], layers: int) -> list[int]:
-    """The nearest cuts that leave each stage a layer, where blocks may be empty."""
-    for index in range(len(cuts)):
-        cuts[index] = max(cuts[index], cuts[index - 1] + 1 if index else 1)
-    for index in reversed(range(len(cuts))):
-        cuts[index] = min(cuts[index], layers - len(cuts) + index)
-    return cuts
