@@ -105,7 +105,8 @@ def cut_segments(costs: Sequence[float], segments: int) -> list[int]:
     """
     before = np.concatenate([[0.0], np.cumsum(np.asarray(costs, dtype=np.float64))])
     ends = np.arange(len(before))
-    least, origins = before, []
+    least = before
+    origins: list[NDArray[np.int64]] = []
     for _ in range(1, segments):
         first = len(origins) + 1
         meets = np.searchsorted(least[first:] + before[first:], before, side="left") + first
