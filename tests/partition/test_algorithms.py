@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -11,7 +13,9 @@ from tests.partition.graphs import chain
 from tests.partition.random_graphs import make_graph, measured, problems
 from torch_lms.errors import PartitionError
 from torch_lms.partition import (
+    CostGraph,
     CostModel,
+    CostNode,
     DeviceSpec,
     LinkSpec,
     Partition,
@@ -20,8 +24,11 @@ from torch_lms.partition import (
     find_algorithm,
     partition,
 )
+from torch_lms.partition.algorithms.auto import Auto
 from torch_lms.partition.algorithms.fiduccia_mattheyses import refine
+from torch_lms.partition.interface import evaluate
 from torch_lms.partition.orders import candidate_orders
+from torch_lms.partition.sequence import UnitSequence
 
 quick = settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 NAMES = [*algorithm_names(), "type:blocks|call"]
@@ -47,11 +54,68 @@ def test_a_partition_places_each_node_once_and_never_goes_back(name: str, proble
 
 
 @quick
-@given(problem=problems())
-def test_auto_is_never_worse_than_any_other_algorithm(problem: PartitionProblem) -> None:
+@given(problem=problems(schedules=("1f1b",)), seed=st.integers(0, 10**6))
+def test_auto_is_never_worse_than_a_cut_of_any_order(problem: PartitionProblem, seed: int) -> None:
     best = find_algorithm("auto").partition(problem)
-    for name in NAMES:
-        assert best.step_us <= find_algorithm(name).partition(problem).step_us * (1 + 1e-9)
+    draw = random.Random(seed)
+    for order in problem.orders.values():
+        for _ in range(5):
+            cuts = sorted(draw.sample(range(1, len(problem.units)), problem.stages - 1))
+            placed = UnitSequence(problem.units, order).stages(cuts)
+            assert best.step_us <= measured(problem, placed).step.step_us * (1 + 1e-9)
+
+
+class Told:
+    """Places units as told, or finds nothing."""
+
+    name = "told"
+    source = "this test"
+
+    def __init__(self, *stages: int) -> None:
+        self._stages = stages
+
+    def partition(self, problem: PartitionProblem) -> Partition:
+        if not self._stages:
+            raise PartitionError("expected stages, found none")
+        return evaluate(problem, np.array(self._stages), algorithm=self.name, reason="as told")
+
+
+def independent(times_us: list[float], cap: int | None = None) -> PartitionProblem:
+    """Nodes that read nothing, on two devices, with as many bytes of parameters each."""
+    nodes = tuple(
+        CostNode(name=f"n{index}", forward_us=time_us, parameters=(f"w{index}",))
+        for index, time_us in enumerate(times_us)
+    )
+    graph = CostGraph(nodes=nodes, parameter_bytes={f"w{index}": 100 for index in range(len(nodes))})
+    devices = tuple(DeviceSpec(name=name, memory_cap_bytes=cap) for name in "ab")
+    return PartitionProblem(graph=graph, devices=devices, cost_model=CostModel(memory_buffer=0.0))
+
+
+def test_auto_takes_the_best_candidate_that_fits() -> None:
+    """Into 57 and 58, which no cut and no moves from the best one find."""
+    times, even = [19.0, 16.0, 5.0, 38.0, 5.0, 12.0, 20.0], (0, 0, 0, 1, 0, 0, 1)
+    candidates = (Told(), Told(0, 0, 0, 0, 0, 0, 1), Told(*even), find_algorithm("uniform"))
+    assert Auto(()).partition(independent(times)).bottleneck_us > 58
+    found = Auto(candidates).partition(independent(times))
+    assert found.reason.startswith("told: as told")
+    assert found.stage_time_us == (57.0, 58.0)
+    tight = independent(times, cap=max(found.stage_memory_bytes) - 1)
+    assert Auto(candidates).partition(tight).bottleneck_us > 58
+
+
+def test_auto_asks_every_algorithm_there_is() -> None:
+    def unwilling(_: object, problem: PartitionProblem) -> Partition:
+        asked.append(1)
+        raise PartitionError("expected nothing, found that")
+
+    asked: list[int] = []
+    problem = PartitionProblem(graph=chain([1.0] * 4), devices=(DeviceSpec(name="a"), DeviceSpec(name="b")))
+    with pytest.MonkeyPatch.context() as patch:
+        for name in algorithm_names()[1:]:
+            patch.setattr(type(find_algorithm(name)), "partition", unwilling)
+        with pytest.raises(PartitionError, match="expected nothing"):
+            find_algorithm("auto").partition(problem)
+    assert len(asked) == len(algorithm_names()) - 1
 
 
 @quick

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from torch_lms.partition.costs import CostModel
 from torch_lms.partition.sequence import UnitSequence
 from torch_lms.partition.units import Units
 
-__all__ = ["Layers", "node_costs"]
+__all__ = ["Layers", "node_costs", "rfc_costs"]
 
 Array = NDArray[np.float64]
 _ELEMENT = re.compile(r"^(.*?\.\d+)(?:\.|$)|^(\d+)(?:\.|$)")
@@ -71,3 +72,17 @@ def node_costs(units: Units, parameter_bytes: dict[str, float]) -> Array:
                 seen.add(key)
                 costs[index] += nbytes
     return costs
+
+
+def rfc_costs(units: Units, model: CostModel) -> Array:
+    """The RFC's cost of each unit, from its shares of the whole graph's time and memory.
+
+    Source: RFC Model Partitioning in Pipeline Parallelism, "Cost calculation".
+    """
+    sizes = node_costs(units, model.parameter_cost_bytes(units.graph))
+    return model.time_weight * _shares(units.time_us) + model.memory_weight * _shares(sizes)
+
+
+def _shares(amounts: Array) -> Array:
+    total = amounts.sum()
+    return amounts / total if total > 0 else amounts

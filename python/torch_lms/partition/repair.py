@@ -39,7 +39,7 @@ def _fill_idle(placed: Ints, time_us: NDArray[np.float64], stages: int) -> Ints:
         )
         group = groups[index]
         before = np.cumsum(time_us[group])
-        half = int(np.clip(np.searchsorted(before, before[-1] / 2), 1, len(group) - 1))
+        half = 1 + int(np.maximum(before[:-1], before[-1] - before[:-1]).argmin())
         groups[index : index + 1] = [group[:half], group[half:]]
     result = np.empty_like(placed)
     for stage, group in enumerate(groups):

@@ -10,29 +10,29 @@ from torch_lms.partition.algorithms.dawnpiper import DawnPiper
 from torch_lms.partition.algorithms.deepspeed import Parameters, TypeRegex, Uniform
 from torch_lms.partition.algorithms.dynamic import DynamicProgramming
 from torch_lms.partition.algorithms.fiduccia_mattheyses import FiducciaMattheyses
+from torch_lms.partition.algorithms.least_variance import LeastVariance
 from torch_lms.partition.algorithms.merging import BottomUpMerging
 from torch_lms.partition.algorithms.sagemaker import ModuleTree
 from torch_lms.partition.interface import Algorithm
 
 __all__ = ["algorithm_names", "find_algorithm"]
 
-_ALGORITHMS: dict[str, Algorithm] = {
-    algorithm.name: algorithm
-    for algorithm in (
-        Auto(),
-        DynamicProgramming(),
-        FiducciaMattheyses(),
-        Uniform(),
-        Parameters(),
-        BalanceByTime(),
-        BalanceBySize(),
-        BlockPartition(),
-        DapplePlanner(),
-        ModuleTree(),
-        BottomUpMerging(),
-        DawnPiper(),
-    )
-}
+# The one list of algorithms, each with its own name; ``auto`` asks all others.
+_CANDIDATES: tuple[Algorithm, ...] = (
+    DynamicProgramming(),
+    FiducciaMattheyses(),
+    Uniform(),
+    Parameters(),
+    BalanceByTime(),
+    BalanceBySize(),
+    BlockPartition(),
+    LeastVariance(),
+    DapplePlanner(),
+    ModuleTree(),
+    BottomUpMerging(),
+    DawnPiper(),
+)
+_ALGORITHMS: dict[str, Algorithm] = {algorithm.name: algorithm for algorithm in (Auto(_CANDIDATES), *_CANDIDATES)}
 _TYPE = "type:"
 
 

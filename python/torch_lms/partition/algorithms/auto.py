@@ -10,31 +10,12 @@ from __future__ import annotations
 import numpy as np
 
 from torch_lms.errors import PartitionError
-from torch_lms.partition.algorithms.block import BalanceBySize, BalanceByTime, BlockPartition
-from torch_lms.partition.algorithms.dapple import DapplePlanner
-from torch_lms.partition.algorithms.dawnpiper import DawnPiper
-from torch_lms.partition.algorithms.deepspeed import Parameters, Uniform
 from torch_lms.partition.algorithms.dynamic import DynamicProgramming
-from torch_lms.partition.algorithms.fiduccia_mattheyses import FiducciaMattheyses, refine
-from torch_lms.partition.algorithms.merging import BottomUpMerging
-from torch_lms.partition.algorithms.sagemaker import ModuleTree
+from torch_lms.partition.algorithms.fiduccia_mattheyses import refine
 from torch_lms.partition.costs import DeviceSpec
 from torch_lms.partition.interface import Algorithm, Partition, PartitionProblem, evaluate
 
 __all__ = ["Auto"]
-
-_OTHERS: tuple[Algorithm, ...] = (
-    FiducciaMattheyses(),
-    Uniform(),
-    Parameters(),
-    BalanceByTime(),
-    BalanceBySize(),
-    BlockPartition(),
-    DapplePlanner(),
-    ModuleTree(),
-    BottomUpMerging(),
-    DawnPiper(),
-)
 
 
 class Auto:
@@ -42,6 +23,9 @@ class Auto:
 
     name = "auto"
     source = "the others"
+
+    def __init__(self, candidates: tuple[Algorithm, ...]) -> None:
+        self._others = tuple(one for one in candidates if not isinstance(one, DynamicProgramming))
 
     def partition(self, problem: PartitionProblem) -> Partition:
         """See the class.
@@ -56,7 +40,7 @@ class Auto:
             made += [exact, _refined(problem, exact)]
         except PartitionError as error:
             refusal = error
-        for algorithm in _OTHERS:
+        for algorithm in self._others:
             try:
                 made.append(algorithm.partition(problem))
             except PartitionError as error:

@@ -1,16 +1,26 @@
 """Fiduccia-Mattheyses refinement on the operator graph.
 
-Source: Fiduccia and Mattheyses, "A linear-time heuristic for improving network partitions", DAC 1982, with more than
-two parts in a row: a node may move to the next stage if none of its readers stays behind, and to the one before if
-none of its inputs does, so no value ever goes back. In a pass the best move is made again and again, even if it makes
-things worse, and its node is locked; then everything after the best moment is undone. Passes go on until one gains
-nothing.
+Source: Fiduccia and Mattheyses, "A linear-time heuristic for improving network partitions", DAC 1982. In a pass each
+cell moves at most once: the base cell is chosen among the free ones of highest gain, which bucket arrays keep at hand;
+it moves, even if that makes things worse, and is locked; the gains of its neighbours are updated where a net is
+critical; at the end everything after the best moment is undone. Passes go on until one gains nothing. All updates of a
+pass are linear in the number of pins (``placement``, ``gain_buckets``).
+
+What is different, for a pipeline of several devices:
+
+- There are more than two parts, in a row, and a cell moves to the next or to the one before, if no value then goes
+  back. There is one bucket array for each border and direction.
+- The gain is the bytes that a move saves over its border. Their balance criterion, which chooses between the arrays, is
+  the predicted step here, and a stage is never left empty: of a few cells from the top of each array, the one with the
+  shortest step after its move is the base cell.
+- A pass ends early where many moves in a row brought nothing, and the best moment must be no worse by the full figures,
+  with memory and relief.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,16 +28,18 @@ from numpy.typing import NDArray
 from torch_lms.partition.bisection import lightest_cuts
 from torch_lms.partition.costs import DeviceSpec
 from torch_lms.partition.figures import measure
+from torch_lms.partition.gain_buckets import GainBuckets
 from torch_lms.partition.interface import Partition, PartitionProblem, evaluate
+from torch_lms.partition.placement import Move, Placement
 from torch_lms.partition.sequence import UnitSequence
-from torch_lms.partition.units import MODEL_INPUT
 
-__all__ = ["FiducciaMattheyses", "refine"]
+__all__ = ["FiducciaMattheyses", "Pass", "refine"]
 
 Ints = NDArray[np.int64]
 _MOST_MOVES = 3000
 _PATIENCE = 48
 _MOST_CHECKS = 6
+_LOOKED_AT = 8
 
 
 class FiducciaMattheyses:
@@ -51,7 +63,7 @@ def refine(problem: PartitionProblem, stage_of_unit: Ints, devices: Sequence[Dev
     Returns:
         Where each unit is, and how many moves were made.
     """
-    state = _State(problem, stage_of_unit, devices)
+    placement = Placement(problem, stage_of_unit, devices)
     links = problem.links_between(devices)
 
     def over(placed: Ints) -> tuple[float, float]:
@@ -59,184 +71,94 @@ def refine(problem: PartitionProblem, stage_of_unit: Ints, devices: Sequence[Dev
         pairs = zip(figures.stage_memory_bytes, figures.usable_bytes, strict=True)
         return sum(max(need - usable, 0.0) for need, usable in pairs), figures.step.step_us
 
-    best, kept = over(state.placed_array()), 0
+    best, kept = over(placement.placed_array()), 0
     left = _MOST_MOVES
     while left > 0:
-        moves, marks = _pass(state, left)
+        one_pass = Pass(placement)
+        moves, marks = one_pass.run(most=left, patience=_PATIENCE)
         left -= max(len(moves), 1)
         keep = 0
         for mark in marks[: -_MOST_CHECKS - 1 : -1]:
-            state.undo(moves[mark:])
+            placement.undo(moves[mark:])
             del moves[mark:]
-            now = over(state.placed_array())
+            now = over(placement.placed_array())
             if now < best:
                 best, keep = now, mark
                 break
-        state.undo(moves[keep:])
+        placement.undo(moves[keep:])
         kept += keep
         if keep == 0:
             break
-    return state.placed_array(), kept
+    return placement.placed_array(), kept
 
 
-class _Move(NamedTuple):
-    unit: int
-    source: int
-    target: int
+class Pass:
+    """One pass over a placement: a bucket array for each direction over each border, and the locked units."""
 
+    def __init__(self, placement: Placement) -> None:
+        self._placement = placement
+        borders = itertools.pairwise(range(placement.stages))
+        self._buckets = {way: GainBuckets() for pair in borders for way in (pair, pair[::-1])}
+        self._locked: set[int] = set()
+        for unit in range(len(placement.stage)):
+            self._refresh(unit)
 
-class _Key(NamedTuple):
-    """How good a state is: the step's time, then how even the stages are."""
+    @property
+    def operations(self) -> int:
+        """Of all bucket arrays; `Placement.pins` counts the rest."""
+        return sum(buckets.operations for buckets in self._buckets.values())
 
-    step_us: float
-    squares: float
+    def run(self, most: int, patience: int) -> tuple[list[Move], list[int]]:
+        """All moves made, at most so many, and after how many of them the placement was better than ever.
 
+        Args:
+            most: moves in all.
+            patience: moves in a row that are no better than the best moment.
+        """
+        moves: list[Move] = []
+        marks: list[int] = []
+        best = self._placement.progress()
+        while len(moves) < most and len(moves) - (marks[-1] if marks else 0) < patience:
+            candidates = self._candidates()
+            if not candidates:
+                break
+            now, move = min((self._placement.progress(move), move) for move in candidates)
+            self._lock(move.unit)
+            for unit in self._placement.make(move) - self._locked:
+                self._refresh(unit)
+            moves.append(move)
+            if now.step_us < best.step_us * (1 - 1e-9) or (
+                now.step_us <= best.step_us * (1 + 1e-12) and now.squares < best.squares * (1 - 1e-9)
+            ):
+                best = now
+                marks.append(len(moves))
+        return moves, marks
 
-def _pass(state: _State, most: int) -> tuple[list[_Move], list[int]]:
-    """One pass: all moves made, and after how many of them the state was better than ever."""
-    moves: list[_Move] = []
-    marks: list[int] = []
-    locked: set[int] = set()
-    best = state.key()
-    while len(moves) < most and len(moves) - (marks[-1] if marks else 0) < _PATIENCE:
-        tried = [(state.key_after(move), move) for move in state.possible() if move.unit not in locked]
-        if not tried:
-            break
-        key, move = min(tried)
-        state.make(move)
-        moves.append(move)
-        locked.add(move.unit)
-        if key.step_us < best.step_us * (1 - 1e-9) or (
-            key.step_us <= best.step_us * (1 + 1e-12) and key.squares < best.squares * (1 - 1e-9)
-        ):
-            best = key
-            marks.append(len(moves))
-    return moves, marks
+    def _candidates(self) -> list[Move]:
+        """Some moves of high gain over each border in each direction."""
+        return [
+            Move(unit, *way)
+            for way, buckets in self._buckets.items()
+            if self._placement.count[way[0]] > 1
+            for unit in buckets.highest(_LOOKED_AT)
+        ]
 
+    def _lock(self, unit: int) -> None:
+        self._locked.add(unit)
+        for buckets in self._ways_from(unit).values():
+            buckets.drop(unit)
 
-class _State:
-    """Units on stages, with what the key needs kept up to date."""
-
-    def __init__(self, problem: PartitionProblem, stage_of_unit: Ints, devices: Sequence[DeviceSpec]) -> None:
-        self.units = problem.units
-        self.model = problem.cost_model
-        self.links = problem.links_between(devices)
-        self.speeds = [device.speed for device in devices]
-        self.stage = [int(stage) for stage in stage_of_unit]
-        self.time = [float(time_us) for time_us in self.units.time_us]
-        self.stages = len(devices)
-        self.load = [0.0] * self.stages
-        self.count = [0] * self.stages
-        for unit, stage in enumerate(self.stage):
-            self.load[stage] += self.time[unit] / self.speeds[stage]
-            self.count[stage] += 1
-        self.made: list[list[int]] = [[] for _ in self.stage]
-        self.read: list[list[int]] = [[] for _ in self.stage]
-        self.forward = [0] * (self.stages - 1)
-        self.backward = [0] * (self.stages - 1)
-        for index, value in enumerate(self.units.values):
-            if value.producer == MODEL_INPUT:
-                continue
-            self.made[value.producer].append(index)
-            for user in value.consumers:
-                if user < len(self.units):
-                    self.read[user].append(index)
-            for border in range(self.stage[value.producer], self._last(index)):
-                self.forward[border] += value.forward_bytes
-                self.backward[border] += value.backward_bytes
-        self.movable = {unit for unit in range(len(self.stage)) if self._directions(unit)}
-
-    def placed_array(self) -> Ints:
-        """The stage of each unit."""
-        return np.array(self.stage, dtype=np.int64)
-
-    def possible(self) -> list[_Move]:
-        """All valid moves."""
-        moves = []
-        for unit in self.movable:
-            stage = self.stage[unit]
-            if self.count[stage] > 1:
-                moves += [_Move(unit, stage, target) for target in self._directions(unit)]
-        return moves
-
-    def key(self) -> _Key:
-        """Of the state as it is."""
-        return self._key(self.load, {})
-
-    def key_after(self, move: _Move) -> _Key:
-        """Of the state after a move."""
-        load = self.load.copy()
-        load[move.source] -= self.time[move.unit] / self.speeds[move.source]
-        load[move.target] += self.time[move.unit] / self.speeds[move.target]
-        return self._key(load, self._change(move))
-
-    def make(self, move: _Move) -> None:
-        """Moves a unit."""
-        border = min(move.source, move.target)
-        change = self._change(move).get(border, (0, 0))
-        self.forward[border] += change[0]
-        self.backward[border] += change[1]
-        self.load[move.source] -= self.time[move.unit] / self.speeds[move.source]
-        self.load[move.target] += self.time[move.unit] / self.speeds[move.target]
-        self.count[move.source] -= 1
-        self.count[move.target] += 1
-        self.stage[move.unit] = move.target
-        for unit in (move.unit, *self.units.inputs[move.unit], *self.units.users[move.unit]):
-            if self._directions(unit):
-                self.movable.add(unit)
+    def _refresh(self, unit: int) -> None:
+        """Puts a free unit where its gains belong; where it cannot move to, it is in no bucket."""
+        targets = self._placement.targets(unit)
+        for target, buckets in self._ways_from(unit).items():
+            if target in targets:
+                buckets.put(unit, self._placement.gain(unit, target))
             else:
-                self.movable.discard(unit)
+                buckets.drop(unit)
 
-    def undo(self, moves: Sequence[_Move]) -> None:
-        """Takes moves back, the last first."""
-        for move in reversed(moves):
-            self.make(_Move(move.unit, move.target, move.source))
-
-    def _directions(self, unit: int) -> list[int]:
-        stage = self.stage[unit]
-        targets = []
-        if stage + 1 < self.stages and all(self.stage[user] > stage for user in self.units.users[unit]):
-            targets.append(stage + 1)
-        if stage > 0 and all(self.stage[source] < stage for source in self.units.inputs[unit]):
-            targets.append(stage - 1)
-        return targets
-
-    def _last(self, index: int, without: int = -1) -> int:
-        end = len(self.units)
-        consumers = self.units.values[index].consumers
-        stages = [self.stages - 1 if user == end else self.stage[user] for user in consumers if user != without]
-        return max(stages, default=-1)
-
-    def _change(self, move: _Move) -> dict[int, tuple[int, int]]:
-        """What a move changes over the one border that it crosses."""
-        border = min(move.source, move.target)
-        onward = move.target > move.source
-        forward = backward = 0
-        for index in self.made[move.unit]:
-            if self._last(index) > border:
-                sign = -1 if onward else 1
-                forward += sign * self.units.values[index].forward_bytes
-                backward += sign * self.units.values[index].backward_bytes
-        for index in self.read[move.unit]:
-            if self._last(index, without=move.unit) <= border:
-                sign = 1 if onward else -1
-                forward += sign * self.units.values[index].forward_bytes
-                backward += sign * self.units.values[index].backward_bytes
-        return {border: (forward, backward)}
-
-    def _key(self, load: list[float], change: dict[int, tuple[int, int]]) -> _Key:
-        waits = list(load)
-        total = sum(load)
-        slowest = 0.0
-        for border, link in enumerate(self.links):
-            more = change.get(border, (0, 0))
-            send = link.transfer_us(self.forward[border] + more[0])
-            back = link.transfer_us(self.backward[border] + more[1])
-            total += send + back
-            if self.model.overlap_communication:
-                slowest = max(slowest, send, back)
-            else:
-                waits[border + 1] += send
-                waits[border] += back
-        period = max(slowest, *waits)
-        return _Key(total + (self.model.microbatches - 1) * period, sum(time_us * time_us for time_us in waits))
+    def _ways_from(self, unit: int) -> dict[int, GainBuckets]:
+        """The bucket arrays of a unit's stage, by where its moves go."""
+        stage = self._placement.stage[unit]
+        ways = ((target, self._buckets.get((stage, target))) for target in (stage - 1, stage + 1))
+        return {target: buckets for target, buckets in ways if buckets is not None}
