@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch_lms.balanced import BalanceConfig, create_balanced_partition, plan_balanced_partition
 from torch_lms.errors import LmsError, PartitionError, ProfileError
 from torch_lms.profile.profiler import ProfileConfig
-from torch_lms.stages.cutting import run_stages
+from torch_lms.stages.running import run_stages
 from torch_lms.stages.state_dicts import merge_state_dicts
 
 QUICK = BalanceConfig(profile=ProfileConfig(warmup_runs=1, timed_runs=2, progress=False))

@@ -2,39 +2,45 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
-from torch_lms.errors import ProfileError
+from torch_lms.errors import LmsError, ProfileError
 
 __all__ = ["device_of", "find_device", "fits"]
 
 
-def find_device(name: str | torch.device) -> torch.device:
-    """A device that is there, with its index.
+def find_device(name: Any, error: type[LmsError] = ProfileError) -> torch.device:
+    """A device of this process, with its index.
+
+    Args:
+        name: as PyTorch names devices.
+        error: what is raised if it is not there.
 
     Raises:
-        ProfileError: if it is not.
+        LmsError: as ``error`` says.
     """
     try:
         device = torch.device(name)
-    except (RuntimeError, TypeError) as error:
-        raise ProfileError(
-            f"expected a device such as 'cuda:0', found {name!r}; name one that PyTorch knows"
-        ) from error
+    except (RuntimeError, TypeError) as unknown:
+        raise error(f"expected a device such as 'cuda:0', found {name!r}; name one that PyTorch knows") from unknown
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= count:
-            raise ProfileError(
-                f"expected a device that is there, found {name!r} with {count} CUDA devices; name another"
+            raise error(
+                f"expected a device that is here, found '{device}'; this process sees {count} CUDA devices: choose one "
+                "of these, or start on a machine that has it"
             )
-        index = device.index if device.index is not None else torch.cuda.current_device()
-        return torch.device("cuda", index)
+        return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
     if device.type not in ("cpu", "meta"):
         try:
             torch.empty(1, device=device)
-        except Exception as error:
-            raise ProfileError(f"expected a device that is there, found {name!r}: {error}; name another") from error
+        except Exception as missing:
+            raise error(
+                f"expected a device that is here, found '{device}': {missing}; choose 'cpu' or a CUDA device"
+            ) from missing
     return device
 
 

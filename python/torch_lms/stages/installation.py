@@ -36,12 +36,6 @@ def install(
     find_shared(stages)
 
 
-def _get(root: Any, target: str) -> Any:
-    for name in target.split("."):
-        root = getattr(root, name)
-    return root
-
-
 def _put(stage: nn.Module, root: nn.Module, target: str) -> None:
     """Sets one attribute of the model in the stage; containers hold the place of the modules around it."""
     *path, name = target.split(".")
