@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, overload
@@ -37,8 +37,9 @@ class Stages(nn.Module, Sequence[Stage]):
     One device works at a time. `torch_lms.pipeline.Pipeline` takes the same stages and has all of them work at once,
     each in a process of its own.
 
-    Parameters, buffers and state dict are the model's, by its names; a tied weight is one parameter, on the device of
-    the first stage that has it, and goes from there to the others in each forward.
+    Parameters, buffers and state dict are the model's, by its names; where stages belong to other ranks, those of the
+    rest. A tied weight is one parameter, on the device of the first stage that has it, and goes from there to the
+    others in each forward.
 
     Args:
         stages: of one model, in order; those of this process are on their devices.
@@ -59,8 +60,9 @@ class Stages(nn.Module, Sequence[Stage]):
         self._modules.clear()
         self._parameters.clear()
         self._buffers.clear()
-        _tie(self.__stages)
-        for stage in self.__stages:
+        here = [stage for stage in self.__stages if _is_here(stage)]
+        _tie(here)
+        for stage in here:
             _merge(self, stage)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -76,7 +78,8 @@ class Stages(nn.Module, Sequence[Stage]):
 
     def _apply(self, *args: Any, **kwargs: Any) -> Stages:
         for stage in self.__stages:
-            stage._apply(*args, **kwargs)
+            if _is_here(stage):
+                stage._apply(*args, **kwargs)
         self.__gather()
         return self
 
@@ -147,9 +150,8 @@ def to_stage(value: Any, stage: Stage) -> Any:
 
 
 def _check_here(stages: Sequence[Stage]) -> None:
-    rank = own_rank()
     for stage in stages:
-        if stage.placement is not None and not stage.placement.is_local(rank):
+        if not _is_here(stage):
             raise PartitionError(
                 f"expected all stages on devices of this process to run them here, found stage {stage.index} on "
                 f"{stage.placement}; train with torch_lms.pipeline.Pipeline, or name devices of this process alone"
@@ -158,23 +160,24 @@ def _check_here(stages: Sequence[Stage]) -> None:
 
 @contextmanager
 def _prepared(stage: Stage) -> Iterator[None]:
-    """Makes the stage's device the current one, and brings there what lives with another stage."""
+    """Makes the stage's device the current one, and brings there what lives with another stage.
+
+    No stage writes to what others read (`torch_lms.stages.mutations`), so values go one way and gradients the other.
+    """
     with ExitStack() as stack:
         if stage.device is not None and stage.device.type == "cuda":
             stack.enter_context(torch.cuda.device(stage.device))
-        brought: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        brought: dict[int, torch.Tensor] = {}
         for name in stage.shared:
             holder, leaf = _holder(stage, name)
             place: Any = holder._parameters if leaf in holder._parameters else holder._buffers
             own = place[leaf]
-            if own is not None and stage.device not in (None, own.device):
-                _, copy = brought.setdefault(id(own), (own, to_stage(own, stage)))
+            if stage.device not in (None, own.device):
                 stack.callback(place.__setitem__, leaf, own)
-                place[leaf] = copy
+                if id(own) not in brought:
+                    brought[id(own)] = to_stage(own, stage)
+                place[leaf] = brought[id(own)]
         yield
-        for own, copy in brought.values():
-            if not isinstance(own, nn.Parameter) and copy._version:  # a buffer that the stage has changed
-                own.detach().copy_(copy.detach())
 
 
 def _holder(stage: Stage, name: str) -> tuple[nn.Module, str]:
@@ -182,18 +185,19 @@ def _holder(stage: Stage, name: str) -> tuple[nn.Module, str]:
     return (attrgetter(path)(stage) if path else stage), leaf
 
 
+def _is_here(stage: Stage) -> bool:
+    return stage.placement is None or stage.placement.is_local(own_rank())
+
+
 def _tie(stages: Sequence[Stage]) -> None:
-    """Makes of what several stages share one tensor, that of the first of them that is in this process."""
-    rank = own_rank()
-    here: Mapping[int, Stage] = {
-        stage.index: stage for stage in stages if stage.placement is None or stage.placement.is_local(rank)
-    }
-    for stage in here.values():
+    """Makes of what several stages share one tensor, that of the first of them."""
+    by_index = {stage.index: stage for stage in stages}
+    for stage in stages:
         for name, homes in stage.shared.items():
-            index, first = min((home for home in homes if home[0] in here), default=(stage.index, name))
+            index, first = min((home for home in homes if home[0] in by_index), default=(stage.index, name))
             if index < stage.index:
                 holder, leaf = _holder(stage, name)
-                setattr(holder, leaf, attrgetter(first)(here[index]))
+                setattr(holder, leaf, attrgetter(first)(by_index[index]))
 
 
 def _merge(into: nn.Module, module: nn.Module) -> None:
