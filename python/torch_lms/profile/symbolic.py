@@ -140,7 +140,7 @@ def _tracing_aids(tracer: fx.Tracer, model: nn.Module) -> Iterator[None]:
         finally:
             for names, name, value in reversed(before):
                 if value is _MISSING:
-                    del names[name]
+                    names.pop(name, None)
                 else:
                     names[name] = value
 
@@ -198,9 +198,9 @@ def _modules_of(model: nn.Module) -> list[ModuleType]:
             continue
         found[name] = module
         for value in list(vars(module).values()):
-            if isinstance(value, ModuleType):
+            if issubclass(type(value), ModuleType):  # isinstance would ask the value, and a lazy one would wake up
                 waiting.add(value.__name__)
-            elif isinstance(value, FunctionType | type):
+            elif issubclass(type(value), FunctionType | type):
                 waiting.add(value.__module__)
     return list(found.values())
 
