@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,13 +13,13 @@ import torch.distributed as dist
 from torch import nn
 
 from torch_lms.errors import PartitionError
-from torch_lms.partition.costs import CostGraph, CostModel, DeviceSpec, LinkSpec
+from torch_lms.partition.costs import CostGraph, CostModel, DeviceSpec, LinkSpec, optimizer_multiplier
 from torch_lms.partition.interface import Algorithm, Partition, PartitionProblem
 from torch_lms.partition.partitioning import partition
 from torch_lms.stages.cutting import split
 from torch_lms.stages.materialize import materialize
-from torch_lms.stages.placement import Placement, find_device, parse_placement
-from torch_lms.stages.stage import Stage
+from torch_lms.stages.placement import Placement, find_device, own_rank, parse_placement
+from torch_lms.stages.running import Stages
 
 if TYPE_CHECKING:
     from torch_lms.profile.document import Profile
@@ -30,7 +31,11 @@ __all__ = ["BalanceConfig", "BalancedPlan", "create_balanced_partition", "plan_b
 # What counts where nothing was timed, because the model is on the meta device.
 _UNTIMED_ALGORITHM = "parameters"
 # Where links were not measured: about what Gloo does between two processes of one machine.
-_LOOPBACK = LinkSpec(bytes_per_us=1000.0, latency_us=100.0)
+_GUESSED_LINK = LinkSpec(bytes_per_us=1000.0, latency_us=100.0)
+_GUESS = f"{_GUESSED_LINK.bytes_per_us / 1000:g} GB/s and {_GUESSED_LINK.latency_us:g} us are taken"
+_GUESS_FROM_HERE = "those between the devices of these names in this process are taken"
+
+Optimizer = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer] | str | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,9 +43,11 @@ class BalanceConfig:
     """How `create_balanced_partition` measures, prices and places.
 
     Attributes:
-        profile: how to profile; by default on the first device that this process has.
-        cost: schedule, microbatches and weights.
-        links: between the devices, by their names as given; by default as profiled, where that was done.
+        profile: how to profile; where it names no device, on the first of the devices that this process has, piece by
+            piece if the model is larger than that.
+        cost: schedule, microbatches and weights. What runs the stages reads them there: `Stages.cost`.
+        links: between the devices, by their names as given; by default measured between devices of this process, and
+            guessed, with a warning, between others.
         memory_cap_bytes: of each device; by default what a CUDA device has and no cap elsewhere.
         materialize: whether to move stages to their devices.
         state_dict: of a model on the meta device.
@@ -85,33 +92,42 @@ def create_balanced_partition(
     devices: Sequence[Any],
     *sample_input: Any,
     algorithm: str | Algorithm = "auto",
-    optimizer: torch.optim.Optimizer | str | None = None,
+    optimizer: Optimizer = None,
     config: BalanceConfig | None = None,
     **sample_kwargs: Any,
-) -> list[Stage]:
+) -> Stages:
     """Cuts a model into stages of equal time that fit their devices, and puts them there.
 
-        stages = create_balanced_partition(model, ["cuda:0", "cuda:1"], ids)
+        stages = create_balanced_partition(model, ["cuda:0", "cuda:1"], ids, optimizer=torch.optim.AdamW)
+        optimizer = torch.optim.AdamW(stages.parameters())
+        for ids, targets in batches:
+            cross_entropy(stages(ids), targets.to(stages[-1].device)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
 
-    In a program with several ranks all ranks call it alike: rank 0 profiles, all take its partition, and each
-    materialises only the stages of its own: those of devices like ``"rank:1/cuda:0"``, else stage s on rank
-    ``s % ranks``.
+    In one process the stages train like this, one after the other; `torch_lms.pipeline.Pipeline` has one process for
+    each of them and all work at once. In a program with several ranks all ranks call this alike: rank 0 profiles, all
+    take its partition, and each materialises only the stages of its own: those of devices like ``"rank:1/cuda:0"``,
+    else stage s on rank ``s % ranks``.
 
     Args:
         model: on a device, or on the meta device: then its parameters' sizes count, and stages come to be one by one.
         devices: one for each stage.
-        sample_input: arguments of one microbatch.
+        sample_input: arguments of one microbatch, on any device.
         algorithm: name of a partition algorithm, or one's own.
-        optimizer: what will train it, an optimizer or a name such as ``"adamw"``, for the memory that it needs.
+        optimizer: what will train it, for the memory that it needs: an optimizer of this model or a class such as
+            ``torch.optim.SGD`` is measured, a name such as ``"adamw"`` looked up; None leaves it to ``config.cost``,
+            which counts Adam's.
         config: prices, caps and more.
         sample_kwargs: keyword arguments of one microbatch.
 
     Returns:
-        The stages, each an nn.Module, in order.
+        The stages, in order: a sequence of modules, and one module of them all.
 
     Raises:
-        PartitionError: if there are more stages than nodes, a device is not there, the model cannot be traced, or
-            nothing fits.
+        PartitionError: if there are more stages than nodes, a device is not there, the model cannot be cut, the
+            optimizer is not known, or nothing fits.
+        ProfileError: if the model does not run with the sample, or the optimizer makes no step.
     """
     config = config or BalanceConfig()
     plan = plan_balanced_partition(
@@ -120,9 +136,10 @@ def create_balanced_partition(
     stages = split(plan.traced, plan.partition.stage_of, model=model)
     if config.materialize:
         for stage, place in zip(stages, _placements(plan.partition.devices), strict=False):
-            if place.is_local(_rank()):
+            stage.placement = place
+            if place.is_local(own_rank()):
                 materialize(stage, place.device, state_dict=config.state_dict, init_fn=config.init_fn)
-    return stages
+    return Stages(stages, config.cost)
 
 
 def plan_balanced_partition(
@@ -130,7 +147,7 @@ def plan_balanced_partition(
     devices: Sequence[Any],
     *sample_input: Any,
     algorithm: str | Algorithm = "auto",
-    optimizer: torch.optim.Optimizer | str | None = None,
+    optimizer: Optimizer = None,
     config: BalanceConfig | None = None,
     **sample_kwargs: Any,
 ) -> BalancedPlan:
@@ -143,11 +160,8 @@ def plan_balanced_partition(
     config = config or BalanceConfig()
     if not devices:
         raise PartitionError("expected at least one device, found none; name one for each stage")
-    places = _placements([str(device) for device in devices])
-    for place in places:
-        if place.is_local(_rank()):
-            find_device(place.device)
-    sample_input, sample_kwargs = _distinct(sample_input, sample_kwargs)
+    config = replace(config, cost=_priced(config.cost, optimizer))
+    places = [_found(place) for place in _placements([str(device) for device in devices])]
     traced = model if isinstance(model, TracedModel) else trace(model, sample_input, sample_kwargs)
     if traced.graph_module is None:
         split(traced, {})  # says what could not be traced
@@ -157,85 +171,137 @@ def plan_balanced_partition(
             + "; ".join(traced.notes),
             stacklevel=2,
         )
-    profile = found = None
-    if _rank() == 0:
-        profile = _profile(traced, sample_input, sample_kwargs, optimizer, config)
-        found = _partition(profile, devices, places, algorithm, optimizer, config)
-    if _ranks() > 1:
-        told = [found]
-        dist.broadcast_object_list(told, src=0)
-        found = told[0]
-    assert found is not None
+
+    def decide() -> tuple[Profile, Partition]:
+        measured = None if isinstance(optimizer, str) else optimizer
+        profile = _profile(traced, sample_input, sample_kwargs, measured, places, config)
+        return profile, _partition(profile, [str(device) for device in devices], places, algorithm, config)
+
+    profile, found = _decided_by_the_first_rank(decide)
     return BalancedPlan(traced, profile, found)
 
 
-def _distinct(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Copies a tensor that is given twice: a tracer may take two arguments of one tensor for one argument."""
-    seen: set[int] = set()
+def _decided_by_the_first_rank(decide: Callable[[], tuple[Profile, Partition]]) -> tuple[Profile | None, Partition]:
+    """What rank 0 decides, told to all; if it fails, all do."""
+    if _ranks() == 1:
+        return decide()
+    told: list[Any] = [None, ""]
+    profile = None
+    failed: Exception | None = None
+    if own_rank() == 0:
+        try:
+            profile, told[0] = decide()
+        except Exception as error:
+            failed, told[1] = error, f"{type(error).__name__}: {error}"
+    dist.broadcast_object_list(told, src=0)
+    if failed is not None:
+        raise failed
+    if told[1]:
+        raise PartitionError(f"expected a partition from rank 0, found that it failed: {told[1]}")
+    return profile, told[0]
 
-    def copied(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or id(value) not in seen:
-            seen.add(id(value))
-            return value
-        return value.clone()
 
-    return tuple(copied(value) for value in args), {name: copied(value) for name, value in kwargs.items()}
+def _priced(cost: CostModel, optimizer: Any) -> CostModel:
+    """The prices with those of an optimizer that is looked up; others are measured."""
+    if optimizer is None or isinstance(optimizer, torch.optim.Optimizer) or callable(optimizer):
+        return cost
+    return replace(cost, optimizer_multiplier=optimizer_multiplier(optimizer))
 
 
 def _profile(
-    model: TracedModel, args: Sequence[Any], kwargs: Mapping[str, Any], optimizer: Any, config: BalanceConfig
+    model: TracedModel,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    optimizer: Any,
+    places: Sequence[Placement],
+    config: BalanceConfig,
 ) -> Profile:
+    """On the device that will run it, so far as it is here."""
+    from torch_lms.profile.devices import device_of
     from torch_lms.profile.profiler import ProfileConfig, profile
 
-    measured = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
-    return profile(model, *args, optimizer=measured, config=config.profile or ProfileConfig(), **kwargs)
+    settings = config.profile or ProfileConfig()
+    here = next((place.device for place in places if place.is_local(own_rank())), None)
+    if settings.device is None and here is not None and "meta" not in (here.type, device_of(model.model).type):
+        settings = replace(settings, device=here)
+    return profile(model, *args, optimizer=optimizer, config=settings, **kwargs)
 
 
 def _partition(
     profile: Profile,
-    devices: Sequence[Any],
+    names: Sequence[str],
     places: Sequence[Placement],
     algorithm: str | Algorithm,
-    optimizer: Any,
     config: BalanceConfig,
 ) -> Partition:
-    cost = config.cost
-    if isinstance(optimizer, str):
-        from dataclasses import replace
-
-        from torch_lms.partition.costs import optimizer_multiplier
-
-        cost = replace(cost, optimizer_multiplier=optimizer_multiplier(optimizer))
-    specs = tuple(
-        DeviceSpec(name=str(device), memory_cap_bytes=_cap(place, config))
-        for device, place in zip(devices, places, strict=False)
+    problem = PartitionProblem(
+        graph=CostGraph.from_profile(profile),
+        devices=tuple(
+            DeviceSpec(name=name, memory_cap_bytes=_cap(place, config))
+            for name, place in zip(names, places, strict=False)
+        ),
+        links=config.links if config.links is not None else _find_links(profile, names, places, config),
+        cost_model=config.cost,
     )
-    links = config.links or _measured_links(
-        profile, {str(place.device): spec.name for place, spec in zip(places, specs, strict=False)}
-    )
-    problem = PartitionProblem(graph=CostGraph.from_profile(profile), devices=specs, links=links, cost_model=cost)
     if algorithm == "auto" and not profile.timed:
         algorithm = _UNTIMED_ALGORITHM
     return partition(problem, algorithm)
 
 
-def _measured_links(profile: Profile, names: Mapping[str, str]) -> LinkSpec | Mapping[tuple[str, str], LinkSpec]:
-    """The profiled links between the devices, if all of them are there; else a guess."""
-    found = {
-        (names[link.source], names[link.target]): LinkSpec(bytes_per_us=link.bytes_per_us, latency_us=link.latency_us)
-        for link in profile.links
-        if link.source in names and link.target in names
-    }
-    if found and len(found) == len(names) * (len(names) - 1):
-        return found
-    return _LOOPBACK
+def _find_links(
+    profile: Profile, names: Sequence[str], places: Sequence[Placement], config: BalanceConfig
+) -> LinkSpec | Mapping[tuple[str, str], LinkSpec]:
+    """Measured between devices of this process, else guessed, which is told."""
+    if len(set(zip(names, places, strict=False))) > len(set(names)):  # one name for devices of several ranks
+        _tell_guesses(_GUESS, [f"{name} of rank {place.rank}" for name, place in zip(names, places, strict=False)])
+        return _GUESSED_LINK
+    may_measure = config.profile is None or config.profile.links
+    place_of = dict(zip(names, places, strict=False))
+    found: dict[tuple[str, str], LinkSpec] = {}
+    guessed: dict[str, list[str]] = {_GUESS: [], _GUESS_FROM_HERE: []}
+    for one, other in itertools.permutations(place_of, 2):
+        link = _link_here(profile, place_of[one], place_of[other], may_measure)
+        if link is None:
+            guessed[_GUESS] += [one, other]
+        elif not (place_of[one].is_local(own_rank()) and place_of[other].is_local(own_rank())):
+            guessed[_GUESS_FROM_HERE] += [one, other]
+        found[one, other] = link or _GUESSED_LINK
+    for how, between in guessed.items():
+        _tell_guesses(how, between)
+    return found
+
+
+def _link_here(profile: Profile, place: Placement, other: Placement, may_measure: bool) -> LinkSpec | None:
+    """As profiled or measured now, between the devices that have these names here; None if nothing can tell."""
+    from torch_lms.profile.links import measure_link
+
+    one, two = place.device, other.device
+    if one == two:
+        ranks = [own_rank() if each.rank is None else each.rank for each in (place, other)]
+        return LinkSpec() if ranks[0] == ranks[1] else None
+    link = next((link for link in profile.links if (link.source, link.target) == (str(one), str(two))), None)
+    if link is None and may_measure and all(device.type == "cpu" or _is_cuda_here(device) for device in (one, two)):
+        link = measure_link(str(one), str(two))
+    return None if link is None else LinkSpec(bytes_per_us=link.bytes_per_us, latency_us=link.latency_us)
+
+
+def _tell_guesses(how: str, names: Sequence[str]) -> None:
+    if names:
+        warnings.warn(
+            f"links guessed: expected links that are measured, found none between {', '.join(dict.fromkeys(names))}; "
+            f"{how}: pass BalanceConfig(links=...) if they are not like that",
+            stacklevel=2,
+        )
 
 
 def _cap(place: Placement, config: BalanceConfig) -> int | None:
     if config.memory_cap_bytes is not None:
         return config.memory_cap_bytes
-    here = place.device.type == "cuda" and (place.device.index or 0) < torch.cuda.device_count()
-    return torch.cuda.get_device_properties(place.device).total_memory if here else None
+    return torch.cuda.get_device_properties(place.device).total_memory if _is_cuda_here(place.device) else None
+
+
+def _is_cuda_here(device: torch.device) -> bool:
+    return device.type == "cuda" and (device.index or 0) < torch.cuda.device_count()
 
 
 def _placements(devices: Sequence[str]) -> list[Placement]:
@@ -249,8 +315,9 @@ def _placements(devices: Sequence[str]) -> list[Placement]:
     ]
 
 
-def _rank() -> int:
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+def _found(place: Placement) -> Placement:
+    """The same place, its device with an index, if it is one of this process."""
+    return replace(place, device=find_device(place.device)) if place.is_local(own_rank()) else place
 
 
 def _ranks() -> int:

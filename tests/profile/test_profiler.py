@@ -2,16 +2,18 @@ from __future__ import annotations
 
 import inspect
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 from tests.profile.models import Branching, Convolutions, Fresh, OneBranching, TiedLM
+from torch_lms._torch_compat import has_export
 from torch_lms.errors import ProfileError
-from torch_lms.profile import Profile, ProfileConfig, profile, trace
-from torch_lms.profile.devices import find_device
+from torch_lms.profile import Profile, ProfileConfig, profile, profiler, trace
+from torch_lms.profile.devices import find_device, made_on
 from torch_lms.profile.document import NodeProfile
 from torch_lms.profile.piecewise import PieceByPiece, Pieces
 from torch_lms.profile.profiler import _scaled_to_step
@@ -230,6 +232,61 @@ def test_values_piece_by_piece_are_those_of_the_model(build: Any, args: Any) -> 
     with torch.enable_grad():
         found = PieceByPiece(traced, pieces).run(*traced.arguments(args))
     assert torch.equal(found, model(*args))
+
+
+def test_a_model_that_is_larger_than_the_device_is_profiled_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiler, "fits", lambda model, device: False)
+    found = profile(TiedLM(), IDS, config=replace(QUICK, device="cpu:1"))
+    assert found.device == "cpu:1"
+    assert any("TiedLM is larger than what is free on cpu:1" in note for note in found.notes)
+    assert any("piece by piece" in note for note in found.notes)
+
+
+def test_a_step_that_does_not_fit_whole_is_profiled_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    def placed_on(model: nn.Module, device: torch.device) -> Any:
+        raise RuntimeError("CUDA out of memory. Tried to allocate 1 GiB")
+
+    monkeypatch.setattr(profiler, "placed_on", placed_on)
+    traced = trace(TiedLM(), (IDS,))
+    found = profile(traced, IDS, config=replace(QUICK, device="cpu:1"))
+    assert any("needs more memory than is free on cpu:1" in note for note in found.notes)
+    assert all(node.forward_us > 0 for node in found.nodes if node.gradient_bytes and node.op.startswith("call"))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        profile(traced, IDS, config=replace(QUICK, device="cpu:1", pieces=False))
+
+
+class Making(nn.Module):
+    """Makes tensors where its argument is, part of them without gradient."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] != 2:  # the graph is torch.export's
+            raise ValueError("two rows")
+        with torch.no_grad():
+            offset = torch.arange(4, device=x.device) + torch.ones(4, device=x.device)
+        return x + offset + torch.zeros(4, device=x.device)
+
+
+@pytest.mark.skipif(not has_export(), reason="this PyTorch has no torch.export")
+def test_a_graph_makes_its_tensors_where_it_is_profiled_and_afterwards_where_it_did() -> None:
+    x = torch.ones(2, 4)
+    traced = trace(Making(), (x,))
+    graph_module = traced.graph_module
+    assert graph_module is not None
+
+    def code() -> list[str]:
+        modules = [module for module in graph_module.modules() if isinstance(module, fx.GraphModule)]
+        assert len(modules) == 2
+        return [str(module.code) for module in modules]
+
+    before = code()
+    assert all("device(type='cpu')" in text for text in before)
+    cpu, meta = torch.device("cpu"), torch.device("meta")
+    with made_on(graph_module, cpu, meta):
+        assert not any("device(type='cpu')" in text for text in code())
+        assert graph_module(x.to("meta")).is_meta
+    assert code() == before
+    assert torch.equal(graph_module(x), Making()(x))
+    assert profile(traced, x, config=replace(QUICK, device="cpu:1")).device == "cpu:1"
 
 
 def test_progress_is_shown_on_the_error_stream(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,8 +15,9 @@ from torch import fx, nn
 
 from tests.partition.random_programs import WIDTH, random_partition, random_program
 from torch_lms.errors import PartitionError
-from torch_lms.stages.cutting import run_stages, split
+from torch_lms.stages.cutting import split
 from torch_lms.stages.materialize import materialize
+from torch_lms.stages.running import run_stages
 from torch_lms.stages.state_dicts import merge_state_dicts, split_state_dict
 
 

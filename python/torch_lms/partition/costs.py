@@ -48,19 +48,21 @@ def optimizer_multiplier(optimizer: Any) -> float:
     """How many copies of each parameter an optimizer makes training keep, from the RFC's table.
 
     Args:
-        optimizer: a name such as ``"adam"``, or a ``torch.optim.Optimizer``, whose options count: momentum, ``amsgrad``
-            and ``centered`` keep one copy more each.
+        optimizer: a name such as ``"adam"``; a class such as ``torch.optim.Adam``, with its default options; or an
+            optimizer, whose options count: momentum, ``amsgrad`` and ``centered`` keep one copy more each.
 
     Raises:
         PartitionError: for an optimizer that is not in the table.
     """
-    name = optimizer.lower() if isinstance(optimizer, str) else type(optimizer).__name__.lower()
+    kind = optimizer if isinstance(optimizer, type) else type(optimizer)
+    name = optimizer.lower() if isinstance(optimizer, str) else kind.__name__.lower()
     if name not in OPTIMIZER_MULTIPLIERS:
         known = ", ".join(OPTIMIZER_MULTIPLIERS)
+        found = name if isinstance(optimizer, type | str) or hasattr(optimizer, "defaults") else optimizer
         raise PartitionError(
-            f"expected an optimizer among {known}, found {name!r}; give optimizer_bytes as measured, or the multiplier"
+            f"expected an optimizer among {known}, found {found!r}; give optimizer_bytes as measured, or the multiplier"
         )
-    options = {} if isinstance(optimizer, str) else optimizer.defaults
+    options = {} if isinstance(optimizer, type | str) else optimizer.defaults
     more = sum(bool(options.get(option)) for option in ("momentum", "amsgrad", "centered"))
     return OPTIMIZER_MULTIPLIERS[name] + more
 

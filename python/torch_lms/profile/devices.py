@@ -1,40 +1,48 @@
-"""Devices by name, and the one that a model is on."""
+"""Devices by name, the one that a model is on, and the one that its graph makes tensors on."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
-from torch import nn
+from torch import fx, nn
 
-from torch_lms.errors import ProfileError
+from torch_lms.errors import LmsError, ProfileError
 
-__all__ = ["device_of", "find_device", "fits"]
+__all__ = ["device_of", "find_device", "fits", "made_on"]
 
 
-def find_device(name: str | torch.device) -> torch.device:
-    """A device that is there, with its index.
+def find_device(name: Any, error: type[LmsError] = ProfileError) -> torch.device:
+    """A device of this process, with its index.
+
+    Args:
+        name: as PyTorch names devices.
+        error: what is raised if it is not there.
 
     Raises:
-        ProfileError: if it is not.
+        LmsError: as ``error`` says.
     """
     try:
         device = torch.device(name)
-    except (RuntimeError, TypeError) as error:
-        raise ProfileError(
-            f"expected a device such as 'cuda:0', found {name!r}; name one that PyTorch knows"
-        ) from error
+    except (RuntimeError, TypeError) as unknown:
+        raise error(f"expected a device such as 'cuda:0', found {name!r}; name one that PyTorch knows") from unknown
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= count:
-            raise ProfileError(
-                f"expected a device that is there, found {name!r} with {count} CUDA devices; name another"
+            raise error(
+                f"expected a device that is here, found '{device}'; this process sees {count} CUDA devices: choose one "
+                "of these, or start on a machine that has it"
             )
-        index = device.index if device.index is not None else torch.cuda.current_device()
-        return torch.device("cuda", index)
+        return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
     if device.type not in ("cpu", "meta"):
         try:
             torch.empty(1, device=device)
-        except Exception as error:
-            raise ProfileError(f"expected a device that is there, found {name!r}: {error}; name another") from error
+        except Exception as missing:
+            raise error(
+                f"expected a device that is here, found '{device}': {missing}; choose 'cpu' or a CUDA device"
+            ) from missing
     return device
 
 
@@ -58,3 +66,45 @@ def fits(model: nn.Module, device: torch.device) -> bool:
     needed = sum(tensor.numel() * tensor.element_size() * (1 + tensor.requires_grad) for tensor in model.parameters())
     free, _ = torch.cuda.mem_get_info(device)
     return needed <= free
+
+
+@contextmanager
+def made_on(graph_module: fx.GraphModule, source: torch.device, target: torch.device) -> Iterator[None]:
+    """Has a graph that was traced on one device make its tensors on another; puts it back afterwards.
+
+    A tracer writes down where tensors are made: ``arange(4, device=device("cpu"))``.
+    """
+    before: list[tuple[fx.Node, Any, Any]] = []
+    changed: list[fx.GraphModule] = []
+
+    def exchange(value: Any) -> Any:
+        return target if isinstance(value, torch.device) and value == source else value
+
+    for module in graph_module.modules():
+        if not isinstance(module, fx.GraphModule):
+            continue
+        nodes = [node for node in module.graph.nodes if source in _devices_in(node)]
+        for node in nodes:
+            before.append((node, node.args, node.kwargs))
+            node.args, node.kwargs = fx.node.map_aggregate((node.args, node.kwargs), exchange)
+        changed += [module] if nodes else []
+    try:
+        for module in changed:
+            module.recompile()
+        yield
+    finally:
+        for node, args, kwargs in before:
+            node.args, node.kwargs = args, kwargs
+        for module in changed:
+            module.recompile()
+
+
+def _devices_in(node: fx.Node) -> set[torch.device]:
+    found: set[torch.device] = set()
+
+    def note(value: Any) -> Any:
+        found.update({value} if isinstance(value, torch.device) else ())
+        return value
+
+    fx.node.map_aggregate((node.args, node.kwargs), note)
+    return found

@@ -8,6 +8,7 @@ import io
 import logging
 import warnings
 from collections.abc import Iterator, Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -202,12 +203,12 @@ class _Rebuilder:
         if not self._is_attribute(name):  # a constant that the model made while it was traced
             return name.replace(".", "_"), self._program.constants[name]
         name = name[len(_PREFIX) :]
-        value = _attribute(self._model, name)
+        value = attrgetter(name)(self._model)
         return self._first.get(id(value), name), value
 
     def _is_attribute(self, name: str) -> bool:
         try:
-            return name.startswith(_PREFIX) and _attribute(self._model, name[len(_PREFIX) :]) is not None
+            return name.startswith(_PREFIX) and attrgetter(name[len(_PREFIX) :])(self._model) is not None
         except AttributeError:
             return False
 
@@ -238,13 +239,6 @@ class _Rebuilder:
             return {name: build(item) for name, item in part.items()} if isinstance(part, dict) else part
 
         set_module(self.graph.output(build(structure)), "")
-
-
-def _attribute(model: nn.Module, name: str) -> Any:
-    value: Any = model
-    for part in name.split("."):
-        value = getattr(value, part)
-    return value
 
 
 def _exported_module(node: fx.Node) -> str:

@@ -6,6 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -161,7 +162,7 @@ def _facts(node: fx.Node, modules: dict[str, nn.Module], attributes: _Attributes
     if node.op != "output":
         for source in node.all_input_nodes:
             if source.op == "get_attr":
-                tensors += tensors_in(_attribute(modules[""], str(source.target)))
+                tensors += tensors_in(attrgetter(str(source.target))(modules[""]))
     parameters, buffers = attributes.split(tensors)
     return NodeFacts(
         name=node.name,
@@ -172,13 +173,6 @@ def _facts(node: fx.Node, modules: dict[str, nn.Module], attributes: _Attributes
         parameters=parameters,
         buffers=buffers,
     )
-
-
-def _attribute(module: nn.Module, target: str) -> Any:
-    value: Any = module
-    for part in target.split("."):
-        value = getattr(value, part)
-    return value
 
 
 def _target_name(target: Any) -> str:

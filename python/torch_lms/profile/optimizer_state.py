@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -15,6 +16,8 @@ from torch_lms.errors import ProfileError
 from torch_lms.profile.storages import tensor_bytes, tensors_in
 
 __all__ = ["MakeOptimizer", "make_step", "measure_optimizer", "trained_parameters"]
+
+_RATE = 1e-3  # no state depends on it, and not every class has a default
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -85,6 +88,8 @@ def make_step(make: MakeOptimizer, parameter: nn.Parameter) -> torch.optim.Optim
 def _maker(optimizer: Any, parameter: nn.Parameter) -> MakeOptimizer | None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         make: MakeOptimizer = optimizer
+        if isinstance(optimizer, type) and "lr" in inspect.signature(optimizer).parameters:
+            make = partial(optimizer, lr=_RATE)
         return make
     for group in optimizer.param_groups:
         if any(parameter is other for other in group["params"]):

@@ -15,7 +15,7 @@ from torch import nn
 from torch_lms._torch_compat import named_parameters_with_ties
 from torch_lms.errors import ProfileError
 from torch_lms.profile.arguments import Sample, bind_sample
-from torch_lms.profile.devices import device_of, find_device, fits
+from torch_lms.profile.devices import device_of, find_device, fits, made_on
 from torch_lms.profile.document import LinkProfile, NodeProfile, Profile
 from torch_lms.profile.huggingface import as_in_training
 from torch_lms.profile.interpreter import ProfilingInterpreter, graph_facts
@@ -55,7 +55,7 @@ class ProfileConfig:
         timed_runs: runs that the times are means of.
         device: where the model runs; None means where it is. It is put back afterwards.
         pieces: whether parameters and values are brought to the device node by node, for models that are larger than
-            it; None means where the model would not fit.
+            it; None means where the model, or a step of it, does not fit.
         links: whether the links between devices are measured.
         progress: whether a progress bar is shown; None means on terminals.
         sources: where the graph may come from, see `torch_lms.profile.tracing.trace`.
@@ -109,22 +109,50 @@ def profile(
     if not isinstance(whole, nn.Module):
         raise ProfileError(f"expected an nn.Module, found {type(whole).__name__}; wrap functions in a module")
     device = find_device(config.device) if config.device is not None else device_of(whole)
-    pieces = config.pieces if config.pieces is not None else not fits(whole, device)
-    sample = bind_sample(whole, sample_args, sample_kwargs).to(device_of(whole) if pieces else device)
     if config.device is not None and device_of(whole).type == "meta" and device.type != "meta":
         raise ProfileError(
             f"expected a model with values to run on {device}, found {type(whole).__name__} on the meta device; "
             "leave the device out for sizes only, or materialize the model"
         )
+    run = partial(_profile_on, device, whole, model, bind_sample(whole, sample_args, sample_kwargs), optimizer)
+    if config.pieces is not None or device_of(whole) == device:
+        return run(replace(config, pieces=bool(config.pieces)))
+    if not fits(whole, device):
+        return run(replace(config, pieces=True), f"{type(whole).__name__} is larger than what is free on {device}")
+    try:
+        return run(replace(config, pieces=False))
+    except RuntimeError as error:
+        if "out of memory" not in str(error):
+            raise
+        reason = f"a step of {type(whole).__name__} needs more memory than is free on {device}"
+    torch.cuda.empty_cache()
+    return run(replace(config, pieces=True), reason)
+
+
+def _profile_on(
+    device: torch.device,
+    whole: nn.Module,
+    model: nn.Module | TracedModel,
+    sample: Sample,
+    optimizer: Any,
+    config: ProfileConfig,
+    note: str = "",
+) -> Profile:
+    """One try, whole or in pieces; the model is put back."""
+    home = device_of(whole)
     traced = model if isinstance(model, TracedModel) else None
     with ExitStack() as stack:
         if device.type == "cuda":
             stack.enter_context(torch.cuda.device(device))
-        if device_of(whole) != device and not pieces:
+        if home != device and not config.pieces:
             stack.enter_context(placed_on(whole, device))
+            if traced is not None and traced.graph_module is not None:  # it has constants of its own
+                stack.enter_context(placed_on(traced.graph_module, device))
+                stack.enter_context(made_on(traced.graph_module, home, device))
         stack.enter_context(preserved(whole))
         progress = stack.enter_context(Progress(config.progress, type(whole).__name__))
-        run = _ProfileRun(whole, sample, device, replace(config, pieces=pieces), progress)
+        run = _ProfileRun(whole, sample.to(home if config.pieces else device), device, config, progress)
+        run.notes += [note] if note else []
         return run.measure(traced, optimizer)
 
 

@@ -11,21 +11,21 @@ that uses it. Parameters keep the names that they have in the model, so that sta
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import fx, nn
 
 from torch_lms.errors import PartitionError
 from torch_lms.stages import installation, mutations
-from torch_lms.stages.arguments import bind_arguments, find_arguments
+from torch_lms.stages.arguments import find_arguments
 from torch_lms.stages.stage import Borders, Stage
 from torch_lms.stages.stage_code import generate
 
 if TYPE_CHECKING:
     from torch_lms.profile.tracing import TracedModel
 
-__all__ = ["run_stages", "split"]
+__all__ = ["split"]
 
 _COMPUTED = ("call_function", "call_method", "call_module")
 
@@ -154,13 +154,3 @@ def _stage_graph(graph: fx.Graph, borders: Borders, index: int) -> fx.Graph:
         output = next(node for node in graph.nodes if node.op == "output")
         made.output(fx.node.map_arg(output.args[0], copy))
     return made
-
-
-def run_stages(stages: Sequence[Stage], *args: Any, **kwargs: Any) -> Any:
-    """Runs all stages in this process, one after the other, as the model itself would run."""
-    values = bind_arguments(stages[0].arguments, args, kwargs)
-    result: Any = ()
-    for stage in stages:
-        crossing = dict(zip(stage.inputs, (result,) if len(stage.inputs) == 1 else result, strict=False))
-        result = stage(*(crossing[name] for name in stage.inputs), **{name: values[name] for name in stage.feeds})
-    return result

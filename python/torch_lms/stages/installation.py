@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import fx, nn
@@ -34,12 +33,6 @@ def install(
     if model is not None:
         _put_rest(stages, model)
     find_shared(stages)
-
-
-def _get(root: Any, target: str) -> Any:
-    for name in target.split("."):
-        root = getattr(root, name)
-    return root
 
 
 def _put(stage: nn.Module, root: nn.Module, target: str) -> None:

@@ -17,7 +17,6 @@ from torch_lms.errors import PartitionError
 from torch_lms.stages.installation import named_tensors
 from torch_lms.stages.placement import find_device
 from torch_lms.stages.stage import Stage
-from torch_lms.stages.stage_code import with_device
 from torch_lms.stages.state_dicts import find_entry
 
 __all__ = ["materialize"]
@@ -61,9 +60,7 @@ def materialize(
     _own_tensors(stage, target)
     if fresh:
         _initialise(stage, fresh, state_dict, init_fn)
-    if stage.device is not None and stage.device != target:
-        stage.set_code(with_device(stage.generated, stage.device, target))
-        stage.device = target
+    stage.set_device(target)
     if state_dict is not None:
         _load(stage, state_dict)
         fresh = {name for name in fresh if find_entry(state_dict, stage, name) is None}

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from torch_lms.errors import PartitionError
+from torch_lms.profile import devices
 
-__all__ = ["Placement", "find_device", "parse_placement"]
+__all__ = ["Placement", "find_device", "own_rank", "parse_placement"]
 
 _REMOTE = re.compile(r"^(?:rank:(?P<rank>\d+)/)(?P<device>.+)$")
 
@@ -53,24 +55,14 @@ def parse_placement(place: Any) -> Placement:
 
 
 def find_device(place: Any) -> torch.device:
-    """A device of this process.
+    """The device of a place in this process, with its index.
 
     Raises:
         PartitionError: if there is no such device here.
     """
-    device = parse_placement(place).device
-    if device.type == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if (device.index or 0) >= count:
-            raise PartitionError(
-                f"expected a device that is here, found {device}; this process sees {count} CUDA devices: "
-                "choose one of these, or start on a machine that has it"
-            )
-    elif device.type not in ("cpu", "meta"):
-        try:
-            torch.empty(0, device=device)
-        except (RuntimeError, AssertionError, NotImplementedError) as error:
-            raise PartitionError(
-                f"expected a device that is here, found {device}: {error}; choose 'cpu' or a CUDA device"
-            ) from error
-    return device
+    return devices.find_device(parse_placement(place).device, PartitionError)
+
+
+def own_rank() -> int:
+    """This process's rank; 0 without torch.distributed."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ import torch
 from torch import fx, nn
 
 from torch_lms.stages.arguments import Argument
-from torch_lms.stages.stage_code import StageCode
+from torch_lms.stages.placement import Placement
+from torch_lms.stages.stage_code import StageCode, with_device
 
 __all__ = ["Borders", "Stage"]
 
@@ -39,7 +41,9 @@ class Stage(nn.Module):
         arguments: all arguments of the model.
         nodes: names of the graph's nodes that it computes, in order.
         shared: parameters and buffers that other stages have too: own name to (stage, name there).
-        device: that the code makes tensors on where the trace wrote one down; None where that is not known.
+        device: where it is and its code makes tensors; None for a part of a model on several devices, until it is
+            materialised.
+        placement: the device and the rank that it was put on; None until then.
     """
 
     def __init__(self, *, index: int, count: int, code: StageCode, borders: Borders) -> None:
@@ -53,12 +57,25 @@ class Stage(nn.Module):
         self.nodes = tuple(node.name for node in borders.nodes[index])
         self.shared: dict[str, tuple[tuple[int, str], ...]] = {}
         self.device: torch.device | None = None
+        self.placement: Placement | None = None
         self.set_code(code)
 
     def set_code(self, code: StageCode) -> None:
         """Exchanges the code that runs."""
         self._code = code
         self._run = code.compile()
+
+    def set_device(self, device: torch.device) -> None:
+        """Notes the device that the stage is on, and has its code make tensors there."""
+        if self.device not in (None, device):
+            self.set_code(with_device(self._code, self.device, device))
+        self.device = device
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Stage:
+        super()._apply(fn, *args, **kwargs)  # type: ignore[no-untyped-call]
+        if self.device is not None:
+            self.set_device(fn(torch.empty(0, device=self.device)).device)
+        return self
 
     @property
     def code(self) -> str:

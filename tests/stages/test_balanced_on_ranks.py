@@ -1,0 +1,59 @@
+"""`create_balanced_partition` called by two ranks alike."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.pipeline.ranks import run_ranks
+from torch_lms.balanced import BalanceConfig, create_balanced_partition
+from torch_lms.errors import PartitionError
+from torch_lms.partition.costs import LinkSpec
+from torch_lms.profile.profiler import ProfileConfig
+
+PROFILE = ProfileConfig(warmup_runs=0, timed_runs=1, progress=False)
+X = torch.arange(8.0).view(2, 4)
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4) for _ in range(4)]
+    layers[3].weight = layers[0].weight
+    return nn.Sequential(*layers)
+
+
+def stages_train_on_the_ranks_of_their_places(rank: int, world: int) -> None:
+    from torch_lms.pipeline import Pipeline
+
+    config = BalanceConfig(profile=PROFILE, links=LinkSpec())
+    stages = create_balanced_partition(model(), ["cpu", "cpu"], X, config=config)
+    assert [str(stage.placement) for stage in stages] == ["rank:0/cpu", "rank:1/cpu"]
+    assert {name for name, _ in stages.named_parameters()} == {name for name, _ in stages[rank].named_parameters()}
+    with pytest.raises(PartitionError, match=f"found stage {1 - rank} on rank:{1 - rank}/cpu"):
+        stages(X)
+    whole = model()
+    expected = whole(X).square().mean()
+    expected.backward()
+    with Pipeline(stages, loss=lambda found, _: found.square().mean()) as pipeline:
+        loss = pipeline.step(X, target=X)
+        gradients = {name: value.grad for stage in pipeline.stages for name, value in stage.named_parameters()}
+    assert rank == 0 or (loss is not None and torch.equal(loss, expected))
+    known = dict(whole.named_parameters(remove_duplicate=False))
+    for name, gradient in gradients.items():
+        assert torch.equal(gradient, known[name].grad), name
+
+
+def the_first_rank_fails(rank: int, world: int) -> None:
+    config = BalanceConfig(profile=PROFILE, links=LinkSpec(), memory_cap_bytes=10)
+    with pytest.raises(PartitionError, match="least cap") as caught:
+        create_balanced_partition(model(), ["cpu", "cpu"], X, config=config)
+    assert ("found that it failed" in str(caught.value)) == (rank == 1)
+
+
+def test_two_ranks_call_it_alike(tmp_path: Path) -> None:
+    names = "stages_train_on_the_ranks_of_their_places+the_first_rank_fails"
+    for ended in run_ranks(f"tests.stages.test_balanced_on_ranks:{names}", 2, tmp_path):
+        assert ended.status == 0, ended.output
