@@ -26,6 +26,7 @@ from tests.pipeline.scenarios import (
     loss_of,
     made,
 )
+from torch_lms._torch_compat import named_parameters_with_ties
 from torch_lms.errors import PipelineError
 from torch_lms.pipeline.config import PipelineConfig
 from torch_lms.pipeline.runner import Pipeline
@@ -60,7 +61,7 @@ def middle_rank(rank: int, world: int) -> None:
 
 
 def evaluation(rank: int, world: int) -> None:
-    """Dropout is off and batch norms use what they have gathered; the modes are as before, and nothing has a gradient."""
+    """Dropout is off and batch norms use what they have gathered; modes are as before, and nothing has a gradient."""
     model = made(False)
     ids, targets = batch()
     model.blocks[1].eval()
@@ -129,7 +130,7 @@ def gradient_accumulation(rank: int, world: int) -> None:
 
 
 def check_gradients(pipeline: Pipeline, reference: nn.Module, rtol: float = 1e-5) -> None:
-    tied = {name: value for name, value in reference.named_parameters(remove_duplicate=False)}
+    tied = dict(named_parameters_with_ties(reference))
     for stage in pipeline.stages:
         for name, value in stage.named_parameters():
             torch.testing.assert_close(value.grad, tied[name].grad, rtol=rtol, atol=1e-6)
@@ -443,6 +444,7 @@ def two_ranks(rank: int, world: int) -> None:
     compiled(rank, world)
     loss_in_a_dict(rank, world)
     stages_of_several_rounds_evaluate(rank, world)
+    groups_that_are_none(rank, world)
 
 
 # --- failures -------------------------------------------------------------------------------------------------

@@ -22,7 +22,6 @@ from torch_lms.pipeline.members import find_members
     ("scenario", "world"),
     [
         ("two_ranks", 2),
-        ("groups_that_are_none", 2),
         ("middle_rank", 3),
         ("four_ranks", 4),
         ("fails_and_stays", 4),
