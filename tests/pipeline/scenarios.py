@@ -307,3 +307,12 @@ def dies_with_a_child(rank: int, world: int) -> None:
                 os._exit(0)
             os.kill(os.getpid(), signal.SIGKILL)
         pipeline.step(*batch())
+
+
+def keeper_of_the_store_dies(rank: int, world: int) -> None:
+    """Rank 0 keeps the store, and with it what the ranks know of each other."""
+    with Pipeline(cut(made(True), world), config=PipelineConfig(microbatches=4, executor="own")) as pipeline:
+        pipeline.step(*batch())
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        pipeline.step(*batch())

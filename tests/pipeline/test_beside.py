@@ -12,6 +12,7 @@ from torch import nn
 from tests.pipeline.ranks import run_ranks
 from torch_lms.errors import PipelineError
 from torch_lms.pipeline.boundary import Boundary, Microbatch
+from torch_lms.pipeline.circle import CountingStore
 from torch_lms.pipeline.config import PipelineConfig
 from torch_lms.pipeline.evaluation import evaluating, merge_outputs
 from torch_lms.pipeline.members import find_members
@@ -91,3 +92,15 @@ def test_without_torch_distributed_groups_are_refused() -> None:
 def test_a_timeout_has_to_be_positive() -> None:
     with pytest.raises(ValueError, match="heartbeat_timeout_s"):
         PipelineConfig(heartbeat_timeout_s=0)
+
+
+def test_a_store_without_check_counts_what_was_set() -> None:
+    store = CountingStore(torch.distributed.HashStore())
+    assert not store.check(["a"])
+    store.set("a", b"one")
+    store.set("a", b"\x00two")
+    assert store.check(["a"])
+    assert store.get("a") == b"\x00two"
+    assert not store.check(["a", "b"])
+    store.delete_key("a")
+    assert not store.check(["a"])

@@ -12,6 +12,7 @@ import pickle
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed import distributed_c10d
@@ -22,7 +23,7 @@ from torch_lms.pipeline.members import Members
 if TYPE_CHECKING:
     from torch_lms.pipeline.liveness import Liveness
 
-__all__ = ["Circle", "Messages"]
+__all__ = ["Circle", "CountingStore", "Messages"]
 
 _ANSWER_S = 1800.0  # the time that process groups give as a rule
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1e-4, 5e-3
@@ -46,7 +47,8 @@ class Circle:
         _made[purpose, members.ranks] += 1
         ranks = hashlib.sha1(str(members.ranks).encode(), usedforsecurity=False).hexdigest()
         prefix = f"torch_lms/{purpose}/{ranks}/{_made[purpose, members.ranks]}"
-        self._store: Any = distributed_c10d.PrefixStore(prefix, _own_connection())
+        store: Any = distributed_c10d.PrefixStore(prefix, _own_connection())
+        self._store = store if hasattr(store, "check") else CountingStore(store)
         self._lock = threading.Lock()
 
     def put(self, key: str, value: bytes) -> None:
@@ -68,6 +70,32 @@ class Circle:
 def _own_connection() -> Any:
     store: Any = distributed_c10d._get_default_store()
     return store.clone() if hasattr(store, "clone") else store
+
+
+class CountingStore:
+    """Gives a store `check` where PyTorch's has none: a count beside each key tells whether that was set.
+
+    Args:
+        store: of torch.distributed.
+    """
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self.get = store.get
+
+    def set(self, key: str, value: bytes) -> None:
+        """Sets a key."""
+        self._store.set(key, value)
+        self._store.add(f"{key}/count", 1)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all keys are set."""
+        return all(self._store.add(f"{key}/count", 0) > 0 for key in keys)
+
+    def delete_key(self, key: str) -> None:
+        """Forgets a key."""
+        self._store.delete_key(f"{key}/count")
+        self._store.delete_key(key)
 
 
 class Messages:

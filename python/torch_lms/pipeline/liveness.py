@@ -119,13 +119,14 @@ class Liveness:
         Returns:
             None if all ranks are alive and at work.
         """
-        changes = {(circle, other): (0, circle.find(f"status/{other}")) for circle, other in self._others()}
+        changes: dict[tuple[Circle, int], tuple[int, bytes | None]] = {}
         end = time.monotonic() + _SUSPECT_S
         while self._failure is None and time.monotonic() < end:
             try:
                 self._look_for_failure()
-                for (circle, other), (count, before) in changes.items():
+                for circle, other in self._others():
                     status = circle.find(f"status/{other}")
+                    count, before = changes.get((circle, other), (0, status))
                     if status == _CLOSED and self._failure is None:
                         return Failure(other, "has closed its pipeline")
                     changes[circle, other] = (count + (status != before), status)
