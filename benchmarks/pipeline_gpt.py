@@ -30,7 +30,8 @@ from torch_lms.balanced import BalanceConfig, BalancedPlan, plan_balanced_partit
 from torch_lms.cli.models import GPT, GPTShape
 from torch_lms.partition.costs import CostModel
 from torch_lms.pipeline.chart import draw_charts, predict
-from torch_lms.pipeline.runner import Pipeline, PipelineConfig
+from torch_lms.pipeline.config import PipelineConfig
+from torch_lms.pipeline.runner import Pipeline
 from torch_lms.profile.profiler import ProfileConfig
 from torch_lms.schedules.actions import FORWARD
 from torch_lms.schedules.rules import one_f_one_b

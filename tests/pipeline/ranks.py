@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -21,10 +22,11 @@ class Ended:
     output: str
 
 
-def run_ranks(scenario: str, world: int, tmp_path: Path, *, timeout_s: float = 90) -> list[Ended]:
+def run_ranks(scenario: str, world: int, tmp_path: Path, *, timeout_s: float = 90, store: str = "file") -> list[Ended]:
     """Runs ``module:function`` on ranks over Gloo; whoever runs too long is killed, with status -9.
 
-    Several functions, joined by ``+``, run one after the other. With ``TORCH_LMS_TEST_DEVICE=cuda`` over NCCL.
+    Several functions, joined by ``+``, run one after the other. With ``store="tcp"`` rank 0 keeps the store. With
+    ``TORCH_LMS_TEST_DEVICE=cuda`` over NCCL.
     """
     environment = {
         **os.environ,
@@ -32,11 +34,11 @@ def run_ranks(scenario: str, world: int, tmp_path: Path, *, timeout_s: float = 9
         "OMP_NUM_THREADS": "1",
         "TORCH_LMS_CHAOS": "0",
     }
-    meeting = tmp_path / "meeting"
+    meeting = f"file://{tmp_path / 'meeting'}" if store == "file" else f"tcp://127.0.0.1:{_free_port()}"
     logs = [tmp_path / f"rank{rank}.log" for rank in range(world)]
     processes = []
     for rank, log in enumerate(logs):
-        words = [sys.executable, "-m", "tests.pipeline.ranks", scenario, str(rank), str(world), str(meeting)]
+        words = [sys.executable, "-m", "tests.pipeline.ranks", scenario, str(rank), str(world), meeting]
         with log.open("w") as output:
             processes.append(
                 subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=ROOT)
@@ -51,6 +53,12 @@ def run_ranks(scenario: str, world: int, tmp_path: Path, *, timeout_s: float = 9
     return [Ended(process.returncode, log.read_text()) for process, log in zip(processes, logs, strict=False)]
 
 
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+    return port
+
+
 def main() -> None:
     import torch
     import torch.distributed as dist
@@ -61,7 +69,7 @@ def main() -> None:
     if on_cuda:
         torch.cuda.set_device(rank)
     backend = "nccl" if on_cuda else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=world)
+    dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=world)
     module, _, names = scenario.partition(":")
     for name in names.split("+"):
         print("==>", name, flush=True)

@@ -15,7 +15,8 @@ from torch import fx, nn
 from torch.nn import functional
 
 from torch_lms.errors import LmsError
-from torch_lms.pipeline.runner import Pipeline, PipelineConfig
+from torch_lms.pipeline.config import PipelineConfig
+from torch_lms.pipeline.runner import Pipeline
 from torch_lms.pipeline.torch_backend import is_available
 from torch_lms.stages.cutting import split
 from torch_lms.stages.stage import Stage
@@ -223,7 +224,7 @@ def _train_until(function: Callable[[], None], executor: str) -> None:
     """The last rank's stage fails in the second step."""
     model = made(True)
     stages = cut(model, dist.get_world_size())
-    with Pipeline(stages, config=PipelineConfig(microbatches=4, executor=executor, grace_s=10)) as pipeline:
+    with Pipeline(stages, config=PipelineConfig(microbatches=4, executor=executor)) as pipeline:
         pipeline.step(*batch())
         run = pipeline.stages[0]._run
 
@@ -297,11 +298,21 @@ def dies_with_a_child(rank: int, world: int) -> None:
     """A forked child, like a data loader's, outlives the rank that dies, and ends after the other rank has."""
     pids: list[int] = [0] * world
     dist.all_gather_object(pids, os.getpid())
-    with Pipeline(cut(made(True), 2), config=PipelineConfig(microbatches=4, executor="own")) as pipeline:
+    config = PipelineConfig(microbatches=4, executor="own", heartbeat_timeout_s=5)
+    with Pipeline(cut(made(True), 2), config=config) as pipeline:
         if rank == 1:
             if os.fork() == 0:
                 signal.alarm(80)  # whatever happens
                 select.select([os.pidfd_open(pids[0])], [], [])
                 os._exit(0)
+            os.kill(os.getpid(), signal.SIGKILL)
+        pipeline.step(*batch())
+
+
+def keeper_of_the_store_dies(rank: int, world: int) -> None:
+    """Rank 0 keeps the store, and with it what the ranks know of each other."""
+    with Pipeline(cut(made(True), world), config=PipelineConfig(microbatches=4, executor="own")) as pipeline:
+        pipeline.step(*batch())
+        if rank == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         pipeline.step(*batch())

@@ -23,6 +23,7 @@ def test_two_ranks_train_like_one_under_every_schedule(tmp_path: Path) -> None:
     [
         pytest.param("dies_under_torch", 3, "rank 2 died", marks=needs_pipelining),
         ("dies_with_a_child", 2, "rank 1 died"),
+        ("keeper_of_the_store_dies", 3, "rank 0 died: the store"),
         ("fails_under_own", 2, "rank 1 failed: .*no more numbers"),
         ("batch_that_does_not_divide", 2, "rank 0 failed: .*3 microbatches divide, found 4"),
     ],
@@ -30,7 +31,8 @@ def test_two_ranks_train_like_one_under_every_schedule(tmp_path: Path) -> None:
 def test_the_death_of_a_rank_ends_the_others_with_an_error_that_names_it(
     scenario: str, world: int, cause: str, tmp_path: Path
 ) -> None:
-    ended = run_ranks(f"tests.pipeline.scenarios:{scenario}", world, tmp_path)
+    store = "tcp" if scenario == "keeper_of_the_store_dies" else "file"
+    ended = run_ranks(f"tests.pipeline.scenarios:{scenario}", world, tmp_path, store=store)
     culprit = int(cause.split()[1])
     for rank, one in enumerate(ended):
         assert one.status != 0, one.output

@@ -26,7 +26,8 @@ from torch_lms.cli.text import VOCABULARY, TextBatches, read_text
 from torch_lms.errors import LmsError
 from torch_lms.partition.costs import CostModel
 from torch_lms.pipeline.chart import draw_charts, predict
-from torch_lms.pipeline.runner import Pipeline, PipelineConfig
+from torch_lms.pipeline.config import PipelineConfig
+from torch_lms.pipeline.runner import Pipeline
 from torch_lms.pipeline.torch_backend import SCHEDULES
 from torch_lms.profile.profiler import ProfileConfig
 from torch_lms.schedules.simulation import Event

@@ -85,7 +85,8 @@ class Boundary(nn.Module):
     Args:
         stage: on its device.
         device: where it is.
-        loss: for the last stage: takes what the model returns and the target; None if the model returns its loss.
+        loss: for the last stage: takes what the model returns and the target; None if the model returns its loss, or an
+            output with a ``loss``.
         loss_scale: what each microbatch's loss is divided by.
         carries_random: whether the state of the random generator crosses borders too.
     """
@@ -116,7 +117,7 @@ class Boundary(nn.Module):
         token, values = self._enter(carriers)
         result = self._run(values, microbatch)
         if self.is_last:
-            return _apply_exit(token, self._loss_of(result, microbatch))
+            return _apply_exit(token, self.loss_of(result, microbatch))
         where = f"stage {self.stage.index}"
         packed = pack(self.outgoing, result, self.device, where)
         return tuple(_apply_exit(token, carrier) for carrier in packed)
@@ -136,10 +137,24 @@ class Boundary(nn.Module):
             values = () if incoming is None else example(incoming, self.device)
             result = self._run(values, microbatch, continues=False)
             if self.is_last:
-                self.loss_like = self._loss_of(result, microbatch).detach().to("meta")
+                self.loss_like = self.loss_of(result, microbatch).detach().to("meta")
             else:
                 self.outgoing = describe(result)
         return self.outgoing
+
+    def evaluate(self, incoming: Any, carriers: Sequence[torch.Tensor], microbatch: Microbatch) -> Any:
+        """One microbatch forward, with nothing kept for a backward.
+
+        Args:
+            incoming: template of the stage's inputs; None for the first stage.
+            carriers: that came in.
+            microbatch: what it gives this rank.
+
+        Returns:
+            The stage's values as a tuple, or what the last stage returns.
+        """
+        values = () if incoming is None else unpack(incoming, carriers, self.device)
+        return self._run(values, microbatch)
 
     def metas(self, template: Any) -> tuple[torch.Tensor, ...]:
         """The carriers of a template, without storage."""
@@ -181,12 +196,31 @@ class Boundary(nn.Module):
             )
         return microbatch.feeds[name]
 
-    def _loss_of(self, result: Any, microbatch: Microbatch) -> torch.Tensor:
-        loss = result if self.loss is None else self.loss(result, microbatch.target)
+    def loss_of(self, result: Any, microbatch: Microbatch) -> torch.Tensor:
+        """This microbatch's share of the loss.
+
+        Args:
+            result: of the last stage: the loss, or an output with a ``loss`` in it, unless there is a loss function.
+            microbatch: has the target.
+
+        Raises:
+            PipelineError: if that is no loss.
+        """
+        loss = _own_loss(result) if self.loss is None else self.loss(result, microbatch.target)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             found = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise PipelineError(f"expected a loss of one element, found {found}; pass loss=..., which makes one")
+            raise PipelineError(
+                f"expected a loss of one element, found {found}; pass loss=..., which makes one, or give the model "
+                "what it computes its own from, such as labels="
+            )
         return loss if self.loss_scale == 1 else loss / self.loss_scale
+
+
+def _own_loss(result: Any) -> Any:
+    """The loss in a Hugging Face output or a dict; anything else is the loss itself."""
+    if isinstance(result, Mapping):
+        return result.get("loss", result)
+    return result if isinstance(result, torch.Tensor) else getattr(result, "loss", result)
 
 
 class _Unchanged:

@@ -1,6 +1,6 @@
 """Runs GPipe and 1F1B over torch.distributed alone, for versions of PyTorch without torch.distributed.pipelining.
 
-Activations go forward in one process group and gradients backward in another, each in the order of the microbatches on
+Activations go forward in one channel and gradients backward in another, each in the order of the microbatches on
 both of its ends, so that no send waits for a receive that comes later. What the next action needs is asked for before
 the present one runs.
 """
@@ -11,11 +11,9 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 
 from torch_lms.pipeline.boundary import Boundary
-from torch_lms.pipeline.liveness import Liveness
-from torch_lms.pipeline.transfers import wait_all
+from torch_lms.pipeline.transfers import Channel, wait_all
 from torch_lms.schedules.actions import BACKWARD, FORWARD, Action, Schedule
 
 __all__ = ["Executor", "Recorder"]
@@ -37,8 +35,7 @@ class Executor:
     Args:
         boundary: this rank's stage.
         schedule: of all ranks; stage s is on rank s.
-        directions: the groups for activations and for gradients.
-        liveness: to end a wait for a rank that has died.
+        directions: the channels for activations and for gradients.
         recorder: notes when actions run.
     """
 
@@ -46,12 +43,11 @@ class Executor:
         self,
         boundary: Boundary,
         schedule: Schedule,
-        directions: tuple[Any, Any],
-        liveness: Liveness,
+        directions: tuple[Channel, Channel],
         recorder: Recorder,
     ) -> None:
-        self._boundary, self.schedule, self._liveness, self._recorder = boundary, schedule, liveness, recorder
-        self._groups = dict(zip((FORWARD, BACKWARD), directions, strict=False))
+        self._boundary, self.schedule, self._recorder = boundary, schedule, recorder
+        self._channels = dict(zip((FORWARD, BACKWARD), directions, strict=False))
         self._stage = boundary.stage.index
 
     def step(self) -> list[torch.Tensor]:
@@ -69,7 +65,7 @@ class Executor:
             for coming in actions[place : place + 2]:
                 if coming not in asked:
                     asked[coming] = self._ask(coming)
-            received = wait_all(asked.pop(action), self._liveness)
+            received = wait_all(asked.pop(action))
             self._recorder.begin(action)
             if action.kind == FORWARD:
                 inputs = [tensor.requires_grad_() for tensor in received]
@@ -85,7 +81,7 @@ class Executor:
                 leaving = [tensor.grad for tensor in inputs if tensor.grad is not None]
             self._recorder.end(action)
             sent += self._send(action, leaving)
-        wait_all(sent, self._liveness)
+        wait_all(sent)
         return losses
 
     def _ask(self, action: Action) -> list[tuple[torch.Tensor, Any]]:
@@ -96,9 +92,9 @@ class Executor:
         made = []
         for meta in self._boundary.metas(template):
             buffer = torch.empty(meta.shape, dtype=meta.dtype, device=self._boundary.device)
-            made.append((buffer, dist.irecv(buffer, source, group=self._groups[action.kind])))
+            made.append(self._channels[action.kind].receive(buffer, source))
         return made
 
     def _send(self, action: Action, tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, Any]]:
         target = self._stage + (1 if action.kind == FORWARD else -1)
-        return [(tensor, dist.isend(tensor, target, group=self._groups[action.kind])) for tensor in tensors]
+        return [self._channels[action.kind].send(tensor, target) for tensor in tensors]

@@ -1,78 +1,95 @@
-"""Notices at once when a rank dies, and says which.
+"""Notices when a rank fails or dies, and says which, through the store of torch.distributed.
 
-Every two ranks keep a TCP connection that carries nothing while all is well. A rank that dies closes its connections,
-whatever its transport is doing; a rank that fails says why first; a rank that is done says goodbye. So whoever waits
-for a rank that will not answer learns its number and its reason instead of a timeout.
+Note [Signs of life]: each rank beats in a thread: it sets a key of its own twice a second. A rank that fails says why
+in a key of the circle, which all look at as often. A rank that is killed stops beating; the rank in front of it in
+the ring of those that have not closed their pipelines notices after ``heartbeat_timeout_s`` and says so in the same
+key. Gloo tells its neighbours earlier, with an error: whoever gets one asks who is silent, for `_SUSPECT_S`, and
+names that rank. So an error that is thrown is known to all within a second or two, a death under Gloo within some
+seconds, a death under NCCL after the timeout, unless torchrun's agent has ended the workers before. A rank whose main
+thread hangs still beats: that is for the timeout of the process group.
+
+Note [Store]: where a rank keeps the store itself, which is rank 0 without torchrun's agent, its death is seen as that
+of the store.
+
+Note [Ending waits]: a rank that hears of a failure while its main thread waits ends the transports' waits: NCCL's by
+aborting the group, Gloo's by a receive that runs out of time, after which Gloo closes all connections of the group.
+The group is of no use afterwards, and the others' waits end as well. What cannot be ended so, such as a wait in a
+group that the pipeline does not know, is left to the timeout of that group and to torchrun. No process is ended from
+here.
+
+A forked child, such as a data loader's, has no thread that beats, and what it closes or leaves open does not matter.
 """
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
-import selectors
-import signal
-import socket
-import struct
 import sys
 import threading
-import weakref
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeVar
+from datetime import timedelta
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from torch_lms.errors import PipelineError
+from torch_lms.pipeline.circle import Circle
+from torch_lms.pipeline.members import Members
 
-__all__ = ["Failure", "Liveness"]
+__all__ = ["Failure", "Liveness", "end_waits"]
 
-Value = TypeVar("Value")
-_HELLO = struct.Struct("<16si")
-_LENGTH = struct.Struct("<i")
-_CONNECT_S = 60.0
-_LEFT_S = 3.0
+_BEAT_S = 0.5
+_SUSPECT_S = 4.0
+_LOOK_S = 0.1
+_LEAVE_S = 1.0  # that the main thread has to come back by itself
+_CLOSED = b"closed"
+_ENDING_TAG = 0x6C6D73
+_STORE_ERRORS = (RuntimeError, OSError, ValueError)  # which one differs between stores and versions
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Which rank failed first, and why."""
+    """Which rank of the world failed first, and why; None is the process that keeps the store."""
 
-    rank: int
+    rank: int | None
     reason: str
 
     def error(self) -> PipelineError:
         """As an exception."""
-        return PipelineError(
-            f"expected all ranks to go on, found that rank {self.rank} {self.reason}; see its own output"
-        )
+        who = f"rank {self.rank}" if self.rank is not None else "torchrun's agent"
+        return PipelineError(f"expected all ranks to go on, found that {who} {self.reason}; see its own output")
 
 
 class Liveness:
-    """The connections to all other ranks, watched by a thread.
+    """What this rank knows of the others, and tells them; see Note [Signs of life].
 
     Args:
-        group: a group whose collectives carry objects, for the addresses.
-        grace_s: how long the main thread may take to notice a failure before this process is ended.
-        on_failure: called by the watching thread, once, for instance to abort a transport.
+        circles: of the pipeline, and of data parallel; a failure in one is passed on to the other.
+        heartbeat_timeout_s: how long a rank may be silent.
+        on_failure: called in a thread, once, if the main thread stays in a wait after a failure.
 
-    Threads: all methods are for the main thread; the watching thread only reads connections.
+    Threads: the public methods are for the main thread.
     """
 
-    def __init__(self, group: Any, grace_s: float, on_failure: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, circles: Sequence[Circle], heartbeat_timeout_s: float, on_failure: Callable[[], None] = lambda: None
+    ) -> None:
         self.rank = dist.get_rank()
-        self._grace_s, self._on_failure = grace_s, on_failure
+        self._circles, self._timeout_s, self._on_failure = circles, heartbeat_timeout_s, on_failure
         self._changed = threading.Condition()
         self._failure: Failure | None = None
-        self._gone: set[int] = set()
-        self._busy = False
-        self._closed = False
-        self._peers = _connect(group, self.rank)
-        self._wake, self._woken = socket.socketpair()
+        self._busy, self._beats = False, 0
+        self._ending: threading.Thread | None = None
+        self._heard: dict[tuple[int, int], tuple[bytes | None, float]] = {}
+        self._store_answered_at = time.monotonic()
+        self._process = os.getpid()
+        self._closing = threading.Event()
+        self._beat()
         self._thread = threading.Thread(target=self._watch, name="torch_lms liveness", daemon=True)
         self._thread.start()
-        os.register_at_fork(after_in_child=partial(_let_go, weakref.WeakValueDictionary(self._peers)))
 
     @property
     def failure(self) -> Failure | None:
@@ -90,167 +107,137 @@ class Liveness:
         if self._failure is not None:
             raise self._failure.error()
 
-    def wait_for_failure(self, seconds: float) -> Failure | None:
-        """Gives a failure that shows itself elsewhere first some time to be known here."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._failure is not None or bool(self._gone), timeout=seconds)
-            if self._failure is None and self._gone:
-                return Failure(min(self._gone), "has closed its pipeline")
-            return self._failure
-
-    def blame(self, rank: int, reason: str) -> Failure:
-        """Notes a failure that came to be known in another way; the first one stands."""
-        with self._changed:
-            self._failure = self._failure or Failure(rank, reason)
-            return self._failure
-
     def announce(self, reason: str) -> None:
-        """Tells all others that this rank has failed, or passes on why."""
-        failure = self._failure or Failure(self.rank, reason)
-        message = json.dumps([failure.rank, failure.reason]).encode()
-        self._send(_LENGTH.pack(len(message)) + message)
+        """Tells all others that this rank has failed, unless another one failed before or this one has closed."""
+        if self._closing.is_set() or os.getpid() != self._process:
+            return
+        self._hear(Failure(self.rank, reason))
+
+    def find_culprit(self) -> Failure | None:
+        """Asks, after an error of a transport, which rank is behind it; takes up to some seconds.
+
+        Returns:
+            None if all ranks are alive and at work.
+        """
+        changes: dict[tuple[Circle, int], tuple[int, bytes | None]] = {}
+        end = time.monotonic() + _SUSPECT_S
+        while self._failure is None and time.monotonic() < end:
+            try:
+                self._look_for_failure()
+                for circle, other in self._others():
+                    status = circle.find(f"status/{other}")
+                    count, before = changes.get((circle, other), (0, status))
+                    if status == _CLOSED and self._failure is None:
+                        return Failure(other, "has closed its pipeline")
+                    changes[circle, other] = (count + (status != before), status)
+            except _STORE_ERRORS:
+                self._hear(_store_failure())
+                break
+            if all(count >= 2 for count, _ in changes.values()):  # one change may have been under way
+                return self._failure
+            time.sleep(_LOOK_S)
+        silent = [other for (_, other), (count, status) in changes.items() if not count and status is not None]
+        if self._failure is None and silent:
+            self._hear(Failure(min(silent), "died"))
+        return self._failure
 
     def close(self) -> None:
-        """Says goodbye; the others may then go on without this rank."""
-        if self._closed:
+        """Says goodbye; the others may then go on without this rank. In a forked child it does nothing."""
+        if self._closing.is_set() or os.getpid() != self._process:
             return
-        self._closed = True
-        self._send(_LENGTH.pack(0))
-        self._wake.send(b"x")
+        self._closing.set()
         self._thread.join()
-        for connection in (*self._peers.values(), self._wake, self._woken):
-            connection.close()
-
-    def run(self, wait: Callable[[], Value]) -> Value:
-        """Waits in another thread, so that a failure ends the waiting here.
-
-        Raises:
-            PipelineError: if a rank fails meanwhile; what waits is then left behind.
-        """
-        outcome: list[tuple[bool, Any]] = []
-
-        def work() -> None:
-            result: tuple[bool, Any]
+        if self._ending is not None:
+            self._ending.join(_SUSPECT_S)  # Python's end would break it off in the midst
+        for circle in self._circles:
             try:
-                result = (True, wait())
-            except BaseException as error:  # it goes to the caller
-                result = (False, error)
-            with self._changed:
-                outcome.append(result)
-                self._changed.notify_all()
+                circle.put(f"status/{self.rank}", _CLOSED)
+            except _STORE_ERRORS:
+                continue  # the store went first, and with it whoever might have asked
 
-        waiting = threading.Thread(target=work, name="torch_lms wait", daemon=True)
-        waiting.start()
-        with self._changed:
-            self._changed.wait_for(lambda: bool(outcome) or self._failure is not None)
-        if not outcome:
-            atexit.register(_end_with, waiting)
-            self.check()
-        succeeded, value = outcome[0]
-        if not succeeded:
-            raise value
-        result: Value = value
-        return result
-
-    def _send(self, message: bytes) -> None:
-        for connection in self._peers.values():
-            try:
-                connection.sendall(message)
-            except OSError:
-                continue  # that rank is gone; the watching thread knows
+    def _others(self) -> Iterator[tuple[Circle, int]]:
+        """The ranks behind this one in the ring of each circle."""
+        for circle in self._circles:
+            ranks, place = circle.members.ranks, circle.members.place
+            yield from ((circle, other) for other in (*ranks[place + 1 :], *ranks[:place]))
 
     def _watch(self) -> None:
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._woken, selectors.EVENT_READ, None)
-            for rank, connection in self._peers.items():
-                selector.register(connection, selectors.EVENT_READ, rank)
-            while True:
-                for key, _ in selector.select():
-                    if key.data is None:
-                        return
-                    selector.unregister(key.fileobj)  # a rank speaks once
-                    self._hear(key.data, _read_last_words(self._peers[key.data]))
+        while not self._closing.wait(_BEAT_S):
+            try:
+                self._beat()
+                self._look_for_failure()
+                self._look_for_silence()
+                self._store_answered_at = time.monotonic()
+            except _STORE_ERRORS:
+                if time.monotonic() - self._store_answered_at > self._timeout_s:
+                    self._hear(_store_failure())
+            if self._failure is not None and self._ending is None:
+                self._end_waits()
 
-    def _hear(self, rank: int, words: bytes | None) -> None:
-        with self._changed:
-            if words == b"":
-                self._gone.add(rank)
-            elif self._failure is None:
-                self._failure = Failure(rank, "died") if words is None else Failure(*json.loads(words))
-                # Apart from each other: what is to end the waits may itself hang.
-                threading.Thread(target=self._on_failure, name="torch_lms abort", daemon=True).start()
-                threading.Thread(target=self._enforce, name="torch_lms grace", daemon=True).start()
-            self._changed.notify_all()
+    def _beat(self) -> None:
+        self._beats += 1
+        for circle in self._circles:
+            circle.put(f"status/{self.rank}", str(self._beats).encode())
 
-    def _enforce(self) -> None:
-        """Ends this process if the main thread stays in a wait that nothing will end."""
+    def _look_for_failure(self) -> None:
+        for circle in self._circles:
+            words = circle.find("failure")
+            if words is not None:
+                self._hear(Failure(*json.loads(words)))
+
+    def _look_for_silence(self) -> None:
+        """Looks at the next rank that has not closed its pipeline."""
+        now = time.monotonic()
+        for index, circle in enumerate(self._circles):
+            for other in (other for own, other in self._others() if own is circle):
+                status = circle.find(f"status/{other}")
+                if status == _CLOSED:
+                    continue
+                before, since = self._heard.get((index, other), (None, now))
+                if status is None or status != before:
+                    self._heard[index, other] = (status, now)
+                elif now - since > self._timeout_s:
+                    self._hear(Failure(other, f"died: it gave no sign of life for {self._timeout_s:g} s"))
+                break
+
+    def _hear(self, failure: Failure) -> None:
+        """Notes a failure, if it is the first, and tells all circles."""
         with self._changed:
-            if self._changed.wait_for(lambda: not self._busy or self._closed, timeout=self._grace_s):
+            if self._failure is not None:
                 return
-        print(f"torch_lms: {self._failure.error() if self._failure else ''}", file=sys.stderr, flush=True)
-        os.kill(os.getpid(), signal.SIGTERM)
+            self._failure = failure
+            self._changed.notify_all()
+        for circle in self._circles:
+            try:
+                if circle.find("failure") is None:
+                    circle.put("failure", json.dumps([failure.rank, failure.reason]).encode())
+            except _STORE_ERRORS:
+                continue  # all others find the store gone as well
+
+    def _end_waits(self) -> None:
+        with self._changed:
+            if self._changed.wait_for(lambda: not self._busy, timeout=_LEAVE_S):
+                return
+        # Apart from here: what is to end the waits may itself hang.
+        self._ending = threading.Thread(target=self._on_failure, name="torch_lms abort", daemon=True)
+        self._ending.start()
 
 
-def _let_go(peers: weakref.WeakValueDictionary[int, socket.socket]) -> None:
-    """Closes a forked child's copies, such as a data loader's: they would keep a dead rank's connections open."""
-    for connection in peers.values():
-        os.close(connection.detach())
+def _store_failure() -> Failure:
+    reason = "died: the store of torch.distributed, which it keeps, does not answer"
+    return Failure(None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0, reason)
 
 
-def _end_with(waiting: threading.Thread) -> None:
-    """Ends the process while a thread may still be in a wait: Python cannot end it, and would abort on its return.
-
-    The wait returns as soon as the rank at its other end is gone, so a short while is enough as a rule.
-    """
-    waiting.join(_LEFT_S)
-    if waiting.is_alive():
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
-
-
-def _read_last_words(connection: socket.socket) -> bytes | None:
-    """Empty for goodbye, a reason, or None if the rank died without a word."""
-    try:
-        head = _read(connection, _LENGTH.size)
-        return _read(connection, _LENGTH.unpack(head)[0])
-    except OSError:
-        return None
-
-
-def _read(connection: socket.socket, count: int) -> bytes:
-    data = b""
-    while len(data) < count:
-        more = connection.recv(count - len(data))
-        if not more:
-            raise ConnectionError("closed")
-        data += more
-    return data
-
-
-def _connect(group: Any, rank: int) -> dict[int, socket.socket]:
-    """A connection to every other rank; the higher rank calls the lower one, and proves that it knows the secret."""
-    world = dist.get_world_size()
-    hosts: list[Any] = [None] * world
-    dist.all_gather_object(hosts, socket.gethostname(), group=group)
-    alone = len(set(hosts)) == 1
-    with socket.create_server(("127.0.0.1" if alone else "", 0), backlog=world) as server:
-        server.settimeout(_CONNECT_S)
-        places: list[Any] = [None] * world
-        dist.all_gather_object(places, (server.getsockname()[1], os.urandom(16)), group=group)
-        peers: dict[int, socket.socket] = {}
-        for other in range(rank):
-            port, secret = places[other]
-            peers[other] = socket.create_connection(("127.0.0.1" if alone else hosts[other], port), timeout=_CONNECT_S)
-            peers[other].sendall(_HELLO.pack(secret, rank))
-        while len(peers) < world - 1:
-            connection, _ = server.accept()
-            connection.settimeout(_CONNECT_S)
-            secret, other = _HELLO.unpack(_read(connection, _HELLO.size))
-            if secret == places[rank][1]:
-                peers[other] = connection
-            else:
-                connection.close()
-    for connection in peers.values():
-        connection.settimeout(None)
-    return peers
+def end_waits(groups: Sequence[Members], device: torch.device) -> None:
+    """Ends what waits in the groups; see Note [Ending waits]."""
+    for members in groups:
+        try:
+            if members.on_nccl:
+                members.group._get_backend(device).abort()
+            elif members.count > 1:
+                other = members.ranks[members.place - 1]
+                receive: Any = dist.irecv(torch.zeros(1), other, group=members.group, tag=_ENDING_TAG)
+                receive.wait(timedelta(milliseconds=1))
+        except (AttributeError, RuntimeError) as error:
+            if members.on_nccl:
+                print(f"torch_lms: could not abort a transport: {error}", file=sys.stderr)

@@ -8,21 +8,27 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from torch_lms.errors import LmsError, PipelineError
 from torch_lms.pipeline import torch_backend
 from torch_lms.pipeline.boundary import Boundary, LossFunction, Microbatch
+from torch_lms.pipeline.circle import Circle, Messages
+from torch_lms.pipeline.config import PipelineConfig
+from torch_lms.pipeline.data_parallel import Replicas
+from torch_lms.pipeline.evaluation import evaluating, forward_all, merge_outputs
 from torch_lms.pipeline.executor import Executor
-from torch_lms.pipeline.liveness import Liveness
+from torch_lms.pipeline.liveness import Liveness, end_waits
+from torch_lms.pipeline.members import Members, find_members
 from torch_lms.pipeline.microbatches import cut_batch, name_arguments, to_device
 from torch_lms.pipeline.shared_weights import SharedWeights
+from torch_lms.pipeline.states import gather_state, load_state, names_of
 from torch_lms.pipeline.timeline import Timeline
+from torch_lms.pipeline.transfers import make_channels
 from torch_lms.schedules.actions import Schedule
 from torch_lms.schedules.rules import make_schedule
 from torch_lms.schedules.simulation import Event
@@ -30,68 +36,9 @@ from torch_lms.stages.materialize import materialize
 from torch_lms.stages.placement import find_device
 from torch_lms.stages.stage import Stage
 
-__all__ = ["Pipeline", "PipelineConfig"]
+__all__ = ["Pipeline", "find_own_device"]
 
-_OWN_SCHEDULES = ("gpipe", "1f1b")
-_EXECUTORS = ("auto", "torch", "own")
-_NOTICE_S = 2.0
 _TARGET = "target of the loss"
-
-
-@dataclass(frozen=True, kw_only=True)
-class PipelineConfig:
-    """How a pipeline runs.
-
-    Attributes:
-        schedule: ``gpipe``, ``1f1b``, ``interleaved`` or ``zero_bubble``.
-        microbatches: that a step's batch is cut into.
-        executor: ``torch`` for torch.distributed.pipelining, ``own`` for the executor here, which knows ``gpipe`` and
-            ``1f1b``; ``auto`` takes the first where there is one.
-        seed: microbatch k of step n draws its random numbers from ``seed + n * microbatches + k``, on all stages as on
-            one device; None leaves the generators of each rank alone.
-        whole: names of arguments that each microbatch gets uncut.
-        grace_s: how long a rank may stay in a wait that the death of another will never end.
-
-    Raises:
-        ValueError: for an unknown schedule or executor, or numbers that are not positive.
-    """
-
-    schedule: str = "1f1b"
-    microbatches: int = 1
-    executor: str = "auto"
-    seed: int | None = None
-    whole: tuple[str, ...] = ()
-    grace_s: float = 20.0
-
-    def __post_init__(self) -> None:
-        if self.schedule not in torch_backend.SCHEDULES:
-            known = ", ".join(torch_backend.SCHEDULES)
-            raise ValueError(f"expected a schedule among {known}, found {self.schedule!r}; choose one of these")
-        if self.executor not in _EXECUTORS:
-            raise ValueError(f"expected an executor among {', '.join(_EXECUTORS)}, found {self.executor!r}; choose one")
-        if self.microbatches < 1 or self.grace_s <= 0:
-            raise ValueError(
-                f"expected positive microbatches and grace, found {self}; give at least 1 and some seconds"
-            )
-
-    @property
-    def uses_torch(self) -> bool:
-        """Whether torch.distributed.pipelining runs it.
-
-        Raises:
-            PipelineError: if it has to and is not there.
-        """
-        available = torch_backend.is_available()
-        if not available and (self.executor == "torch" or self.schedule not in _OWN_SCHEDULES):
-            raise PipelineError(
-                f"expected torch.distributed.pipelining for {self.schedule}, found none in torch {torch.__version__}; "
-                f"take executor='own' and a schedule among {', '.join(_OWN_SCHEDULES)}"
-            )
-        if self.executor == "own" and self.schedule not in _OWN_SCHEDULES:
-            raise PipelineError(
-                f"expected gpipe or 1f1b for executor='own', found {self.schedule!r}; choose one of these"
-            )
-        return available and self.executor != "own"
 
 
 class Pipeline:
@@ -104,16 +51,36 @@ class Pipeline:
                 optimizer.step()
                 optimizer.zero_grad()
 
-    Stage s runs on rank ``s % ranks``. A rank gives `step` at least the arguments that its own stages use, and the last
-    one the target.
+    Stage s runs on rank ``s % ranks`` of the group. A rank gives `step` at least the arguments that its own stages use,
+    and the last one the target.
+
+    Several pipelines stand side by side in one world, each with its own group. With ``data_parallel`` they train one
+    model: each step ends with the mean of their gradients, as `torch_lms.pipeline.data_parallel` says.
+
+        mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "pp"))
+        Pipeline(stages, group=mesh["pp"], data_parallel=mesh["dp"])
+
+    Autocast around `step` is that of all stages. ``stage.compile()`` of those in `stages`, before the first step,
+    compiles them.
+
+    If a rank fails or dies, all others raise a PipelineError that names it; see `torch_lms.pipeline.liveness` for how
+    soon, and for what is left to the timeout of the process group and to torchrun.
 
     Args:
         stages: all stages of the model; this rank materialises its own.
+        group: the ranks: a process group or a DeviceMesh of one dimension; by default the world.
+        data_parallel: the ranks with the same stages in other pipelines, likewise.
         device: of this rank; by default its CUDA device under NCCL, else the CPU.
-        loss: takes what the model returns and the target; None if the model returns its loss.
+        loss: takes what the model returns and the target; None if the model returns its loss, or an output with a
+            ``loss``.
         config: schedule and microbatches.
         state_dict: of the whole model, for stages on the meta device or to begin from.
         init_fn: initialises modules that are on the meta device, see `materialize`.
+
+    Attributes:
+        stages: of this rank.
+        rank: place of this rank in the pipeline.
+        ranks: how many there are.
 
     Raises:
         PipelineError: if torch.distributed is not initialised, numbers do not fit, or any rank fails.
@@ -123,51 +90,104 @@ class Pipeline:
         self,
         stages: Sequence[Stage],
         *,
+        group: Any = None,
+        data_parallel: Any = None,
         device: Any = None,
         loss: LossFunction | None = None,
         config: PipelineConfig | None = None,
         state_dict: Mapping[str, Any] | None = None,
         init_fn: Callable[[nn.Module], None] | None = None,
     ) -> None:
-        if not dist.is_initialized():
-            raise PipelineError(
-                "expected torch.distributed to be initialised, found it is not; start with torchrun and call "
-                "torch.distributed.init_process_group first"
-            )
         self.config = config or PipelineConfig()
-        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        self._arguments = stages[0].arguments
-        self._control = dist.new_group(backend="gloo") if dist.get_backend() != "gloo" else dist.group.WORLD
-        self._step, self._closed = 0, False
+        self._members = find_members(group, "group")
+        replicas = None if data_parallel is None else find_members(data_parallel, "data_parallel")
+        self.rank, self.ranks = self._members.place, self._members.count
+        self._arguments, self._stage_count, self._names = stages[0].arguments, len(stages), names_of(stages)
+        self._step, self._evaluations, self._has_loss_function = 0, 0, loss is not None
+        self._replica = (0, 1) if replicas is None else (replicas.place, replicas.count)
         self._backend: Executor | torch_backend.TorchBackend | None = None
-        with self._agreement():
-            self.device = find_device(device if device is not None else _default_device())
-            self._schedule = self._check_numbers(len(stages))
-            self.stages = [stage for stage in stages if stage.index % self.ranks == self.rank]
-            for stage in self.stages:
-                materialize(stage, self.device, state_dict=state_dict, init_fn=init_fn)
+        self._connect(replicas, find_own_device(self._members, device))
+        try:
+            with self._agreement():
+                self.device = find_device(self._given_device)
+                self._schedule = self._check_numbers(len(stages))
+                self.stages = [stage for stage in stages if stage.index % self.ranks == self.rank]
+                for stage in self.stages:
+                    materialize(stage, self.device, state_dict=state_dict, init_fn=init_fn)
+            with self._watched():
+                self._begin(stages, replicas, loss)
+        except BaseException:
+            self._liveness.close()
+            raise
+
+    def _connect(self, replicas: Members | None, device: torch.device) -> None:
+        """Finds the other ranks; from here on their failures are known."""
+        self._given_device = device
+        circles = [Circle(self._members, "pipeline")]
+        if replicas is not None:
+            circles.append(Circle(replicas, "data_parallel"))
+        groups = [circle.members for circle in circles]
+        self._liveness = Liveness(circles, self.config.heartbeat_timeout_s, partial(end_waits, groups, device))
+        self._messages = Messages(circles[0], self._liveness)
+        self._replica_messages = Messages(circles[-1], self._liveness)
+        weakref.finalize(self, self._liveness.close)
+        atexit.register(_close_at_exit, weakref.ref(self))
+
+    def _begin(self, stages: Sequence[Stage], replicas: Members | None, loss: LossFunction | None) -> None:
+        """Everything that needs the stages on their devices."""
         self._boundaries = [
             Boundary(stage, self.device, loss, self.config.microbatches, self.config.seed is not None)
             for stage in self.stages
         ]
-        self._has_loss_function = loss is not None
-        self._stage_count = len(stages)
         self._timeline = Timeline(self.device)
-        self._groups = (dist.new_group(), dist.new_group())
-        self._liveness = Liveness(self._control, self.config.grace_s, self._abort_transports)
-        atexit.register(_close_at_exit, weakref.ref(self))
+        self._members.meet(self.device)
+        own_groups = self._members.on_nccl and not self.config.uses_torch
+        self._channels = make_channels(self._members, self._liveness, own_groups)
         rank_of = {stage.index: stage.index % self.ranks for stage in stages}
-        self._shared = SharedWeights(stages, self.stages, rank_of, self._groups[0], self._liveness)
-        with self._watched():
-            self._shared.share_values()
+        self._shared = SharedWeights(stages, self.stages, rank_of, self._channels[2])
+        self._replicas = None if replicas is None else Replicas(replicas, self.stages, self._replica_messages)
+        self._share_values()
+
+    def _share_values(self) -> None:
+        self._shared.share_values()
+        if self._replicas is not None:
+            self._replicas.share_values()
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of this rank's stages, each once."""
         return nn.ModuleList(self.stages).parameters()
 
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's part of the model's state dict; `merge_state_dicts` puts the parts together."""
-        return {name: value for stage in self.stages for name, value in stage.state_dict().items()}
+    def state_dict(self, *, full: bool = False, to: int | None = None) -> dict[str, Any]:
+        """The model's state dict, or this rank's part of it, under the model's names.
+
+        The parts go through torch.distributed.checkpoint as they are, and may be loaded into another number of stages:
+        ``checkpoint.load(state := pipeline.state_dict(), ...)``, then ``pipeline.load_state_dict(state)``.
+
+        Args:
+            full: whether to gather the whole, on the CPU; all ranks of the pipeline then call it alike.
+            to: place of the only rank that gets it; the others get nothing. By default all get it.
+        """
+        own = {name: value for stage in self.stages for name, value in stage.state_dict().items()}
+        if not full:
+            return own
+        with self._watched():
+            return gather_state(own, self._members, self._messages, self.device, to)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *, strict: bool = True) -> None:
+        """Copies values into this rank's stages; all ranks of the pipeline, and of data parallel, call it alike.
+
+        Args:
+            state_dict: of the whole model, or this rank's part.
+            strict: whether names that are missing, or that the model has not, are errors.
+
+        Raises:
+            PipelineError: for such names, or for a value of another shape; on all ranks, which may go on.
+        """
+        self._liveness.check()
+        with self._agreement():
+            load_state(self.stages, state_dict, self._names, strict)
+        with self._watched():
+            self._share_values()
 
     @property
     def schedule(self) -> Schedule:
@@ -182,19 +202,23 @@ class Pipeline:
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> torch.Tensor | None:
         """Forward and backward of one batch; gradients add to those that are there.
 
+        Several steps may so come before one of the optimizer. With data parallel each replica gives its own part of the
+        batch, and gradients are those of the mean of the parts' losses.
+
         Args:
             args: arguments of the model, which are cut into microbatches along their first dimension.
             target: for the loss function, on the last rank.
             kwargs: more arguments of the model.
 
         Returns:
-            The mean of the microbatches' losses on the last stage's rank, None elsewhere.
+            The mean of the microbatches' losses on the last stage's rank, None elsewhere; that of this replica.
 
         Raises:
             PipelineError: for arguments that do not fit, or if a rank fails; the message names it.
         """
         with self._watched():
-            microbatches = self._cut(args, kwargs, target)
+            microbatches = self._cut(args, kwargs, target, seed=self.config.seed)
+            self._check_target(target)
             if self._backend is None:
                 self._backend = self._prepare(microbatches[0])
             backend = self._backend
@@ -204,22 +228,53 @@ class Pipeline:
             self._timeline.start()
             losses = backend.step()
             self._shared.sum_gradients()
+            if self._replicas is not None:
+                self._replicas.average_gradients(without=self._shared.copies())
+            self._shared.copy_gradients()
             self._step += 1
-            return torch.stack([loss.reshape(()) for loss in losses]).sum() if losses else None
+            return _sum(losses)
+
+    def evaluate(self, *args: Any, target: Any = None, return_outputs: bool = False, **kwargs: Any) -> Any:
+        """Forward of one batch without gradients, with all stages in evaluation mode; their modes are put back.
+
+        Args:
+            args: arguments of the model, as for `step`.
+            target: for the loss function, on the last rank; may be left out if only outputs are asked for.
+            return_outputs: whether to give what the model returns as well.
+            kwargs: more arguments of the model.
+
+        Returns:
+            On the last stage's rank the mean of the microbatches' losses, as `step` does; None elsewhere. With
+            ``return_outputs`` that and the outputs, whose microbatches follow each other along the first dimension.
+
+        Raises:
+            PipelineError: for arguments that do not fit, or if a rank fails; the message names it.
+        """
+        with self._watched():
+            microbatches = self._cut(args, kwargs, target, seed=None)
+            if not return_outputs:
+                self._check_target(target)
+            self._evaluations += 1
+            where = self._channels[2], self._messages, f"evaluation/{self._evaluations}"
+            with evaluating(self.stages):
+                outputs = forward_all(self._boundaries, self.rank, self.ranks, microbatches, *where)
+                losses: list[torch.Tensor] = []
+                if not self._has_loss_function or target is not None:
+                    losses = [
+                        self._boundaries[-1].loss_of(output, microbatch)
+                        for output, microbatch in zip(outputs, microbatches, strict=False)
+                    ]
+            return (_sum(losses), merge_outputs(outputs) if outputs else None) if return_outputs else _sum(losses)
 
     def measured(self, *args: Any, target: Any = None, **kwargs: Any) -> list[Event]:
         """Does a `step` and returns when each action of each rank ran, on all ranks."""
         self._timeline.enabled = True
         try:
             with self._watched():
-                if self.device.type == "cuda":
-                    torch.cuda.synchronize(self.device)
-                self._liveness.run(lambda: dist.barrier(group=self._control))
+                self._members.meet(self.device)
             self.step(*args, target=target, **kwargs)
-            gathered: list[Any] = [None] * self.ranks
             with self._watched():
-                own = self._timeline.events(self.rank)
-                self._liveness.run(lambda: dist.all_gather_object(gathered, own, group=self._control))
+                gathered = self._messages.gather(self._timeline.events(self.rank))
         finally:
             self._timeline.enabled = False
         return sorted(
@@ -228,9 +283,7 @@ class Pipeline:
 
     def close(self) -> None:
         """Says goodbye to the other ranks; they may end before or after this one."""
-        if not self._closed:
-            self._closed = True
-            self._liveness.close()
+        self._liveness.close()
 
     def __enter__(self) -> Pipeline:
         return self
@@ -251,19 +304,22 @@ class Pipeline:
             return None
         return make_schedule(config.schedule, ranks=self.ranks, stages=stages, microbatches=config.microbatches)
 
-    def _cut(self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any) -> list[Microbatch]:
-        values = name_arguments(self._arguments, args, kwargs)
-        if target is not None:
-            values[_TARGET] = target
+    def _check_target(self, target: Any) -> None:
         if target is None and self._has_loss_function and self._boundaries[-1].is_last:
             raise PipelineError(
                 "expected target= for the loss function on the last rank, found none; give it to step()"
             )
+
+    def _cut(self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any, seed: int | None) -> list[Microbatch]:
+        values = name_arguments(self._arguments, args, kwargs)
+        if target is not None:
+            values[_TARGET] = target
         needed = {name for stage in self.stages for name in stage.feeds} | (
             {_TARGET} if self._boundaries[-1].is_last else set()
         )
         own = cut_batch(values, self.config.microbatches, self.config.whole)
-        first = None if self.config.seed is None else self.config.seed + self._step * self.config.microbatches
+        replica, replicas = self._replica
+        first = None if seed is None else seed + (self._step * replicas + replica) * self.config.microbatches
         made = []
         for index, part in enumerate(own):
             here = to_device({name: value for name, value in part.items() if name in needed}, self.device)
@@ -272,31 +328,24 @@ class Pipeline:
 
     def _prepare(self, microbatch: Microbatch) -> Executor | torch_backend.TorchBackend:
         """Finds what crosses each border, stage after stage, and sets up the transport."""
-        template: Any = None
-        for index in range(self._stage_count):
-            told: list[Any] = [None, None]
-            owner = index % self.ranks
-            if owner == self.rank:
-                boundary = next(boundary for boundary in self._boundaries if boundary.stage.index == index)
-                try:
-                    told = [boundary.prepare(template, microbatch), None]
-                except Exception as error:
-                    told = [None, _told(error)]
-                    self._send_object(told, owner)
-                    raise
-            self._send_object(told, owner)
-            if told[1] is not None:
-                raise self._liveness.blame(owner, f"failed: {told[1]}").error()
-            template = told[0]
+        for boundary in self._boundaries:
+            index = boundary.stage.index
+            before = (self.rank - 1) % self.ranks
+            template = self._messages.hear(f"border/{index}", before) if index else None
+            template = boundary.prepare(template, microbatch)
+            if not boundary.is_last:
+                self._messages.tell(f"border/{index + 1}", template)
         if self.config.uses_torch:
             return torch_backend.TorchBackend(
-                self._boundaries, self.config.schedule, self.ranks, self.config.microbatches, self._timeline
+                self._boundaries,
+                self.config.schedule,
+                self.ranks,
+                self.config.microbatches,
+                self._members.group,
+                self._timeline,
             )
         assert self._schedule is not None
-        return Executor(self._boundaries[0], self._schedule, self._groups, self._liveness, self._timeline)
-
-    def _send_object(self, told: list[Any], owner: int) -> None:
-        self._liveness.run(lambda: dist.broadcast_object_list(told, src=owner, group=self._control))
+        return Executor(self._boundaries[0], self._schedule, self._channels[:2], self._timeline)
 
     @contextmanager
     def _agreement(self) -> Iterator[None]:
@@ -306,11 +355,10 @@ class Pipeline:
             yield
         except Exception as error:
             failed = error
-        told: list[Any] = [None] * self.ranks
-        dist.all_gather_object(told, None if failed is None else _told(failed), group=self._control)
+        told = self._messages.gather(None if failed is None else _told(failed))
         if failed is not None:
             raise failed
-        for rank, text in enumerate(told):
+        for rank, text in zip(self._members.ranks, told, strict=False):
             if text is not None:
                 raise PipelineError(f"expected all ranks to be ready, found that rank {rank} failed: {text}")
 
@@ -323,37 +371,33 @@ class Pipeline:
             yield
         except Exception as error:
             from_transport = isinstance(error, RuntimeError) and not isinstance(error, LmsError)
-            failure = self._liveness.wait_for_failure(_NOTICE_S if from_transport else 0)
+            failure = self._liveness.find_culprit() if from_transport else self._liveness.failure
             self._liveness.announce(f"failed: {_told(error)}")
-            if failure is not None and failure.rank != self.rank and not isinstance(error, PipelineError):
+            if failure is not None and failure.rank != self._liveness.rank and not isinstance(error, PipelineError):
                 raise failure.error() from error
             raise
         finally:
             self._liveness.busy(False)
-
-    def _abort_transports(self) -> None:
-        """Ends NCCL's waits, which nothing else does."""
-        if self.device.type != "cuda":
-            return
-        groups: tuple[Any, ...] = (dist.group.WORLD, *self._groups)
-        for group in groups:
-            try:
-                group._get_backend(self.device).abort()
-            except (AttributeError, RuntimeError) as error:
-                print(f"torch_lms: could not abort a transport: {error}", file=sys.stderr)
+        self._liveness.check()  # waits on CUDA may have ended without an error
 
 
 def _told(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _default_device() -> str:
-    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if dist.get_backend() == "nccl" else "cpu"
+def _sum(losses: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    return torch.stack([loss.reshape(()) for loss in losses]).sum() if losses else None
+
+
+def find_own_device(members: Members, given: Any) -> torch.device:
+    """The device that was given for this rank; by default its CUDA device under NCCL, else the CPU."""
+    own = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if members.on_nccl else "cpu"
+    return torch.device(own if given is None else given)
 
 
 def _close_at_exit(reference: weakref.ref[Pipeline]) -> None:
     pipeline = reference()
-    if pipeline is None or pipeline._closed:
+    if pipeline is None:
         return
     error = getattr(sys, "last_value", None)
     if error is not None:

@@ -8,15 +8,12 @@ once: it then adds its own share first.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from torch_lms.pipeline.liveness import Liveness
-from torch_lms.pipeline.transfers import wait_all
+from torch_lms.pipeline.transfers import Channel, wait_all
 from torch_lms.stages.installation import named_tensors
 from torch_lms.stages.stage import Stage
 
@@ -32,15 +29,14 @@ class SharedWeights:
         stages: all stages, for what they share.
         own: those of this rank.
         rank_of: the rank of each stage.
-        group: for the transfers.
-        liveness: to end a wait for a rank that has died.
+        channel: for the transfers.
     """
 
     def __init__(
-        self, stages: Sequence[Stage], own: Sequence[Stage], rank_of: Mapping[int, int], group: Any, liveness: Liveness
+        self, stages: Sequence[Stage], own: Sequence[Stage], rank_of: Mapping[int, int], channel: Channel
     ) -> None:
         self._tensors = {(stage.index, name): value for stage in own for name, value in named_tensors(stage)}
-        self._rank_of, self._group, self._liveness = rank_of, group, liveness
+        self._rank_of, self._channel = rank_of, channel
         self._rings = _rings(stages)
         self._aside: dict[Home, torch.Tensor] = {}
 
@@ -50,14 +46,36 @@ class SharedWeights:
             self._pass(homes, {home: self._tensors[home].data for home in homes if home in self._tensors}, copy=True)
 
     def set_gradients_aside(self) -> None:
-        """Takes away gradients of earlier steps, which are sums already; `sum_gradients` adds them again."""
+        """Takes away gradients of earlier steps, which are sums already; they are added to the new sum."""
         for home in {home for homes in self._rings for home in homes if home in self._tensors}:
             value = self._tensors[home]
             if value.grad is not None:
                 self._aside[home], value.grad = value.grad, None
 
     def sum_gradients(self) -> None:
-        """Gives every stage the sum of all stages' gradients; a missing gradient counts as zero."""
+        """Gives the first stage the sum of all stages' gradients; a missing gradient counts as zero.
+
+        `copy_gradients` then gives it to the others.
+        """
+        for homes, gradients in self._gradients():
+            self._pass(homes[::-1], gradients, copy=False)
+            if homes[0] in gradients and homes[0] in self._aside:
+                gradients[homes[0]].add_(self._aside[homes[0]])
+        self._aside.clear()
+
+    def copy_gradients(self) -> None:
+        """Gives every stage the first one's gradient."""
+        for homes, gradients in self._gradients():
+            self._pass(homes, gradients, copy=True)
+
+    def copies(self) -> set[int]:
+        """Parameters whose gradients `copy_gradients` sets, by their identity."""
+        first = {id(self._tensors[homes[0]]) for homes in self._rings if homes[0] in self._tensors}
+        own = {id(self._tensors[home]) for homes in self._rings for home in homes[1:] if home in self._tensors}
+        return own - first
+
+    def _gradients(self) -> Iterator[tuple[list[Home], dict[Home, torch.Tensor]]]:
+        """The homes of each trained weight that is here, with the gradients that are."""
         for homes in self._rings:
             mine = {home: self._tensors[home] for home in homes if home in self._tensors}
             if not mine or not all(isinstance(value, nn.Parameter) and value.requires_grad for value in mine.values()):
@@ -65,12 +83,7 @@ class SharedWeights:
             for value in mine.values():
                 if value.grad is None:
                     value.grad = torch.zeros_like(value)
-            gradients = {home: value.grad for home, value in mine.items() if value.grad is not None}
-            self._pass(homes[::-1], gradients, copy=False)
-            self._pass(homes, gradients, copy=True)
-            for home, gradient in gradients.items():
-                if home in self._aside:
-                    gradient.add_(self._aside.pop(home))
+            yield homes, {home: value.grad for home, value in mine.items() if value.grad is not None}
 
     def _pass(self, homes: Sequence[Home], mine: Mapping[Home, torch.Tensor], copy: bool) -> None:
         """Hands a tensor along the homes, each copying it or adding its own."""
@@ -81,10 +94,10 @@ class SharedWeights:
                     self._take(mine[target], mine[source], copy)
             elif source in mine:
                 leaving = mine[source].contiguous()
-                wait_all([(leaving, dist.isend(leaving, ranks[1], group=self._group))], self._liveness)
+                wait_all([self._channel.send(leaving, ranks[1])])
             elif target in mine:
                 buffer = torch.empty_like(mine[target], memory_format=torch.contiguous_format)
-                wait_all([(buffer, dist.irecv(buffer, ranks[0], group=self._group))], self._liveness)
+                wait_all([self._channel.receive(buffer, ranks[0])])
                 self._take(mine[target], buffer, copy)
 
     @staticmethod

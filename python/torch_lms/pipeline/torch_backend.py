@@ -40,6 +40,7 @@ class TorchBackend:
         name: of the schedule.
         ranks: how many there are.
         microbatches: in a step.
+        group: of the ranks.
         recorder: notes when actions run.
 
     Raises:
@@ -47,7 +48,7 @@ class TorchBackend:
     """
 
     def __init__(
-        self, boundaries: Sequence[Boundary], name: str, ranks: int, microbatches: int, recorder: Recorder
+        self, boundaries: Sequence[Boundary], name: str, ranks: int, microbatches: int, group: Any, recorder: Recorder
     ) -> None:
         from torch.distributed import pipelining
 
@@ -56,7 +57,7 @@ class TorchBackend:
             name = "gpipe"  # PyTorch's 1F1B takes no fewer microbatches than stages, and there the two hold the same
         self._microbatches = microbatches
         self._has_last = any(boundary.is_last for boundary in boundaries)
-        made = [_make_stage(boundary, recorder) for boundary in boundaries]
+        made = [_make_stage(boundary, group, recorder) for boundary in boundaries]
         rule = getattr(pipelining, SCHEDULES[name])
         single = name in _SINGLE
         try:
@@ -88,7 +89,7 @@ def _take_loss(output: Any, target: Any) -> Any:
     return output
 
 
-def _make_stage(boundary: Boundary, recorder: Recorder) -> Any:
+def _make_stage(boundary: Boundary, group: Any, recorder: Recorder) -> Any:
     from torch.distributed.pipelining import PipelineStage
 
     index = boundary.stage.index
@@ -126,4 +127,5 @@ def _make_stage(boundary: Boundary, recorder: Recorder) -> Any:
         boundary.device,
         input_args=boundary.metas(boundary.incoming),
         output_args=boundary.loss_like.requires_grad_() if boundary.is_last else boundary.metas(boundary.outgoing),
+        group=group,
     )

@@ -1,0 +1,73 @@
+"""`PipelineConfig`: how a pipeline runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from torch_lms.errors import PipelineError
+from torch_lms.pipeline import torch_backend
+
+__all__ = ["PipelineConfig"]
+
+_OWN_SCHEDULES = ("gpipe", "1f1b")
+_EXECUTORS = ("auto", "torch", "own")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineConfig:
+    """How a pipeline runs.
+
+    Attributes:
+        schedule: ``gpipe``, ``1f1b``, ``interleaved`` or ``zero_bubble``.
+        microbatches: that a step's batch is cut into.
+        executor: ``torch`` for torch.distributed.pipelining, ``own`` for the executor here, which knows ``gpipe`` and
+            ``1f1b``; ``auto`` takes the first where there is one.
+        seed: microbatch k of step n draws its random numbers from ``seed + n * microbatches + k``, on all stages as on
+            one device; None leaves the generators of each rank alone. With data parallel the microbatches of all
+            replicas count, those of the first replica first.
+        whole: names of arguments that each microbatch gets uncut.
+        heartbeat_timeout_s: how long a rank may give no sign of life before it counts as dead. After an error of a
+            transport some seconds are enough.
+
+    Raises:
+        ValueError: for an unknown schedule or executor, or numbers that are not positive.
+    """
+
+    schedule: str = "1f1b"
+    microbatches: int = 1
+    executor: str = "auto"
+    seed: int | None = None
+    whole: tuple[str, ...] = ()
+    heartbeat_timeout_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        if self.schedule not in torch_backend.SCHEDULES:
+            known = ", ".join(torch_backend.SCHEDULES)
+            raise ValueError(f"expected a schedule among {known}, found {self.schedule!r}; choose one of these")
+        if self.executor not in _EXECUTORS:
+            raise ValueError(f"expected an executor among {', '.join(_EXECUTORS)}, found {self.executor!r}; choose one")
+        if self.microbatches < 1 or self.heartbeat_timeout_s <= 0:
+            raise ValueError(
+                f"expected positive microbatches and heartbeat_timeout_s, found {self}; give at least 1 and a second"
+            )
+
+    @property
+    def uses_torch(self) -> bool:
+        """Whether torch.distributed.pipelining runs it.
+
+        Raises:
+            PipelineError: if it has to and is not there.
+        """
+        available = torch_backend.is_available()
+        if not available and (self.executor == "torch" or self.schedule not in _OWN_SCHEDULES):
+            raise PipelineError(
+                f"expected torch.distributed.pipelining for {self.schedule}, found none in torch {torch.__version__}; "
+                f"take executor='own' and a schedule among {', '.join(_OWN_SCHEDULES)}"
+            )
+        if self.executor == "own" and self.schedule not in _OWN_SCHEDULES:
+            raise PipelineError(
+                f"expected gpipe or 1f1b for executor='own', found {self.schedule!r}; choose one of these"
+            )
+        return available and self.executor != "own"

@@ -1,0 +1,183 @@
+"""`train`: from a model to a pipeline that trains it, in one call."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from torch_lms.balanced import BalanceConfig, create_balanced_partition
+from torch_lms.errors import PipelineError
+from torch_lms.partition.costs import OPTIMIZER_MULTIPLIERS, CostModel
+from torch_lms.pipeline.boundary import LossFunction
+from torch_lms.pipeline.config import PipelineConfig
+from torch_lms.pipeline.members import find_members
+from torch_lms.pipeline.microbatches import cut_batch
+from torch_lms.pipeline.runner import Pipeline, find_own_device
+from torch_lms.profile.profiler import ProfileConfig
+from torch_lms.stages.stage import Stage
+
+__all__ = ["TrainingPipeline", "train"]
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+_ONE_STAGE_EACH = ("gpipe", "1f1b")
+
+
+def train(
+    model: nn.Module,
+    group: Any,
+    sample_input: Any,
+    *,
+    schedule: str = "1f1b",
+    microbatches: int = 1,
+    optimizer: str | MakeOptimizer | None = "adamw",
+    loss: LossFunction | None = None,
+    data_parallel: Any = None,
+    stages: int | None = None,
+    device: Any = None,
+    algorithm: Any = "auto",
+    seed: int | None = None,
+    whole: tuple[str, ...] = (),
+    profile: ProfileConfig | None = None,
+    state_dict: Mapping[str, Any] | None = None,
+    init_fn: Callable[[nn.Module], None] | None = None,
+) -> TrainingPipeline:
+    """Cuts a model into balanced stages, puts them on the ranks of a group, and trains them.
+
+        pipeline = torch_lms.pipeline.train(model, mesh["pp"], batch, microbatches=8, data_parallel=mesh["dp"])
+        for batch in batches:
+            loss = pipeline.step(batch)  # forward, backward and optimizer; a tensor on the last rank, elsewhere None
+
+    All ranks of the world call it alike, whatever their group: rank 0 profiles one microbatch, and all pipelines take
+    its partition.
+
+    Args:
+        model: on the CPU, on rank 0's device, or on the meta device.
+        group: the ranks of this pipeline: a process group, a DeviceMesh of one dimension, or None for the world.
+        sample_input: a batch as `step` will take it: one argument, a tuple of arguments, or a dict of keyword
+            arguments.
+        schedule: as in `PipelineConfig`.
+        microbatches: that a batch is cut into; `sample_input` is cut like one.
+        optimizer: the name of one of torch.optim's, such as ``"adamw"`` or ``"sgd"``, with its own defaults; or what
+            makes one of parameters: a class, or ``partial(torch.optim.AdamW, lr=1e-3)``. None: `step` leaves parameters
+            and gradients to the program.
+        loss: takes what the model returns and the target; None if the model returns its loss.
+        data_parallel: as for `Pipeline`.
+        stages: how many; by default one on each rank, or two under schedules that interleave.
+        device: of this rank, as for `Pipeline`.
+        algorithm: of the partition, as for `create_balanced_partition`.
+        seed: as in `PipelineConfig`.
+        whole: as in `PipelineConfig`.
+        profile: how to profile, by default on rank 0's device.
+        state_dict: of the model, as for `Pipeline`.
+        init_fn: as for `Pipeline`.
+
+    Raises:
+        PipelineError: for an unknown optimizer, or as `Pipeline` does.
+        PartitionError: as `create_balanced_partition` does.
+    """
+    make_optimizer = _find_optimizer(optimizer)
+    config = PipelineConfig(schedule=schedule, microbatches=microbatches, seed=seed, whole=whole)
+    members = find_members(group, "group")
+    own_device = find_own_device(members, device)
+    count = stages or members.count * (1 if schedule in _ONE_STAGE_EACH else 2)
+    args, kwargs = _first_microbatch(model, sample_input, config)
+    balance = BalanceConfig(
+        profile=profile or ProfileConfig(device=own_device, progress=False),
+        cost=CostModel(schedule="gpipe" if schedule == "gpipe" else "1f1b", microbatches=microbatches),
+        materialize=False,  # the pipeline does it
+    )
+    places = [f"rank:{stage % members.count}/{_device_of(own_device, stage % members.count)}" for stage in range(count)]
+    made = create_balanced_partition(
+        model, places, *args, algorithm=algorithm, optimizer=_name_of(optimizer), config=balance, **kwargs
+    )
+    return TrainingPipeline(
+        made,
+        make_optimizer,
+        group=group,
+        data_parallel=data_parallel,
+        device=own_device,
+        loss=loss,
+        config=config,
+        state_dict=state_dict,
+        init_fn=init_fn,
+    )
+
+
+class TrainingPipeline(Pipeline):
+    """A pipeline with an optimizer.
+
+    Args:
+        stages: as for `Pipeline`.
+        make_optimizer: takes this rank's parameters; None for no optimizer.
+        options: all others of `Pipeline`.
+
+    Attributes:
+        optimizer: of this rank's parameters, or None; for schedulers of the learning rate, and for its state.
+    """
+
+    def __init__(self, stages: list[Stage], make_optimizer: MakeOptimizer | None, **options: Any) -> None:
+        super().__init__(stages, **options)
+        parameters = list(self.parameters())
+        self.optimizer = make_optimizer(parameters) if make_optimizer is not None and parameters else None
+
+    def step(self, *args: Any, target: Any = None, **kwargs: Any) -> torch.Tensor | None:
+        """Forward and backward of one batch; the optimizer, if there is one, then steps and gradients are forgotten.
+
+        Arguments, result and errors are those of `Pipeline.step`.
+        """
+        loss = super().step(*args, target=target, **kwargs)
+        if self.optimizer is not None:
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+        return loss
+
+
+def _find_optimizer(given: str | MakeOptimizer | None) -> MakeOptimizer | None:
+    if given is None or callable(given):
+        return given
+    known = {
+        name.lower(): kind
+        for name, kind in vars(torch.optim).items()
+        if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
+    }
+    if given.lower() not in known:
+        raise PipelineError(
+            f"expected an optimizer among {', '.join(sorted(known))}, found {given!r}; choose one, or pass a class or "
+            "partial(torch.optim.AdamW, lr=...)"
+        )
+    made: MakeOptimizer = known[given.lower()]
+    return made
+
+
+def _name_of(optimizer: str | MakeOptimizer | None) -> str | None:
+    """What the partition knows the optimizer's memory by; None where it is none of the known ones."""
+    kind = optimizer.func if isinstance(optimizer, partial) else optimizer
+    name = (kind if isinstance(kind, str) else getattr(kind, "__name__", "")).lower()
+    return name if name in OPTIMIZER_MULTIPLIERS else None
+
+
+def _first_microbatch(
+    model: nn.Module, sample: Any, config: PipelineConfig
+) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    args = sample if isinstance(sample, tuple) else () if isinstance(sample, dict) else (sample,)
+    kwargs = sample if isinstance(sample, dict) else {}
+    bound = inspect.signature(model.forward).bind_partial(*args, **kwargs)
+    names = list(bound.arguments)[: len(args)] if args else []
+    if len(names) < len(args):  # the last name takes several
+        names = [*names[:-1], *(f"{names[-1]}_{place}" for place in range(len(args) - len(names) + 1))]
+    cut = cut_batch({**dict(zip(names, args, strict=False)), **kwargs}, config.microbatches, config.whole)[0]
+    return tuple(cut[name] for name in names), {name: cut[name] for name in kwargs}
+
+
+def _device_of(own: torch.device, place: int) -> str:
+    """A device like this rank's for another one; on CUDA by the number that it has on its host, as a rule."""
+    if own.type != "cuda":
+        return str(own)
+    return f"cuda:{place % torch.cuda.device_count()}" if dist.get_world_size() > 1 else str(own)
