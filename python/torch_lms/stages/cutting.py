@@ -51,7 +51,7 @@ def split(
     graph_module = _graph_module(traced)
     graph = graph_module.graph
     placed, count = _place(graph, stage_of)
-    modules = dict(graph_module.named_modules())
+    modules = dict(graph_module.named_modules(remove_duplicate=False))
     mutations.check_order(graph, modules, placed)
     borders = _find_borders(graph, placed, count)
     borders.arguments = find_arguments(graph, traced)
