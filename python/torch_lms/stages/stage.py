@@ -12,7 +12,19 @@ from torch import fx, nn
 from torch_lms.stages.arguments import Argument
 from torch_lms.stages.stage_code import StageCode
 
-__all__ = ["Borders", "Stage"]
+__all__ = ["Borders", "Stage", "own_name"]
+
+# Note [Names that the stage has for itself]: a model may have a module, parameter or buffer called `shared` or `device`,
+# as a stage has an attribute. State dicts and optimizers find it under its name, the stage's code as `self.own.shared`.
+_TAKEN = frozenset(
+    """index count inputs outputs feeds arguments nodes shared device set_code code generated save_code own hold
+    fixed_shapes _code _run _constants""".split()
+)
+
+
+def own_name(target: str) -> str:
+    """How the code of a stage calls an attribute of the model; see Note [Names that the stage has for itself]."""
+    return f"own.{target}" if target.partition(".")[0] in _TAKEN else target
 
 
 @dataclass
@@ -24,6 +36,20 @@ class Borders:
     outgoing: list[tuple[str, ...]] = field(default_factory=list)
     feeds: list[tuple[str, ...]] = field(default_factory=list)
     arguments: tuple[Argument, ...] = ()
+
+
+class _Own:
+    """Looks names up among what a stage holds of the model."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+
+    def __getattr__(self, name: str) -> Any:
+        stage = self._stage
+        for held in (stage._modules, stage._parameters, stage._buffers, stage._constants):
+            if name in held:
+                return held[name]
+        raise AttributeError(f"expected a module, parameter or buffer {name!r} in stage {stage.index}, found none")
 
 
 class Stage(nn.Module):
@@ -53,7 +79,38 @@ class Stage(nn.Module):
         self.nodes = tuple(node.name for node in borders.nodes[index])
         self.shared: dict[str, tuple[tuple[int, str], ...]] = {}
         self.device: torch.device | None = None
+        self._constants: dict[str, Any] = {}
         self.set_code(code)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _TAKEN:
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    @property
+    def own(self) -> _Own:
+        """The model's attributes, also under names that the stage has for itself."""
+        return _Own(self)
+
+    def hold(self, name: str, value: Any) -> None:
+        """Sets a module, parameter or constant of the model under any name; buffers are registered first."""
+        if isinstance(value, nn.Parameter):
+            self._parameters[name] = value
+        elif isinstance(value, nn.Module):
+            self._modules[name] = value
+        elif name in self._buffers:
+            self._buffers[name] = value
+        elif name in _TAKEN:
+            self._constants[name] = value
+        else:
+            setattr(self, name, value)
+
+    def get_submodule(self, target: str) -> nn.Module:
+        """As of `nn.Module`, also under names that the stage has for itself."""
+        first, _, rest = target.partition(".")
+        found = self._modules.get(first)
+        return super().get_submodule(target) if found is None else found.get_submodule(rest)
 
     def set_code(self, code: StageCode) -> None:
         """Exchanges the code that runs."""
