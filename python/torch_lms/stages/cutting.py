@@ -19,6 +19,7 @@ from torch import fx, nn
 from torch_lms.errors import PartitionError
 from torch_lms.stages import installation, mutations
 from torch_lms.stages.arguments import bind_arguments, find_arguments
+from torch_lms.stages.sizes import sizes_in
 from torch_lms.stages.stage import Borders, Stage, own_name
 from torch_lms.stages.stage_code import generate
 
@@ -55,6 +56,8 @@ def split(
     mutations.check_order(graph, modules, placed)
     borders = _find_borders(graph, placed, count)
     borders.arguments = find_arguments(graph, traced)
+    borders.shapes = getattr(traced, "shapes", {})
+    borders.sizes = frozenset(node.name for node in sizes_in(graph))
     name = type(model).__name__ if model is not None else str(getattr(traced, "name", "model"))
     stages = []
     for index in range(count):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from torch_lms.errors import PartitionError
 from torch_lms.stages.arguments import Argument
 from torch_lms.stages.stage_code import StageCode
 
@@ -18,7 +20,7 @@ __all__ = ["Borders", "Stage", "own_name"]
 # as a stage has an attribute. State dicts and optimizers find it under its name, the stage's code as `self.own.shared`.
 _TAKEN = frozenset(
     """index count inputs outputs feeds arguments nodes shared device set_code code generated save_code own hold
-    fixed_shapes _code _run _constants""".split()
+    sizes shapes _code _run _constants""".split()
 )
 
 
@@ -36,6 +38,24 @@ class Borders:
     outgoing: list[tuple[str, ...]] = field(default_factory=list)
     feeds: list[tuple[str, ...]] = field(default_factory=list)
     arguments: tuple[Argument, ...] = ()
+    shapes: Mapping[str, tuple[tuple[int, float], ...]] = field(default_factory=dict)
+    sizes: frozenset[str] = frozenset()
+
+
+def _check_shape(name: str, ranges: tuple[tuple[int, float], ...], value: Any) -> None:
+    shape = tuple(value.shape) if isinstance(value, torch.Tensor) else None
+    if shape is None:
+        return
+    fits = (low <= size <= high for size, (low, high) in zip(shape, ranges, strict=False))
+    if len(shape) != len(ranges) or not all(fits):
+        wanted = ", ".join(
+            str(low) if low == high else f"at least {low}" if high == float("inf") else f"{low} to {high:.0f}"
+            for low, high in ranges
+        )
+        raise PartitionError(
+            f"expected {name!r} of shape [{wanted}], for which the model was traced, found {list(shape)}; give it that "
+            "shape, or trace the model with a sample of the new one"
+        )
 
 
 class _Own:
@@ -65,6 +85,9 @@ class Stage(nn.Module):
         arguments: all arguments of the model.
         nodes: names of the graph's nodes that it computes, in order.
         shared: parameters and buffers that other stages have too: own name to (stage, name there).
+        sizes: names among inputs and outputs that are numbers made of tensors' sizes: the same while shapes are.
+        shapes: of each feed the least and the largest size of each dimension that the code is for; a feed that is not
+            in it may have any shape with which the model runs.
         device: that the code makes tensors on where the trace wrote one down; None where that is not known.
     """
 
@@ -76,6 +99,8 @@ class Stage(nn.Module):
         self.outputs = borders.outgoing[index]
         self.feeds = borders.feeds[index]
         self.arguments = borders.arguments
+        self.sizes = borders.sizes & {*self.inputs, *self.outputs}
+        self.shapes = {name: borders.shapes[name] for name in self.feeds if name in borders.shapes}
         self.nodes = tuple(node.name for node in borders.nodes[index])
         self.shared: dict[str, tuple[tuple[int, str], ...]] = {}
         self.device: torch.device | None = None
@@ -133,7 +158,13 @@ class Stage(nn.Module):
         Path(path).write_text(f"# Stage {self.index} of {self.count}: takes {taken}; gives {given}.\n{self.code}")
 
     def forward(self, *values: Any, **feeds: Any) -> Any:
-        """Runs the stage on its inputs and feeds; one output alone comes bare, several as a tuple."""
+        """Runs the stage on its inputs and feeds; one output alone comes bare, several as a tuple.
+
+        Raises:
+            PartitionError: for a feed of a shape that the trace is not for.
+        """
+        for name, ranges in self.shapes.items():
+            _check_shape(name, ranges, feeds.get(name))
         return self._run(self, *values, **feeds)
 
     def extra_repr(self) -> str:
