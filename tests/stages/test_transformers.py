@@ -90,7 +90,9 @@ def test_stages_have_the_models_loss_and_gradients(traced: Any, stages: int) -> 
 def test_stages_on_their_own_have_tied_weights_in_each_and_merge(traced: Any) -> None:
     found, graph, kwargs = traced
     devices = tuple(DeviceSpec(name=f"d{index}") for index in range(2))
-    made = split(found, partition(PartitionProblem(graph=graph, devices=devices), "uniform").stage_of, model=found.model)
+    made = split(
+        found, partition(PartitionProblem(graph=graph, devices=devices), "uniform").stage_of, model=found.model
+    )
     for stage in made:
         materialize(stage, "cpu")
     assert merge_state_dicts(made).keys() == found.model.state_dict().keys()

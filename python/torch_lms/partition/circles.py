@@ -53,7 +53,9 @@ def in_order(parts: Sequence[Sequence[str]], before: Edges) -> list[list[str]]:
     """The parts in topological order; of those that could come next, the one whose first node comes first."""
     place = {name: index for index, name in enumerate(before)}
     part_of = {name: part for part, names in enumerate(parts) for name in names}
-    sources = [{part_of[source] for name in names for source in before[name]} - {part} for part, names in enumerate(parts)]
+    sources = [
+        {part_of[source] for name in names for source in before[name]} - {part} for part, names in enumerate(parts)
+    ]
     users: list[list[int]] = [[] for _ in parts]
     for part, own in enumerate(sources):
         for source in own:

@@ -69,8 +69,7 @@ class Units:
         self.nodes = [_together([self._by_name[name] for name in names]) for names in members]
         self.parameters = [self._parameters_of(names) for names in members]
         self.inputs: list[tuple[int, ...]] = [
-            tuple(dict.fromkeys(self._number[source] for name in names for source in before[name]))
-            for names in members
+            tuple(dict.fromkeys(self._number[source] for name in names for source in before[name])) for names in members
         ]
         self.inputs = [tuple(one for one in inputs if one != unit) for unit, inputs in enumerate(self.inputs)]
         self.users: list[list[int]] = [[] for _ in self.nodes]

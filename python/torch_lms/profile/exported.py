@@ -284,7 +284,10 @@ class _Rebuilder:
 def _range(size: Any, known: Mapping[Any, Any]) -> Range:
     if isinstance(size, int):
         return size, size
-    bounds = known.get(size.node.expr)
+    expression = size.node.expr
+    if expression.is_number:  # open at first, until the model's code fixed it
+        return int(expression), int(expression)
+    bounds = known.get(expression)
     if bounds is None:  # made of other sizes
         return 0, float("inf")
     upper = float(bounds.upper)

@@ -27,7 +27,10 @@ def check_order(graph: fx.Graph, modules: Mapping[str, nn.Module], stage_of: Map
 
 
 def _explain(one: Constraint, stage_of: Mapping[fx.Node, int]) -> str:
-    first, then = f"{one.first.name!r} in stage {stage_of[one.first]}", f"{one.then.name!r} in stage {stage_of[one.then]}"
+    first, then = (
+        f"{one.first.name!r} in stage {stage_of[one.first]}",
+        f"{one.then.name!r} in stage {stage_of[one.then]}",
+    )
     if one.why == RETURNED:
         return (
             f"expected {one.then.name!r}, which makes what the model returns, in the last stage, found {first} and "

@@ -19,8 +19,28 @@ __all__ = ["Borders", "Stage", "own_name"]
 # Note [Names that the stage has for itself]: a model may have a module, parameter or buffer called `shared` or `device`,
 # as a stage has an attribute. State dicts and optimizers find it under its name, the stage's code as `self.own.shared`.
 _TAKEN = frozenset(
-    """index count inputs outputs feeds arguments nodes shared device set_code code generated save_code own hold
-    sizes shapes _code _run _constants""".split()
+    [
+        "index",
+        "count",
+        "inputs",
+        "outputs",
+        "feeds",
+        "arguments",
+        "nodes",
+        "shared",
+        "device",
+        "set_code",
+        "code",
+        "generated",
+        "save_code",
+        "own",
+        "hold",
+        "sizes",
+        "shapes",
+        "_code",
+        "_run",
+        "_constants",
+    ]
 )
 
 
