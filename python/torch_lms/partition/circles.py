@@ -36,7 +36,7 @@ def circles(before: Edges) -> list[list[str]]:
                 if way:
                     lowest[way[-1][0]] = min(lowest[way[-1][0]], lowest[name])
                 if lowest[name] == seen[name]:
-                    part = []
+                    part: list[str] = []
                     while not part or part[-1] != name:
                         part.append(open_.popitem()[0])
                     found.append(sorted(part, key=place.__getitem__))

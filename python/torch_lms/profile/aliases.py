@@ -186,12 +186,13 @@ def _by_schema(node: fx.Node, schema: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _is_write(argument: Any) -> bool:
-    return argument.alias_info is not None and argument.alias_info.is_write
+    alias = getattr(argument, "alias_info", None)
+    return alias is not None and alias.is_write
 
 
 def _is_view_by_schema(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
-    return schema is not None and any(one.alias_info is not None for one in schema.returns)
+    return schema is not None and any(getattr(one, "alias_info", None) is not None for one in schema.returns)
 
 
 def _is_in_place(node: fx.Node, modules: Modules) -> bool:

@@ -17,7 +17,7 @@ from torch_lms.stages.stage_code import StageCode
 __all__ = ["Borders", "Stage", "own_name"]
 
 # Note [Names that the stage has for itself]: a model may have a module, parameter or buffer called `shared` or `device`,
-# as a stage has an attribute. State dicts and optimizers find it under its name, the stage's code as `self.own.shared`.
+# as a stage has an attribute. State dicts and optimizers find it under its name, the code as `self.own.shared`.
 _TAKEN = frozenset(
     [
         "index",
