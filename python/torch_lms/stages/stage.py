@@ -16,8 +16,9 @@ from torch_lms.stages.stage_code import StageCode
 
 __all__ = ["Borders", "Stage", "own_name"]
 
-# Note [Names that the stage has for itself]: a model may have a module, parameter or buffer called `shared` or `device`,
-# as a stage has an attribute. State dicts and optimizers find it under its name, the code as `self.own.shared`.
+# Note [Names that the stage has for itself]: a model may have a module, parameter or buffer called `shared` or
+# `device`, as a stage has an attribute. State dicts and optimizers find it under its name, the code as
+# `self.own.shared`.
 _TAKEN = frozenset(
     [
         "index",
