@@ -24,6 +24,7 @@ LINEAR = NodeProfile(
     saved=("x", "linear"),
     output_storages=("linear",),
     saved_parameters=("head.weight",),
+    not_before=("again",),
 )
 INPUT = NodeProfile(name="x", op="placeholder", target="x", output_bytes=32, output_storages=("x",))
 PROFILE = Profile(
@@ -55,6 +56,15 @@ def test_file_comes_back_equal(tmp_path: object) -> None:
     path = f"{tmp_path}/profile.json"
     PROFILE.save(path)
     assert Profile.load(path) == PROFILE
+
+
+def test_a_document_of_version_2_is_read_and_written_as_the_newest() -> None:
+    document = {**json.loads(PROFILE.to_json()), "version": 2}
+    for node in document["nodes"]:
+        del node["not_before"]
+    assert Profile.from_json(json.dumps(document)) == replace(
+        PROFILE, nodes=tuple(replace(node, not_before=()) for node in PROFILE.nodes), version=VERSION
+    )
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,8 @@ class CostNode:
         output_storages: ids of the storages of its output, so that a value that is sent and saved counts once.
         element: whether it only takes an element out of its one input. That may be a tuple, which cannot be sent, so no
             border lies between the two.
+        not_before: names of nodes besides its inputs that must not be in a later stage than it; two that name each
+            other stay together.
     """
 
     name: str
@@ -99,6 +101,7 @@ class CostNode:
     kind: str = "call_function"
     output_storages: tuple[str, ...] = ()
     element: bool = False
+    not_before: tuple[str, ...] = ()
 
     @property
     def passive(self) -> bool:
@@ -150,6 +153,11 @@ class CostGraph:
                     f"expected nodes in topological order, found {node.name!r} before its input {name!r}; "
                     "order them, or break the cycle between the two"
                 )
+        for name in node.not_before:
+            if name not in names:
+                raise PartitionError(
+                    f"expected what {node.name!r} must not come before among the nodes, found {name!r}; leave it out"
+                )
 
     def _check_sizes(self, node: CostNode) -> None:
         for what, wanted, known in (
@@ -185,6 +193,7 @@ class CostGraph:
                 kind=node.op if node.op in PASSIVE_KINDS else node.target,
                 output_storages=node.output_storages,
                 element=node.op == "call_function" and node.target.endswith("getitem"),
+                not_before=node.not_before,
             )
             for node in profile.nodes
         )

@@ -1,4 +1,9 @@
-"""A cost graph as the algorithms see it: the nodes that do something, numbered, and the values between them.
+"""A cost graph as the algorithms see it: units of nodes that stay together, numbered, and the values between them.
+
+Some nodes must not be in a later stage than others, though no value says so (`CostNode.not_before`). Those form edges
+like the values do. Where edges go in a circle, all nodes of the circle are one unit, so that whichever way an algorithm
+cuts units in an order that respects the edges, every stage can be made. A node that takes an element out of a tuple is
+in a circle with the node that makes the tuple.
 
 An input of the model is given to every stage that reads it and never crosses a border; in the mapping, placeholders
 stand with the first stage. The output node stands with the last stage, so a result that is made earlier is handed
@@ -16,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torch_lms.errors import PartitionError
+from torch_lms.partition.circles import circles, in_order
 from torch_lms.partition.costs import CostGraph, CostNode
 
 __all__ = ["Units", "Value", "check_partition"]
@@ -43,41 +49,44 @@ class Value:
 
 
 class Units:
-    """The active nodes of a graph, numbered from 0 in its order.
+    """The active nodes of a graph, in groups that stay together, numbered from 0 in the graph's order.
 
     Attributes:
         graph: that they come from.
-        nodes: the active ones, each with the nodes that take elements out of it.
+        nodes: of each unit its nodes, added up under the first one's name.
         parameters: names that each unit reads, with those of its ``get_attr`` inputs.
-        inputs: numbers of the units that each unit reads.
-        users: numbers of the units that read each unit.
+        inputs: numbers of the units that must not be in a later stage than each unit: those that it reads, and others.
+        users: the other way round.
         values: what may cross a border.
     """
 
     def __init__(self, graph: CostGraph) -> None:
         self.graph = graph
         self._by_name = {node.name: node for node in graph.nodes}
-        self._number: dict[str, int] = {}
-        members: list[list[CostNode]] = []
-        for node in graph.nodes:
-            owners = {self._number.get(name, MODEL_INPUT) for name in node.inputs}
-            if node.element and len(owners) == 1 and MODEL_INPUT not in owners:
-                self._number[node.name] = owners.pop()
-                members[self._number[node.name]].append(node)
-            elif not node.passive:
-                self._number[node.name] = len(members)
-                members.append([node])
-        self.nodes = [_together(nodes) for nodes in members]
-        self.parameters = [self._parameters_of(node) for node in self.nodes]
+        before = self._edges()
+        members = in_order(circles(before), before)
+        self._number = {name: number for number, names in enumerate(members) for name in names}
+        self.nodes = [_together([self._by_name[name] for name in names]) for names in members]
+        self.parameters = [self._parameters_of(names) for names in members]
         self.inputs: list[tuple[int, ...]] = [
-            tuple(dict.fromkeys(self._number[name] for name in node.inputs if name in self._number))
-            for node in self.nodes
+            tuple(dict.fromkeys(self._number[source] for name in names for source in before[name])) for names in members
         ]
+        self.inputs = [tuple(one for one in inputs if one != unit) for unit, inputs in enumerate(self.inputs)]
         self.users: list[list[int]] = [[] for _ in self.nodes]
         for index, inputs in enumerate(self.inputs):
             for source in inputs:
                 self.users[source].append(index)
         self.values = self._values()
+
+    def _edges(self) -> dict[str, list[str]]:
+        """Of each active node those that must not be in a later stage."""
+        active = [node for node in self.graph.nodes if not node.passive]
+        names = {node.name for node in active}
+        before = {node.name: [name for name in (*node.inputs, *node.not_before) if name in names] for node in active}
+        for node in active:
+            if node.element and len(node.inputs) == 1 and node.inputs[0] in names:
+                before[node.inputs[0]].append(node.name)
+        return before
 
     def __len__(self) -> int:
         return len(self.nodes)
@@ -123,12 +132,11 @@ class Units:
             for node in self.graph.nodes
         }
 
-    def _parameters_of(self, node: CostNode) -> tuple[str, ...]:
-        names = list(node.parameters)
-        for name in node.inputs:
-            if self._by_name[name].kind == "get_attr":
-                names += self._by_name[name].parameters
-        return tuple(dict.fromkeys(names))
+    def _parameters_of(self, members: Sequence[str]) -> tuple[str, ...]:
+        nodes = [self._by_name[name] for name in members]
+        read = [self._by_name[name] for node in nodes for name in node.inputs]
+        holders = [*nodes, *(node for node in read if node.kind == "get_attr")]
+        return tuple(dict.fromkeys(name for node in holders for name in node.parameters))
 
     def _values(self) -> list[Value]:
         consumers: dict[str, list[int]] = {}
@@ -151,13 +159,16 @@ class Units:
 
 
 def _together(nodes: list[CostNode]) -> CostNode:
-    """A node and those that take elements out of it, as one under the first one's name."""
+    """The nodes of a unit as one, under the first one's name; as working space counts that of the largest."""
     if len(nodes) == 1:
         return nodes[0]
+    largest = max(nodes, key=lambda node: node.output_bytes + node.gradient_bytes)
     return replace(
         nodes[0],
         forward_us=sum(node.forward_us for node in nodes),
         backward_us=sum(node.backward_us for node in nodes),
+        output_bytes=largest.output_bytes,
+        gradient_bytes=largest.gradient_bytes,
         parameters=tuple(dict.fromkeys(name for node in nodes for name in node.parameters)),
         saved=tuple(dict.fromkeys(id_ for node in nodes for id_ in node.saved)),
     )
@@ -189,6 +200,12 @@ def check_partition(graph: CostGraph, stage_of: Mapping[str, int], stages: int) 
 def _check_borders(graph: CostGraph, stage_of: Mapping[str, int]) -> None:
     between: dict[tuple[int, int], tuple[str, str]] = {}
     for node in graph.nodes:
+        for name in node.not_before:
+            if stage_of[name] > stage_of[node.name]:
+                raise PartitionError(
+                    f"expected {node.name!r} in no earlier stage than {name!r}, since one of them works in place on "
+                    f"memory that both use, found stages {stage_of[node.name]} and {stage_of[name]}; put them into one"
+                )
         for name in node.inputs:
             between.setdefault((stage_of[name], stage_of[node.name]), (name, node.name))
     for (source, target), (made, read) in sorted(between.items()):

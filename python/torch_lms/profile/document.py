@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 __all__ = ["LEVELS", "VERSION", "LinkProfile", "NodeProfile", "Profile"]
 
-VERSION = 2
+VERSION = 3
+_READABLE = (2, VERSION)  # version 2 has no `NodeProfile.not_before`
 LEVELS = ("operator", "opened", "module", "runtime")
 
 
@@ -38,6 +39,8 @@ class NodeProfile:
         saved: ids of the storages that it keeps for backward; neither parameters nor buffers are among them.
         output_storages: ids of the storages behind its outputs; a view has that of its base.
         saved_parameters: names of the parameters and buffers that it keeps for backward.
+        not_before: names of nodes besides its inputs that must not be in a later stage than it, since one of them works
+            in place on memory that they share; two that name each other stay together.
     """
 
     name: str
@@ -54,6 +57,7 @@ class NodeProfile:
     saved: tuple[str, ...] = ()
     output_storages: tuple[str, ...] = ()
     saved_parameters: tuple[str, ...] = ()
+    not_before: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,8 +150,9 @@ class Profile:
         except json.JSONDecodeError as error:
             raise ProfileError(f"expected a profile as JSON, found text that is not: {error}; profile again") from error
         version = document.get("version") if isinstance(document, dict) else None
-        if version != VERSION:
+        if version not in _READABLE:
             raise ProfileError(f"expected a profile of version {VERSION}, found {version!r}; profile the model again")
+        document["version"] = VERSION
         try:
             return cls(**{name: _READERS.get(name, _same)(value) for name, value in document.items()})
         except (TypeError, AttributeError) as error:

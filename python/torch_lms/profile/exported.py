@@ -18,9 +18,11 @@ from torch_lms._torch_compat import named_parameters_with_ties
 from torch_lms.profile.arguments import Sample
 from torch_lms.profile.ownership import set_module
 
-__all__ = ["export_graph"]
+__all__ = ["Range", "Shapes", "export_graph"]
 
 _PREFIX = "model."
+Range = tuple[int, float]  # the least and the largest size that a graph is for
+Shapes = Mapping[str, tuple[Range, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,23 +98,52 @@ class WithoutGradient(nn.Module):
         return self._mode(*self._arguments, self.inside, *values)
 
 
-def export_graph(model: nn.Module, sample: Sample) -> tuple[dict[str, Any], fx.Graph, tuple[str, ...]]:
+@dataclasses.dataclass(frozen=True)
+class Exported:
+    """A graph as `torch.export` made it.
+
+    Attributes:
+        attributes: what the graph's attributes and modules stand for.
+        graph: with the model's own names.
+        notes: what is not as in the model.
+        shapes: of each argument the sizes, by dimension, that the graph is for.
+    """
+
+    attributes: dict[str, Any]
+    graph: fx.Graph
+    notes: tuple[str, ...]
+    shapes: Shapes
+
+
+def export_graph(model: nn.Module, sample: Sample) -> Exported:
     """Exports a model for training; it is not run, and not changed.
 
-    Returns:
-        What the graph's attributes and modules stand for, the graph, and notes.
+    Sizes stay open where the model's code lets them.
     """
     entry = _Entry(model, sample)
-    with _silence():
-        program = torch.export.export(entry, _distinct(sample.tensors), strict=False)
+    program = _export(entry, _distinct(sample.tensors))
     rebuilt = _Rebuilder(program, model, sample)
     for node in program.graph.nodes:
         rebuilt.copy(node)
     rebuilt.output(entry.outputs.structure)
-    notes = ["the graph is for tensors of the sample's shapes"]
+    shapes = rebuilt.shapes()
+    fixed = {name: [low if low == high else "any" for low, high in sizes] for name, sizes in shapes.items()}
+    notes = [f"the graph is for {name} of shape {sizes}" for name, sizes in fixed.items() if set(sizes) != {"any"}]
     if entry.outputs.unknown:
         notes.append(f"left out of the outputs, since no graph can hold it: {', '.join(sorted(entry.outputs.unknown))}")
-    return rebuilt.attributes, rebuilt.graph, tuple(notes)
+    return Exported(rebuilt.attributes, rebuilt.graph, tuple(notes), shapes)
+
+
+def _export(entry: _Entry, tensors: tuple[torch.Tensor, ...]) -> Any:
+    """With open sizes, if this PyTorch and the model can; else for the sample's shapes."""
+    auto = getattr(getattr(torch.export, "Dim", None), "AUTO", None)
+    with _silence():
+        if auto is not None:
+            sizes = {"tensors": tuple(dict.fromkeys(range(tensor.dim()), auto) for tensor in tensors)}
+            with contextlib.suppress(Exception):
+                return torch.export.export(entry, tensors, strict=False, dynamic_shapes=sizes)
+            entry.outputs = _Outputs()
+        return torch.export.export(entry, tensors, strict=False)
 
 
 def _distinct(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -183,6 +214,16 @@ class _Rebuilder:
         made.meta["stack_trace"] = node.meta.get("stack_trace")
         self._own[node] = made
 
+    def shapes(self) -> Shapes:
+        """The sizes of the arguments that the program is for."""
+        known = self._program.range_constraints
+
+        def sizes(name: str) -> tuple[Range, ...]:
+            source = next(node for node in self._program.graph.nodes if node.name == name)
+            return tuple(_range(size, known) for size in source.meta["val"].shape)
+
+        return {name: sizes(exported) for exported, (_, name) in self._placeholders.items() if name}
+
     def _is_assertion(self, node: fx.Node) -> bool:
         return not node.users and "assert" in str(node.target)
 
@@ -239,6 +280,19 @@ class _Rebuilder:
             return {name: build(item) for name, item in part.items()} if isinstance(part, dict) else part
 
         set_module(self.graph.output(build(structure)), "")
+
+
+def _range(size: Any, known: Mapping[Any, Any]) -> Range:
+    if isinstance(size, int):
+        return size, size
+    expression = size.node.expr
+    if expression.is_number:  # open at first, until the model's code fixed it
+        return int(expression), int(expression)
+    bounds = known.get(expression)
+    if bounds is None:  # made of other sizes
+        return 0, float("inf")
+    upper = float(bounds.upper)
+    return int(bounds.lower), upper if upper < 2**40 else float("inf")
 
 
 def _exported_module(node: fx.Node) -> str:

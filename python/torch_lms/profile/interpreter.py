@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import fx, nn
 from torch_lms._torch_compat import named_parameters_with_ties
 from torch_lms.errors import ProfileError
 from torch_lms.profile.arguments import bind_sample
+from torch_lms.profile.constraints import find_constraints
 from torch_lms.profile.node_facts import NodeFacts, Watcher
 from torch_lms.profile.ownership import module_of
 from torch_lms.profile.preserving import NodeError
@@ -125,9 +126,15 @@ def describe_node(node: fx.Node) -> str:
 def graph_facts(traced: TracedModel) -> list[NodeFacts]:
     """What a graph says of its nodes, in order."""
     assert traced.graph_module is not None
-    modules = dict(traced.graph_module.named_modules())
+    modules = dict(traced.graph_module.named_modules(remove_duplicate=False))
     attributes = _attribute_names(traced)
-    return [_facts(node, modules, attributes) for node in traced.graph_module.graph.nodes]
+    not_before: dict[fx.Node, dict[str, None]] = defaultdict(dict)
+    for one in find_constraints(traced.graph_module.graph, modules):
+        not_before[one.then][one.first.name] = None
+    return [
+        replace(_facts(node, modules, attributes), not_before=tuple(not_before[node]))
+        for node in traced.graph_module.graph.nodes
+    ]
 
 
 @dataclass(frozen=True)

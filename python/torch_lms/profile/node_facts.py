@@ -27,3 +27,4 @@ class NodeFacts:
     module: str = ""
     parameters: tuple[str, ...] = ()
     buffers: tuple[str, ...] = ()
+    not_before: tuple[str, ...] = ()

@@ -19,7 +19,7 @@ from torch import fx, nn
 from torch_lms._torch_compat import has_export, named_parameters_with_ties
 from torch_lms.errors import ProfileError
 from torch_lms.profile.arguments import Sample, bind_sample
-from torch_lms.profile.exported import export_graph
+from torch_lms.profile.exported import Shapes, export_graph
 from torch_lms.profile.huggingface import as_in_training
 from torch_lms.profile.runtime import record_ops
 from torch_lms.profile.source_lines import blame, first_line
@@ -42,6 +42,8 @@ class TracedModel:
         sample: what it was traced for.
         notes: what could not be traced and why.
         ops: at runtime level, the names of the ops as they ran, in order.
+        shapes: of each argument the least and the largest size of each dimension that the graph is for; arguments that
+            are not in it may have any shape with which the model runs.
     """
 
     graph_module: fx.GraphModule | None
@@ -50,6 +52,7 @@ class TracedModel:
     sample: Sample
     notes: tuple[str, ...] = ()
     ops: tuple[str, ...] = field(default=())
+    shapes: Shapes = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -114,12 +117,12 @@ def _from_export(model: nn.Module, sample: Sample, notes: list[str]) -> TracedMo
     if not has_export():
         return None
     try:
-        attributes, graph, more = export_graph(model, sample)
-        graph_module = _build(model, attributes, graph)
+        found = export_graph(model, sample)
+        graph_module = _build(model, found.attributes, found.graph)
     except Exception as error:
         notes.append(_explain("torch.export cannot trace", "", error))
         return None
-    return TracedModel(graph_module, "operator", model, sample, (*notes, *more))
+    return TracedModel(graph_module, "operator", model, sample, (*notes, *found.notes), shapes=found.shapes)
 
 
 def _from_children(model: nn.Module, sample: Sample, notes: list[str]) -> TracedModel | None:

@@ -7,8 +7,8 @@ given again, but not as something else.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,13 @@ __all__ = ["Argument", "bind_arguments", "find_arguments"]
 
 
 @dataclass(frozen=True)
+class _Tensors:
+    """Stands for a tensor in a nest, or for an object with tensors: the graph's arguments that they are."""
+
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Argument:
     """One argument of the model.
 
@@ -30,6 +37,8 @@ class Argument:
         default: used where it is not given.
         constant: whether the graph holds for the default only.
         parts: for a nest of tensors, the names of the graph's arguments that they are.
+        nest: what it was when the model was traced, with the names in place of the tensors; None where any nest does.
+        by_name: whether it cannot be given by place.
     """
 
     name: str
@@ -37,6 +46,8 @@ class Argument:
     default: Any = None
     constant: bool = False
     parts: tuple[str, ...] = ()
+    nest: Any = None
+    by_name: bool = False
 
     def values(self, value: Any) -> dict[str, Any]:
         """The graph's arguments from that of the model.
@@ -45,21 +56,60 @@ class Argument:
             PartitionError: if it is not as it was when the model was traced.
         """
         if self.constant:
-            if value is self.default or bool(value == self.default):
-                return {}
-            raise PartitionError(
-                f"expected {self.name}={self.default!r}, which is a constant of the graph, found {value!r}; "
-                "trace the model again for this value"
-            )
+            _check_constant(self.name, self.default, value)
+            return {}
         if not self.parts:
             return {self.name: value}
+        nest = self.nest if self.nest is not None else _Tensors(self.parts)
+        return dict(_match(self.name, nest, value))
+
+
+def _check_constant(name: str, expected: Any, found: Any) -> None:
+    try:
+        same = found is expected or bool(expected == found)
+    except (RuntimeError, ValueError, TypeError):  # a tensor or an array is not simply equal or not
+        same = False
+    if not same:
+        raise PartitionError(
+            f"expected {name}={expected!r}, which is a constant of the graph, found {_shown(found)}; "
+            "trace the model again for this value"
+        )
+
+
+def _shown(value: Any) -> str:
+    return f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+
+
+def _match(path: str, nest: Any, value: Any) -> Iterator[tuple[str, Any]]:
+    """The tensors of a nest under the graph's names, whatever order a dict has."""
+    if isinstance(nest, _Tensors):
         tensors = [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, torch.Tensor)]
-        if len(tensors) != len(self.parts):
+        if len(tensors) != len(nest.names):
             raise PartitionError(
-                f"expected {len(self.parts)} tensors in {self.name!r}, as when it was traced, found {len(tensors)}; "
+                f"expected {len(nest.names)} tensors in {path!r}, as when it was traced, found {len(tensors)}; "
                 "give it the same structure"
             )
-        return dict(zip(self.parts, tensors, strict=False))
+        yield from zip(nest.names, tensors, strict=True)
+    elif isinstance(nest, dict):
+        given = set(value) if isinstance(value, Mapping) else set()
+        if given != set(nest):
+            raise PartitionError(
+                f"expected {path!r} with {sorted(map(str, nest))}, as when it was traced, found "
+                f"{sorted(map(str, given)) or type(value).__name__}; give it the same structure"
+            )
+        for key, item in nest.items():
+            yield from _match(f"{path}[{key!r}]", item, value[key])
+    elif isinstance(nest, (list, tuple)):
+        if not isinstance(value, (list, tuple)) or len(value) != len(nest):
+            found = f"{len(value)}" if isinstance(value, (list, tuple)) else type(value).__name__
+            raise PartitionError(
+                f"expected {path!r} with {len(nest)} items, as when it was traced, found {found}; "
+                "give it the same structure"
+            )
+        for index, item in enumerate(nest):
+            yield from _match(f"{path}[{index}]", item, value[index])
+    else:
+        _check_constant(path, nest, value)
 
 
 def find_arguments(graph: fx.Graph, traced: Any) -> tuple[Argument, ...]:
@@ -75,27 +125,53 @@ def find_arguments(graph: fx.Graph, traced: Any) -> tuple[Argument, ...]:
             f"expected arguments with names, found {starred}; give the model's forward named arguments"
         )
     plain = tuple(Argument(name, not node.args, *node.args) for name, node in placeholders.items())
-    sample = getattr(traced, "sample", None)
-    if sample is None:
+    if getattr(traced, "sample", None) is None:
         return plain
-    bound = inspect.signature(traced.model.forward).bind(*sample.args, **sample.kwargs)
-    found = [_argument(name, value, placeholders) for name, value in bound.arguments.items()]
+    found = list(_arguments(traced, placeholders))
     covered = {part for argument in found for part in (argument.name, *argument.parts) if not argument.constant}
-    # What a variadic argument became, or what was renamed, is there under the graph's own name.
-    return (
-        *(argument for argument in found if argument is not None),
-        *(own for own in plain if own.name not in covered),
-    )
+    # What was renamed is there under the graph's own name.
+    return (*found, *(own for own in plain if own.name not in covered))
+
+
+def _arguments(traced: Any, placeholders: Mapping[str, fx.Node]) -> Iterator[Argument]:
+    """Those that were given when the model was traced, and defaults, which the graph holds for as well."""
+    parameters = inspect.signature(traced.model.forward).parameters
+    bound = inspect.signature(traced.model.forward).bind(*traced.sample.args, **traced.sample.kwargs).arguments
+    for name, parameter in parameters.items():
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            for index, item in enumerate(bound.get(name, ())):
+                yield _argument(f"{name}_{index}", item, placeholders)
+        elif parameter.kind is parameter.VAR_KEYWORD:
+            for key, item in bound.get(name, {}).items():
+                yield replace(_argument(key, item, placeholders), by_name=True)
+        else:
+            by_name = parameter.kind is parameter.KEYWORD_ONLY
+            value = bound.get(name, parameter.default)
+            yield replace(_argument(name, value, placeholders), by_name=by_name)
 
 
 def _argument(name: str, value: Any, placeholders: Mapping[str, fx.Node]) -> Argument:
     if name in placeholders:
         return Argument(name)
-    count = sum(isinstance(leaf, torch.Tensor) for leaf in tree_flatten(value)[0])
+    left = iter(range(len(placeholders)))
+    nest = _nest(name, value, left)
+    count = next(left, len(placeholders))
     parts = tuple(f"{name}_{index}" for index in range(count))
     if parts and all(part in placeholders for part in parts):
-        return Argument(name, parts=parts)
+        return Argument(name, parts=parts, nest=nest)
     return Argument(name, required=False, default=value, constant=True)
+
+
+def _nest(name: str, value: Any, left: Iterator[int]) -> Any:
+    """A nest with the graph's names in place of its tensors, which are counted as the tracer counts them."""
+    if isinstance(value, torch.Tensor):
+        return _Tensors((f"{name}_{next(left)}",))
+    if type(value) is dict:
+        return {key: _nest(name, item, left) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_nest(name, item, left) for item in value]
+    count = sum(isinstance(leaf, torch.Tensor) for leaf in tree_flatten(value)[0])
+    return _Tensors(tuple(f"{name}_{next(left)}" for _ in range(count))) if count else value
 
 
 def bind_arguments(
@@ -113,11 +189,13 @@ def bind_arguments(
         PartitionError: for too many, unknown, doubled or missing arguments, or another value of a constant.
     """
     names = [argument.name for argument in arguments]
-    if len(args) > len(names):
+    places = [argument.name for argument in arguments if not argument.by_name]
+    if len(args) > len(places):
         raise PartitionError(
-            f"expected at most {len(names)} arguments ({', '.join(names)}), found {len(args)}; leave some out"
+            f"expected at most {len(places)} arguments by place ({', '.join(places)}), found {len(args)}; leave some "
+            "out, or give them by name"
         )
-    given = dict(zip(names, args, strict=False))
+    given = dict(zip(places, args, strict=False))
     for name, value in kwargs.items():
         if name not in names:
             raise PartitionError(

@@ -19,7 +19,8 @@ from torch import fx, nn
 from torch_lms.errors import PartitionError
 from torch_lms.stages import installation, mutations
 from torch_lms.stages.arguments import find_arguments
-from torch_lms.stages.stage import Borders, Stage
+from torch_lms.stages.sizes import sizes_in
+from torch_lms.stages.stage import Borders, Stage, own_name
 from torch_lms.stages.stage_code import generate
 
 if TYPE_CHECKING:
@@ -51,10 +52,12 @@ def split(
     graph_module = _graph_module(traced)
     graph = graph_module.graph
     placed, count = _place(graph, stage_of)
-    modules = dict(graph_module.named_modules())
+    modules = dict(graph_module.named_modules(remove_duplicate=False))
     mutations.check_order(graph, modules, placed)
     borders = _find_borders(graph, placed, count)
     borders.arguments = find_arguments(graph, traced)
+    borders.shapes = getattr(traced, "shapes", {})
+    borders.sizes = frozenset(node.name for node in sizes_in(graph))
     name = type(model).__name__ if model is not None else str(getattr(traced, "name", "model"))
     stages = []
     for index in range(count):
@@ -134,7 +137,7 @@ def _stage_graph(graph: fx.Graph, borders: Borders, index: int) -> fx.Graph:
 
     def copy(node: fx.Node) -> fx.Node:
         if node not in own:  # an attribute is read where it is used, in each stage anew
-            own[node] = made.create_node("get_attr", node.target, name=node.name)
+            own[node] = made.create_node("get_attr", own_name(str(node.target)), name=node.name)
             own[node].meta = dict(node.meta)
         return own[node]
 
@@ -145,7 +148,8 @@ def _stage_graph(graph: fx.Graph, borders: Borders, index: int) -> fx.Graph:
             own[node] = made.create_node("placeholder", node.target, node.args, name=node.name)
     for node in borders.nodes[index]:
         args, kwargs = fx.node.map_arg(node.args, copy), fx.node.map_arg(node.kwargs, copy)
-        own[node] = made.create_node(node.op, node.target, args, kwargs, node.name)
+        target = own_name(str(node.target)) if node.op == "call_module" else node.target
+        own[node] = made.create_node(node.op, target, args, kwargs, node.name)
         own[node].meta = dict(node.meta)
     if index + 1 < len(borders.nodes):
         values = tuple(own[by_name[name]] for name in borders.outgoing[index])

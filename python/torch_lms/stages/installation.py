@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -35,22 +36,26 @@ def install(
     find_shared(stages)
 
 
-def _put(stage: nn.Module, root: nn.Module, target: str) -> None:
+def _put(stage: Stage, root: nn.Module, target: str) -> None:
     """Sets one attribute of the model in the stage; containers hold the place of the modules around it."""
     *path, name = target.split(".")
-    holder, source = stage, root
+    holder: nn.Module = stage
+    source: Any = root
     for part in path:
         source = getattr(source, part)
         if part not in holder._modules:
-            holder.add_module(part, Container().train(source.training))
-        holder = getattr(holder, part)
+            holder._modules[part] = Container().train(source.training)
+        held = holder._modules[part]
+        assert held is not None
+        holder = held
     value = getattr(source, name)
-    if isinstance(value, nn.Parameter):
-        holder.register_parameter(name, value)
-    elif isinstance(value, nn.Module):
-        holder.add_module(name, value)
-    elif isinstance(value, torch.Tensor):
-        holder.register_buffer(name, value, persistent=_is_persistent(source, name))
+    if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+        holder._buffers[name] = value
+        holder._non_persistent_buffers_set.discard(name)
+        if not _is_persistent(source, name):
+            holder._non_persistent_buffers_set.add(name)
+    elif holder is stage:
+        stage.hold(name, value)
     else:
         setattr(holder, name, value)
 

@@ -95,7 +95,11 @@ def _own_tensors(stage: Stage, device: torch.device) -> None:
             if id(value) not in made:
                 made[id(value)] = _own_tensor(value, device, keep=path not in shared)
                 made[id(made[id(value)])] = made[id(value)]
-            if made[id(value)] is not value:
+            if made[id(value)] is value:
+                continue
+            if module is stage:
+                stage.hold(name, made[id(value)])
+            else:
                 setattr(module, name, made[id(value)])
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -170,7 +169,7 @@ def _prepared(stage: Stage) -> Iterator[None]:
         brought: dict[int, torch.Tensor] = {}
         for name in stage.shared:
             holder, leaf = _holder(stage, name)
-            place: Any = holder._parameters if leaf in holder._parameters else holder._buffers
+            place = _tensors_beside(holder, leaf)
             own = place[leaf]
             if stage.device not in (None, own.device):
                 stack.callback(place.__setitem__, leaf, own)
@@ -182,7 +181,12 @@ def _prepared(stage: Stage) -> Iterator[None]:
 
 def _holder(stage: Stage, name: str) -> tuple[nn.Module, str]:
     path, _, leaf = name.rpartition(".")
-    return (attrgetter(path)(stage) if path else stage), leaf
+    return (stage.get_submodule(path) if path else stage), leaf
+
+
+def _tensors_beside(holder: nn.Module, leaf: str) -> Any:
+    """The parameters or the buffers of a module, where a tensor is one."""
+    return holder._parameters if leaf in holder._parameters else holder._buffers
 
 
 def _is_here(stage: Stage) -> bool:
@@ -197,7 +201,8 @@ def _tie(stages: Sequence[Stage]) -> None:
             index, first = min((home for home in homes if home[0] in by_index), default=(stage.index, name))
             if index < stage.index:
                 holder, leaf = _holder(stage, name)
-                setattr(holder, leaf, attrgetter(first)(by_index[index]))
+                source, source_leaf = _holder(by_index[index], first)
+                _tensors_beside(holder, leaf)[leaf] = _tensors_beside(source, source_leaf)[source_leaf]
 
 
 def _merge(into: nn.Module, module: nn.Module) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,11 +10,47 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from torch_lms.errors import PartitionError
 from torch_lms.stages.arguments import Argument
 from torch_lms.stages.placement import Placement
 from torch_lms.stages.stage_code import StageCode, with_device
 
-__all__ = ["Borders", "Stage"]
+__all__ = ["Borders", "Stage", "own_name"]
+
+# Note [Names that the stage has for itself]: a model may have a module, parameter or buffer called `shared` or
+# `device`, as a stage has an attribute. State dicts and optimizers find it under its name, the code as
+# `self.own.shared`.
+_TAKEN = frozenset(
+    [
+        "index",
+        "count",
+        "inputs",
+        "outputs",
+        "feeds",
+        "arguments",
+        "nodes",
+        "shared",
+        "device",
+        "placement",
+        "set_code",
+        "set_device",
+        "code",
+        "generated",
+        "save_code",
+        "own",
+        "hold",
+        "sizes",
+        "shapes",
+        "_code",
+        "_run",
+        "_constants",
+    ]
+)
+
+
+def own_name(target: str) -> str:
+    """How the code of a stage calls an attribute of the model; see Note [Names that the stage has for itself]."""
+    return f"own.{target}" if target.partition(".")[0] in _TAKEN else target
 
 
 @dataclass
@@ -26,6 +62,38 @@ class Borders:
     outgoing: list[tuple[str, ...]] = field(default_factory=list)
     feeds: list[tuple[str, ...]] = field(default_factory=list)
     arguments: tuple[Argument, ...] = ()
+    shapes: Mapping[str, tuple[tuple[int, float], ...]] = field(default_factory=dict)
+    sizes: frozenset[str] = frozenset()
+
+
+def _check_shape(name: str, ranges: tuple[tuple[int, float], ...], value: Any) -> None:
+    shape = tuple(value.shape) if isinstance(value, torch.Tensor) else None
+    if shape is None:
+        return
+    fits = (low <= size <= high for size, (low, high) in zip(shape, ranges, strict=False))
+    if len(shape) != len(ranges) or not all(fits):
+        wanted = ", ".join(
+            str(low) if low == high else f"at least {low}" if high == float("inf") else f"{low} to {high:.0f}"
+            for low, high in ranges
+        )
+        raise PartitionError(
+            f"expected {name!r} of shape [{wanted}], for which the model was traced, found {list(shape)}; give it that "
+            "shape, or trace the model with a sample of the new one"
+        )
+
+
+class _Own:
+    """Looks names up among what a stage holds of the model."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+
+    def __getattr__(self, name: str) -> Any:
+        stage = self._stage
+        for held in (stage._modules, stage._parameters, stage._buffers, stage._constants):
+            if name in held:
+                return held[name]
+        raise AttributeError(f"expected a module, parameter or buffer {name!r} in stage {stage.index}, found none")
 
 
 class Stage(nn.Module):
@@ -41,6 +109,9 @@ class Stage(nn.Module):
         arguments: all arguments of the model.
         nodes: names of the graph's nodes that it computes, in order.
         shared: parameters and buffers that other stages have too: own name to (stage, name there).
+        sizes: names among inputs and outputs that are numbers made of tensors' sizes: the same while shapes are.
+        shapes: of each feed the least and the largest size of each dimension that the code is for; a feed that is not
+            in it may have any shape with which the model runs.
         device: where it is and its code makes tensors; None for a part of a model on several devices, until it is
             materialised.
         placement: the device and the rank that it was put on; None until then.
@@ -54,11 +125,44 @@ class Stage(nn.Module):
         self.outputs = borders.outgoing[index]
         self.feeds = borders.feeds[index]
         self.arguments = borders.arguments
+        self.sizes = borders.sizes & {*self.inputs, *self.outputs}
+        self.shapes = {name: borders.shapes[name] for name in self.feeds if name in borders.shapes}
         self.nodes = tuple(node.name for node in borders.nodes[index])
         self.shared: dict[str, tuple[tuple[int, str], ...]] = {}
         self.device: torch.device | None = None
         self.placement: Placement | None = None
+        self._constants: dict[str, Any] = {}
         self.set_code(code)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _TAKEN:
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    @property
+    def own(self) -> _Own:
+        """The model's attributes, also under names that the stage has for itself."""
+        return _Own(self)
+
+    def hold(self, name: str, value: Any) -> None:
+        """Sets a module, parameter or constant of the model under any name; buffers are registered first."""
+        if isinstance(value, nn.Parameter):
+            self._parameters[name] = value
+        elif isinstance(value, nn.Module):
+            self._modules[name] = value
+        elif name in self._buffers:
+            self._buffers[name] = value
+        elif name in _TAKEN:
+            self._constants[name] = value
+        else:
+            setattr(self, name, value)
+
+    def get_submodule(self, target: str) -> nn.Module:
+        """As of `nn.Module`, also under names that the stage has for itself."""
+        first, _, rest = target.partition(".")
+        found = self._modules.get(first)
+        return super().get_submodule(target) if found is None else found.get_submodule(rest)
 
     def set_code(self, code: StageCode) -> None:
         """Exchanges the code that runs."""
@@ -93,7 +197,13 @@ class Stage(nn.Module):
         Path(path).write_text(f"# Stage {self.index} of {self.count}: takes {taken}; gives {given}.\n{self.code}")
 
     def forward(self, *values: Any, **feeds: Any) -> Any:
-        """Runs the stage on its inputs and feeds; one output alone comes bare, several as a tuple."""
+        """Runs the stage on its inputs and feeds; one output alone comes bare, several as a tuple.
+
+        Raises:
+            PartitionError: for a feed of a shape that the trace is not for.
+        """
+        for name, ranges in self.shapes.items():
+            _check_shape(name, ranges, feeds.get(name))
         return self._run(self, *values, **feeds)
 
     def extra_repr(self) -> str:

@@ -17,6 +17,7 @@ from torch import fx
 
 __all__ = ["StageCode", "generate", "owner", "with_device"]
 
+_OWN = "own."  # see Note [Names that the stage has for itself] in stage
 _ASSIGNED = re.compile(r"^    (\w+)(?: : [^=]+)? = ")
 
 
@@ -87,10 +88,10 @@ def generate(graph: fx.Graph, title: str) -> StageCode:
 
 def owner(node: fx.Node) -> str:
     """The path of the module whose code made the node; empty where it is not known, or the model itself."""
-    if node.op == "call_module":
-        return str(node.target)
-    if node.op == "get_attr":
-        return str(node.target).rpartition(".")[0]
+    if node.op in ("call_module", "get_attr"):
+        target = str(node.target)
+        target = target[len(_OWN) :] if target.startswith(_OWN) else target
+        return target if node.op == "call_module" else target.rpartition(".")[0]
     stack = node.meta.get("nn_module_stack") or {}
     if not stack:
         return ""
