@@ -1,0 +1,236 @@
+"""The shortest step over some cuts of an order: good cuts first, then a proof, as far as a limit on work allows.
+
+Note [Bounded search]: a step's time is that of its longest path (Note [Longest path] in ``steps``). First come cuts whose
+largest load is small and whose sum is small (the closed form ``sum + (m - 1) * largest`` of pipelines), with equal loads
+and with the loads that the schedule would like best if a model could be cut anywhere; all are timed by the schedule
+itself and improved by moving neighbouring borders together. Then the proof: for any average of paths dynamic programming
+finds the least possible cost, below which no step is. Averages that take in the longest path of the cuts found last come
+closer and closer to the best such bound. At last partitions are grown from the front, a stage at a time. One whose stages
+so far and the least cost of the rest are no better than the best step known, by any of the averages, is left out; what is
+whole is timed. If there are too many, those of the lowest bound go on, and the lowest bound of the others limits what is
+claimed: a gap of 0 means that no cuts looked at are better.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import combinations
+from math import comb
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torch_lms.partition.cut_table import CutTable, Lowest, Marks
+from torch_lms.partition.steps import BACKWARDS, ROWS
+
+__all__ = ["Best", "CutSearch"]
+
+Array = NDArray[np.float64]
+_ROUNDING = 1e-9
+_SLACK = (0.0, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, np.inf)
+_FIRST_WORK = 6e7  # numbers that all passes for first cuts may look at
+_BOUND_WORK = 1.5e8  # the same, for bounds
+_MOST_BOUNDS = 40
+_MOST_ROUNDS = 40
+_GROWN = 4e6  # numbers in the arrays of partitions that grow
+_FITTED = 80
+_ENUMERATED = 20_000
+
+
+@dataclass
+class Best:
+    """The best cuts known so far.
+
+    Attributes:
+        marks: indices of the cuts, from 0 to the end.
+        step_us: by the schedule.
+        share: of the fullest device's memory; above 1 does not fit.
+        bound_us: no step over these cuts is shorter.
+    """
+
+    marks: NDArray[np.int64]
+    step_us: float
+    share: float
+    bound_us: float = 0.0
+
+    @property
+    def key(self) -> tuple[float, float]:
+        """What fits first, then what is short."""
+        return max(self.share, 1 + _ROUNDING), self.step_us
+
+    @property
+    def fits(self) -> bool:
+        """Whether it does."""
+        return self.share <= 1 + _ROUNDING
+
+
+class CutSearch:
+    """Looks through the cuts of one table."""
+
+    def __init__(self, table: CutTable) -> None:
+        self.table = table
+        self.cells = table.stages * len(table.cuts) ** 2
+        self.best: Best | None = None
+
+    def find(self) -> Best | None:
+        """Good cuts, without proof; None where not even single stages fit."""
+        self._try_balanced(np.ones(self.table.stages))
+        if self.best is not None:
+            self._try_balanced(self._wanted_loads(self.best))
+            if not self.best.fits:
+                self._time(self.least_memory()[1][None, :])
+            self._improve()
+        return self.best
+
+    def prove(self) -> Best | None:
+        """The best cuts, with a bound; None if none fit, as far as was looked."""
+        best = self.find()
+        if best is None:
+            return None
+        averages = self._bounds()
+        left_out = self._grow(averages)
+        assert self.best is not None  # it never becomes worse
+        if not self.best.fits:
+            return None
+        lowest = max(lowest.cost_us for _, lowest in averages)
+        self.best.bound_us = max(lowest, min(left_out, self.best.step_us))
+        return self.best
+
+    def least_memory(self) -> tuple[float, Marks, bool]:
+        """The smallest share of the fullest device, cuts that reach it, and whether no other cuts have a smaller one."""
+        table = self.table
+        shared = max(map(len, table.step.stages_of)) > 1
+        devices = {stage: own for own in table.step.stages_of for stage in own}
+        matrices = [table.shares[stage] * len(devices[stage]) for stage in range(table.stages)]
+        least = table.lowest_largest(matrices)
+        marks = table.choose([np.where(matrix <= least, 0.0, np.inf) for matrix in matrices]).marks
+        if not shared:
+            return least, marks, True
+        every = _every(len(table.cuts), table.stages)
+        found = marks[None, :] if every is None else every
+        share = table.rows(found)[1]
+        return float(share.min()), found[int(share.argmin())], every is not None
+
+    def _time(self, marks: Marks) -> None:
+        """Times partitions and keeps the best."""
+        if not len(marks):
+            return
+        rows, share = self.table.rows(marks)
+        times = self.table.step.times_us(rows)
+        first = int(np.lexsort((times, np.maximum(share, 1 + _ROUNDING)))[0])
+        found = Best(marks[first], float(times[first]), float(share[first]))
+        if self.best is None or found.key < self.best.key:
+            self.best = found
+
+    def _try_balanced(self, wanted: Array) -> None:
+        """Cuts whose largest load, each in terms of the wanted one, is small, and whose sum is smallest under that."""
+        table = self.table
+        loads = [load / want for load, want in zip(table.loads(), wanted, strict=True)]
+        least = table.lowest_largest(loads)
+        if not np.isfinite(least):
+            return
+        ones = np.ones((ROWS, table.stages))
+        sums = [table.costs(stage, ones) for stage in range(table.stages)]
+        passes = int(np.clip(_FIRST_WORK / self.cells, 3, len(_SLACK)))
+        found = []
+        for slack in _SLACK[:passes]:
+            bound = least * (1 + slack + _ROUNDING)
+            found.append(table.choose([np.where(load <= bound, one, np.inf) for load, one in zip(loads, sums, strict=True)]))
+        self._time(np.array([one.marks for one in found if np.isfinite(one.cost_us)], dtype=np.int64))
+
+    def _wanted_loads(self, best: Best) -> Array:
+        """The loads that make the shortest step if the model could be cut anywhere, with these transfers.
+
+        Steps against the longest path, in the logarithm of each stage's share of the work.
+        """
+        rows = self.table.rows(best.marks[None, :])[0][:, :, 0]
+        speeds = np.array([device.speed for device in self.table.devices])
+        total = (rows[: BACKWARDS + 1] * speeds).sum(axis=1)
+        share = speeds / speeds.sum()
+        kept, shortest = share, np.inf
+        for turn in range(_FITTED):
+            rows[: BACKWARDS + 1] = total[:, None] * share / speeds
+            step_us, passes = self.table.step.path(rows)
+            if step_us < shortest:
+                kept, shortest = share, step_us
+            slope = (passes[: BACKWARDS + 1] * total[:, None]).sum(axis=0) / speeds
+            slope = slope / max(float(slope.max()), 1e-300)
+            share = share * np.exp(-0.3 / (1 + turn) ** 0.7 * (slope - float((slope * share).sum())))
+            share = share / share.sum()
+        wanted: Array = kept / speeds
+        return wanted / wanted.mean()
+
+    def _improve(self) -> None:
+        """Moves runs of neighbouring borders together, as long as that helps."""
+        end = len(self.table.cuts) - 1
+        for _ in range(_MOST_ROUNDS):
+            assert self.best is not None  # found before
+            before = self.best.key
+            inner = self.best.marks[1:-1]
+            tried = []
+            for first in range(len(inner)):
+                for last in range(first, len(inner)):
+                    for far in (1, 2, 4, 8):
+                        for by in (far, -far):
+                            moved = self.best.marks.copy()
+                            moved[first + 1 : last + 2] += by
+                            tried.append(moved)
+            marks = np.array(tried, dtype=np.int64).reshape(-1, len(inner) + 2)
+            marks = marks[(np.diff(marks, axis=1) > 0).all(axis=1) & (marks[:, -2] < end) & (marks[:, 1] > 0)]
+            self._time(marks)
+            if self.best.key == before:
+                return
+
+    def _bounds(self) -> list[tuple[Array, Lowest]]:
+        """Averages of longest paths, each with the least cost of the rest from everywhere."""
+        assert self.best is not None  # found before
+        count = int(np.clip(_BOUND_WORK / self.cells, 3, _MOST_BOUNDS))
+        average = self._path(self.best.marks)
+        found: list[tuple[Array, Lowest]] = []
+        for turn in range(count):
+            lowest = self.table.lowest(average)
+            found.append((average, lowest))
+            if lowest.cost_us >= self.best.step_us * (1 - _ROUNDING) or not np.isfinite(lowest.cost_us):
+                break
+            self._time(lowest.marks[None, :])
+            average = average + (self._path(lowest.marks) - average) / (turn + 2)
+        return found
+
+    def _path(self, marks: NDArray[np.int64]) -> Array:
+        return self.table.step.path(self.table.rows(marks[None, :])[0][:, :, 0])[1]
+
+    def _grow(self, averages: list[tuple[Array, Lowest]]) -> float:
+        """Grows partitions from the front; returns the lowest bound of those left out for want of room."""
+        assert self.best is not None  # found before
+        chosen = sorted(averages, key=lambda one: -one[1].cost_us)[:6] + averages[:6]
+        most = max(int(_GROWN / (len(chosen) * len(self.table.cuts))), 16)
+        marks = np.zeros((1, 1), dtype=np.int64)
+        costs = np.zeros((len(chosen), 1))
+        bounds, left_out = np.zeros(1), np.inf
+        for stage in range(self.table.stages):
+            each = [cost[:, None] + self.table.costs(stage, one, marks[:, -1]) for cost, (one, _) in zip(costs, chosen, strict=True)]
+            bound = np.max([one + low.after_us[stage + 1] for one, (_, low) in zip(each, chosen, strict=True)], axis=0)
+            limit = self.best.step_us * (1 - _ROUNDING) if self.best.fits else np.inf
+            parent, cut = np.nonzero(bound < limit)
+            order = np.argsort(bound[parent, cut], kind="stable")
+            if len(order) > most:
+                left_out = min(left_out, float(bound[parent[order[most]], cut[order[most]]]))
+                order = order[:most]
+            parent, cut = parent[order], cut[order]
+            marks = np.concatenate([marks[parent], cut[:, None]], axis=1)
+            costs = np.array([one[parent, cut] for one in each])
+            bounds = bound[parent, cut]
+        for start in range(0, len(marks), 2048):
+            if self.best.fits and bounds[start] >= self.best.step_us * (1 - _ROUNDING):
+                break
+            self._time(marks[start : start + 2048])
+        return left_out
+
+
+def _every(cuts: int, stages: int) -> Marks | None:
+    """All ways to cut, where there are not too many."""
+    if comb(cuts - 2, stages - 1) > _ENUMERATED:
+        return None
+    inner = np.array(list(combinations(range(1, cuts - 1), stages - 1)), dtype=np.int64).reshape(-1, stages - 1)
+    zeros = np.zeros((len(inner), 1), dtype=np.int64)
+    return np.concatenate([zeros, inner, zeros + cuts - 1], axis=1)
