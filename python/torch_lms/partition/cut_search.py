@@ -4,8 +4,9 @@ Note [Bounded search]: a step's time is that of its longest path (Note [Longest 
 largest load is small and whose sum is small (the closed form ``sum + (m - 1) * largest`` of pipelines), with equal loads
 and with the loads that the schedule would like best if a model could be cut anywhere; all are timed by the schedule
 itself and improved by moving neighbouring borders together. Then the proof: for any average of paths dynamic programming
-finds the least possible cost, below which no step is. Averages that take in the longest path of the cuts found last come
-closer and closer to the best such bound. At last partitions are grown from the front, a stage at a time. One whose stages
+finds the least possible cost, below which no step is. The first average is of the longest paths at the loads that the
+schedule likes best, such that work costs the same in every stage; the next ones take in the longest path of the cuts
+found last. At last partitions are grown from the front, a stage at a time. One whose stages
 so far and the least cost of the rest are no better than the best step known, by any of the averages, is left out; what is
 whole is timed. If there are too many, those of the lowest bound go on, and the lowest bound of the others limits what is
 claimed: a gap of 0 means that no cuts looked at are better.
@@ -27,13 +28,16 @@ __all__ = ["Best", "CutSearch"]
 
 Array = NDArray[np.float64]
 _ROUNDING = 1e-9
-_SLACK = (0.0, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, np.inf)
-_FIRST_WORK = 6e7  # numbers that all passes for first cuts may look at
-_BOUND_WORK = 1.5e8  # the same, for bounds
+_SLACK = (0.001, 0.01, 0.05, 0.2, np.inf)
+_FIRST_WORK = 3e7  # numbers that all passes for first cuts may look at
+_BOUND_WORK = 6e7  # the same, for bounds
 _MOST_BOUNDS = 40
 _MOST_ROUNDS = 40
 _GROWN = 4e6  # numbers in the arrays of partitions that grow
-_FITTED = 80
+_FITTED = 150
+_TIGHT = 0.003  # share of a step that a path may be short of the longest
+_CAUTION = 8
+_EVEN_TURNS = 1000
 _ENUMERATED = 20_000
 
 
@@ -71,6 +75,7 @@ class CutSearch:
         self.table = table
         self.cells = table.stages * len(table.cuts) ** 2
         self.best: Best | None = None
+        self._average = np.zeros((ROWS, table.stages))
 
     def find(self) -> Best | None:
         """Good cuts, without proof; None where not even single stages fit."""
@@ -147,18 +152,23 @@ class CutSearch:
         speeds = np.array([device.speed for device in self.table.devices])
         total = (rows[: BACKWARDS + 1] * speeds).sum(axis=1)
         share = speeds / speeds.sum()
-        kept, shortest = share, np.inf
+        kept, shortest = rows, np.inf
+        paths: dict[bytes, Array] = {}
         for turn in range(_FITTED):
+            rows = rows.copy()
             rows[: BACKWARDS + 1] = total[:, None] * share / speeds
             step_us, passes = self.table.step.path(rows)
+            paths.setdefault(passes.tobytes(), passes)
             if step_us < shortest:
-                kept, shortest = share, step_us
+                kept, shortest = rows, step_us
             slope = (passes[: BACKWARDS + 1] * total[:, None]).sum(axis=0) / speeds
             slope = slope / max(float(slope.max()), 1e-300)
             share = share * np.exp(-0.3 / (1 + turn) ** 0.7 * (slope - float((slope * share).sum())))
             share = share / share.sum()
-        wanted: Array = kept / speeds
-        return wanted / wanted.mean()
+        tight = [one for one in paths.values() if (one * kept).sum() >= (1 - _TIGHT) * shortest]
+        self._average = _even([(one[: BACKWARDS + 1] * total[:, None]).sum(axis=0) / speeds for one in tight], tight)
+        wanted: Array = kept[: BACKWARDS + 1].sum(axis=0)
+        return np.maximum(wanted, 1e-300) / max(float(wanted.mean()), 1e-300)
 
     def _improve(self) -> None:
         """Moves runs of neighbouring borders together, as long as that helps."""
@@ -185,7 +195,7 @@ class CutSearch:
         """Averages of longest paths, each with the least cost of the rest from everywhere."""
         assert self.best is not None  # found before
         count = int(np.clip(_BOUND_WORK / self.cells, 3, _MOST_BOUNDS))
-        average = self._path(self.best.marks)
+        average = self._average
         found: list[tuple[Array, Lowest]] = []
         for turn in range(count):
             lowest = self.table.lowest(average)
@@ -193,7 +203,7 @@ class CutSearch:
             if lowest.cost_us >= self.best.step_us * (1 - _ROUNDING) or not np.isfinite(lowest.cost_us):
                 break
             self._time(lowest.marks[None, :])
-            average = average + (self._path(lowest.marks) - average) / (turn + 2)
+            average = average + (self._path(lowest.marks) - average) / (turn + _CAUTION)
         return found
 
     def _path(self, marks: NDArray[np.int64]) -> Array:
@@ -225,6 +235,30 @@ class CutSearch:
                 break
             self._time(marks[start : start + 2048])
         return left_out
+
+
+def _even(slopes: list[Array], paths: list[Array]) -> Array:
+    """The average of paths on which work costs as nearly as possible the same in every stage.
+
+    Pairwise Frank-Wolfe steps on the variance over the stages.
+    """
+    table = np.array(slopes)
+    table = table - table.mean(axis=1, keepdims=True)
+    products = table @ table.T
+    shares = np.zeros(len(paths))
+    shares[int(np.diag(products).argmin())] = 1.0
+    slope = products @ shares
+    for _ in range(_EVEN_TURNS):
+        to, source = int(slope.argmin()), int(np.where(shares > 0, slope, -np.inf).argmax())
+        curve = products[to, to] - 2 * products[to, source] + products[source, source]
+        if curve <= 0 or slope[source] <= slope[to]:
+            break
+        moved = min(float(shares[source]), float(slope[source] - slope[to]) / curve)
+        shares[to] += moved
+        shares[source] -= moved
+        slope = slope + moved * (products[:, to] - products[:, source])
+    average: Array = np.tensordot(np.maximum(shares, 0) / np.maximum(shares, 0).sum(), np.array(paths), axes=1)
+    return average
 
 
 def _every(cuts: int, stages: int) -> Marks | None:

@@ -77,14 +77,14 @@ class CutTable:
         self.usable = [model.usable_bytes(devices[own[0]]) for own in self.step.stages_of]
         capped = any(device.memory_cap_bytes is not None for device in devices)
         self.memory: StageMatrices | None = stage_matrices(sequence, cuts, model) if capped else None
-        forward = np.tri(len(cuts), dtype=bool)
-        self._refused: list[NDArray[np.bool_]] = [forward] * self.stages
+        forward = np.where(np.tri(len(cuts), dtype=bool), np.inf, 0.0)
+        self._refusals: list[Array] = [forward] * self.stages  # infinite where a stage cannot be, else 0
         self._relieved: list[Array | None] = [None] * self.stages
-        self.shares = [np.where(forward, np.inf, 0.0)] * self.stages
+        self.shares = [forward] * self.stages
         for stage in range(self.stages):
             self._look_at_memory(stage, forward)
 
-    def _look_at_memory(self, stage: int, refused: NDArray[np.bool_]) -> None:
+    def _look_at_memory(self, stage: int, refusal: Array) -> None:
         """What a stage would take of its device if it were alone there."""
         device = next(device for device, own in enumerate(self.step.stages_of) if stage in own)
         if self.memory is None or self.usable[device] == np.inf:
@@ -101,8 +101,8 @@ class CutTable:
             self.usable[device],
         )
         share = np.ceil(memory) / self.usable[device]
-        self.shares[stage] = np.where(refused, np.inf, share)
-        self._refused[stage] = refused | (share > 1 + _ROUNDING)
+        self.shares[stage] = share + refusal
+        self._refusals[stage] = np.where(share > 1 + _ROUNDING, np.inf, refusal)
         self._relieved[stage] = None if self.model.relief is KEEP_ALL else time_after - time_us
 
     def _work(self, stage: int) -> Array:
@@ -129,7 +129,7 @@ class CutTable:
         for row, times in self._ends.items():
             if passes[row, stage]:
                 cost += passes[row, stage] * times[starts]
-        cost[self._refused[stage][starts]] = np.inf
+        cost += self._refusals[stage][starts]
         return cost
 
     def lowest(self, passes: Array) -> Lowest:

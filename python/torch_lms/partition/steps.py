@@ -69,6 +69,10 @@ class TrainingStep:
         tasks = tasks_of(self.schedule, overlap=model.overlap_communication)
         self._nodes = [_node(task, model.input_backward_share) for task in tasks]
         self._add_ends(tasks, model.overlap_communication)
+        self._rows = np.array([node.row for node in self._nodes])
+        self._stages = np.array([node.stage for node in self._nodes])
+        self._shares = np.array([node.share for node in self._nodes])
+        self._needs = [node.needs for node in self._nodes]
 
     @staticmethod
     def of(names: Sequence[str], model: CostModel) -> TrainingStep:
@@ -127,18 +131,20 @@ class TrainingStep:
 
     def path(self, rows: Array) -> tuple[float, Array]:
         """The time of one step, and how often its longest path passes each row of each stage."""
-        times = rows.tolist()
+        times: list[float] = (rows[self._rows, self._stages] * self._shares).tolist()
         ends: list[float] = []
         origin: list[int] = []
-        for node in self._nodes:
-            before = max(node.needs, key=ends.__getitem__, default=-1)
-            start = ends[before] if before >= 0 else 0.0
-            ends.append(start + times[node.row][node.stage] * node.share)
+        for time_us, needs in zip(times, self._needs, strict=True):
+            before, start = -1, 0.0
+            for one in needs:
+                if before < 0 or ends[one] > start:
+                    before, start = one, ends[one]
+            ends.append(start + time_us)
             origin.append(before)
-        at = max(range(len(ends)), key=ends.__getitem__)
+        at = ends.index(max(ends))
         step_us, passes = ends[at], np.zeros(rows.shape)
         while at >= 0:
-            passes[self._nodes[at].row, self._nodes[at].stage] += self._nodes[at].share
+            passes[self._rows[at], self._stages[at]] += self._shares[at]
             at = origin[at]
         return step_us, passes
 
