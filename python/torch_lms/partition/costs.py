@@ -384,7 +384,9 @@ class CostModel:
         """Of each parameter that is trained, wherever it is kept."""
         measured = self._measured(graph)
         return {
-            name: max(nbytes * (self.optimizer_multiplier - 2), 0.0) if measured is None else float(measured.get(name, 0))
+            name: max(nbytes * (self.optimizer_multiplier - 2), 0.0)
+            if measured is None
+            else float(measured.get(name, 0))
             for name, nbytes in graph.parameter_bytes.items()
             if graph.is_trainable(name)
         }

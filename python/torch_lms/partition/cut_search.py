@@ -9,7 +9,7 @@ schedule likes best, such that work costs the same in every stage; the next ones
 found last. At last partitions are grown from the front, a stage at a time. One whose stages
 so far and the least cost of the rest are no better than the best step known, by any of the averages, is left out; what is
 whole is timed. If there are too many, those of the lowest bound go on, and the lowest bound of the others limits what is
-claimed: a gap of 0 means that no cuts looked at are better.
+claimed: a gap of 0 means that no cuts looked at are better. Where there are few partitions, all of them are timed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ _FITTED = 150
 _TIGHT = 0.003  # share of a step that a path may be short of the longest
 _CAUTION = 8
 _EVEN_TURNS = 1000
-_ENUMERATED = 20_000
+_ENUMERATED = 20_000  # partitions whose memory may be looked at one by one
+_ALL_TIMED = 1000  # partitions that are timed one by one instead of a search
 
 
 @dataclass
@@ -49,18 +50,22 @@ class Best:
         marks: indices of the cuts, from 0 to the end.
         step_us: by the schedule.
         share: of the fullest device's memory; above 1 does not fit.
+        largest_us: of the stages' times; of steps that are equally long the most even one is best.
         bound_us: no step over these cuts is shorter.
     """
 
     marks: NDArray[np.int64]
     step_us: float
     share: float
+    largest_us: float
     bound_us: float = 0.0
 
-    @property
-    def key(self) -> tuple[float, float]:
-        """What fits first, then what is short."""
-        return max(self.share, 1 + _ROUNDING), self.step_us
+    def beats(self, other: Best) -> bool:
+        """Whether it fits better, or is shorter, or more even."""
+        mine, others = max(self.share, 1 + _ROUNDING), max(other.share, 1 + _ROUNDING)
+        if mine != others or abs(self.step_us - other.step_us) > _ROUNDING * other.step_us:
+            return (mine, self.step_us) < (others, other.step_us)
+        return self.largest_us < other.largest_us * (1 - _ROUNDING)
 
     @property
     def fits(self) -> bool:
@@ -89,6 +94,12 @@ class CutSearch:
 
     def prove(self) -> Best | None:
         """The best cuts, with a bound; None if none fit, as far as was looked."""
+        every = _every(len(self.table.cuts), self.table.stages, _ALL_TIMED)
+        if every is not None:
+            self._time(every)
+            assert self.best is not None  # there is at least one way to cut
+            self.best.bound_us = self.best.step_us
+            return self.best if self.best.fits else None
         best = self.find()
         if best is None:
             return None
@@ -111,7 +122,7 @@ class CutSearch:
         marks = table.choose([np.where(matrix <= least, 0.0, np.inf) for matrix in matrices]).marks
         if not shared:
             return least, marks, True
-        every = _every(len(table.cuts), table.stages)
+        every = _every(len(table.cuts), table.stages, _ENUMERATED)
         found = marks[None, :] if every is None else every
         share = table.rows(found)[1]
         return float(share.min()), found[int(share.argmin())], every is not None
@@ -122,9 +133,13 @@ class CutSearch:
             return
         rows, share = self.table.rows(marks)
         times = self.table.step.times_us(rows)
-        first = int(np.lexsort((times, np.maximum(share, 1 + _ROUNDING)))[0])
-        found = Best(marks[first], float(times[first]), float(share[first]))
-        if self.best is None or found.key < self.best.key:
+        largest = rows[: BACKWARDS + 1].sum(axis=0).max(axis=0)
+        least_share = np.maximum(share, 1 + _ROUNDING).min()
+        fullest = np.maximum(share, 1 + _ROUNDING) > least_share
+        shortest = times[~fullest].min()
+        first = int(np.where(fullest | (times > shortest * (1 + _ROUNDING)), np.inf, largest).argmin())
+        found = Best(marks[first], float(times[first]), float(share[first]), float(largest[first]))
+        if self.best is None or found.beats(self.best):
             self.best = found
 
     def _try_balanced(self, wanted: Array) -> None:
@@ -140,7 +155,9 @@ class CutSearch:
         found = []
         for slack in _SLACK[:passes]:
             bound = least * (1 + slack + _ROUNDING)
-            found.append(table.choose([np.where(load <= bound, one, np.inf) for load, one in zip(loads, sums, strict=True)]))
+            found.append(
+                table.choose([np.where(load <= bound, one, np.inf) for load, one in zip(loads, sums, strict=True)])
+            )
         self._time(np.array([one.marks for one in found if np.isfinite(one.cost_us)], dtype=np.int64))
 
     def _wanted_loads(self, best: Best) -> Array:
@@ -175,7 +192,7 @@ class CutSearch:
         end = len(self.table.cuts) - 1
         for _ in range(_MOST_ROUNDS):
             assert self.best is not None  # found before
-            before = self.best.key
+            before = self.best
             inner = self.best.marks[1:-1]
             tried = []
             for first in range(len(inner)):
@@ -188,7 +205,7 @@ class CutSearch:
             marks = np.array(tried, dtype=np.int64).reshape(-1, len(inner) + 2)
             marks = marks[(np.diff(marks, axis=1) > 0).all(axis=1) & (marks[:, -2] < end) & (marks[:, 1] > 0)]
             self._time(marks)
-            if self.best.key == before:
+            if self.best is before:
                 return
 
     def _bounds(self) -> list[tuple[Array, Lowest]]:
@@ -218,7 +235,10 @@ class CutSearch:
         costs = np.zeros((len(chosen), 1))
         bounds, left_out = np.zeros(1), np.inf
         for stage in range(self.table.stages):
-            each = [cost[:, None] + self.table.costs(stage, one, marks[:, -1]) for cost, (one, _) in zip(costs, chosen, strict=True)]
+            each = [
+                cost[:, None] + self.table.costs(stage, one, marks[:, -1])
+                for cost, (one, _) in zip(costs, chosen, strict=True)
+            ]
             bound = np.max([one + low.after_us[stage + 1] for one, (_, low) in zip(each, chosen, strict=True)], axis=0)
             limit = self.best.step_us * (1 - _ROUNDING) if self.best.fits else np.inf
             parent, cut = np.nonzero(bound < limit)
@@ -261,9 +281,9 @@ def _even(slopes: list[Array], paths: list[Array]) -> Array:
     return average
 
 
-def _every(cuts: int, stages: int) -> Marks | None:
+def _every(cuts: int, stages: int, most: int) -> Marks | None:
     """All ways to cut, where there are not too many."""
-    if comb(cuts - 2, stages - 1) > _ENUMERATED:
+    if comb(cuts - 2, stages - 1) > most:
         return None
     inner = np.array(list(combinations(range(1, cuts - 1), stages - 1)), dtype=np.int64).reshape(-1, stages - 1)
     zeros = np.zeros((len(inner), 1), dtype=np.int64)

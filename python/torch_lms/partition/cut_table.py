@@ -121,7 +121,9 @@ class CutTable:
         before = (forward * self._before[0] + backward * self._before[1]) / self.devices[stage].speed
         first = -before
         if stage > 0:
-            first = first + passes[SEND, stage - 1] * self.send[stage - 1] + passes[BACK, stage - 1] * self.back[stage - 1]
+            first = (
+                first + passes[SEND, stage - 1] * self.send[stage - 1] + passes[BACK, stage - 1] * self.back[stage - 1]
+            )
         cost: Array = first[starts, None] + before[None, :]
         relieved = self._relieved[stage]
         if relieved is not None and backward:

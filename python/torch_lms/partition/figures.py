@@ -1,4 +1,4 @@
-"""What a partition will take: the time and the memory of each stage and device, the bytes over each border, the step."""
+"""What a partition will take: the time and the memory of each stage and device, the bytes over borders, the step."""
 
 from __future__ import annotations
 

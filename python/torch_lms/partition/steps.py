@@ -85,8 +85,8 @@ class TrainingStep:
         return _made(device_of_stage(names), *price)
 
     def _add_ends(self, tasks: Sequence[Task], overlap: bool) -> None:
-        """The all-reduce of each stage's gradients and the update of its weights; see Note [Step's end] in ``costs``."""
-        for rank, stages in enumerate(self.stages_of):
+        """The all-reduce of each stage's gradients, and its optimizer state's way; see Note [Step's end] in ``costs``."""
+        for stages in self.stages_of:
             last = {task.action.stage: index for index, task in enumerate(tasks) if not task.transfer}
             done = max(last[stage] for stage in stages)
             before: tuple[int, ...] = ()
@@ -98,7 +98,6 @@ class TrainingStep:
             for stage in stages:
                 self._nodes.append(_Node(UPDATE, stage, 1.0, before))
                 before = (len(self._nodes) - 1,)
-            assert rank == self.schedule.rank_of[stages[0]]
 
     def times_us(self, rows: Array) -> Array:
         """The time of each of many steps.
@@ -174,11 +173,13 @@ def _schedule(devices: tuple[int, ...], model: CostModel) -> Schedule:
             return made if ranks == stages else on_ranks(made, devices)
         made = make_schedule(model.schedule, ranks=ranks, stages=stages, microbatches=model.microbatches)
     except PipelineError as error:
-        raise PartitionError(f"expected devices and microbatches for schedule {model.schedule!r}, found: {error}") from None
+        raise PartitionError(
+            f"expected devices and microbatches for schedule {model.schedule!r}, found: {error}"
+        ) from None
     if devices != tuple(stage % ranks for stage in range(stages)):
         raise PartitionError(
-            f"expected the {ranks} devices in turn for schedule {model.schedule!r}, stage s on device s % {ranks}, found "
-            f"the stages on devices {', '.join(map(str, devices))}; name them in the same order again and again"
+            f"expected the {ranks} devices in turn for schedule {model.schedule!r}, stage s on device s % {ranks}, "
+            f"found the stages on devices {', '.join(map(str, devices))}; name them in the same order again and again"
         )
     return made
 

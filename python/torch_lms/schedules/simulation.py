@@ -108,7 +108,9 @@ class _Order:
         for source in sources:
             if self.rank_of[source.stage] != rank and not self.overlap:
                 self.sent[source] = self._append(rank, source, True, [self.done[source]], (rank,))
-            needs.append(self.sent.get(source, self.done[source]) if source.stage != action.stage else self.done[source])
+            needs.append(
+                self.sent.get(source, self.done[source]) if source.stage != action.stage else self.done[source]
+            )
         self.done[action] = self._append(rank, action, False, needs, (rank,))
         target = self._target(action)
         if self.overlap and target not in (None, rank):
