@@ -177,22 +177,23 @@ def two_devices_in_turn(cap: int | None = None) -> tuple[DeviceSpec, ...]:
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zero_bubble"])
 def test_two_stages_of_a_device_share_its_memory(schedule: str) -> None:
-    """What each stage would fit alone is too little for both."""
+    """A cap under which each stage alone has room, but not two together, is refused."""
     graph = chain([1.0] * 8)
     model = CostModel(schedule=schedule, microbatches=4, memory_buffer=0.0)
-    free = partition(PartitionProblem(graph=graph, devices=two_devices_in_turn(), cost_model=model))
-    assert len(free.device_memory_bytes) == 2
-    alone = max(free.stage_memory_bytes)
-    assert max(free.device_memory_bytes) > alone
-    with pytest.raises(PartitionError, match=r"found none; the least cap that works for every device is \d+ bytes"):
-        partition(PartitionProblem(graph=graph, devices=two_devices_in_turn(alone), cost_model=model))
-    tight = PartitionProblem(graph=graph, devices=two_devices_in_turn(1), cost_model=model)
-    cap = least_caps(tight).caps[0]
-    assert cap is not None
-    assert alone < cap <= max(free.device_memory_bytes)
-    assert partition(PartitionProblem(graph=graph, devices=two_devices_in_turn(cap), cost_model=model)).fits
-    with pytest.raises(PartitionError, match="found stages 0, 2 of algorithm 'uniform' with .* where cuda:0 has"):
-        partition(PartitionProblem(graph=graph, devices=two_devices_in_turn(cap - 1), cost_model=model), "uniform")
+
+    def problem(cap: int | None) -> PartitionProblem:
+        return PartitionProblem(graph=graph, devices=two_devices_in_turn(cap), cost_model=model)
+
+    free = partition(problem(None), "uniform")
+    least = least_caps(problem(1)).caps[0]
+    assert least is not None
+    tight = partition(problem(least))
+    assert max(tight.device_memory_bytes) == least
+    assert max(tight.stage_memory_bytes) < least - 1
+    with pytest.raises(PartitionError, match=f"found none; the least cap that works for every device is {least} bytes"):
+        partition(problem(least - 1))
+    with pytest.raises(PartitionError, match=r"found stages 0, 2 of algorithm 'uniform' with .* where cuda:0 has"):
+        partition(problem(free.device_memory_bytes[0] - 1), "uniform")
 
 
 def test_stages_of_one_device_take_turns_and_send_nothing() -> None:

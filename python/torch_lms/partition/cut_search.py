@@ -1,14 +1,14 @@
 """The shortest step over some cuts of an order: good cuts first, then a proof, as far as a limit on work allows.
 
-Note [Bounded search]: a step's time is that of its longest path (Note [Longest path] in ``steps``). First come cuts whose
-largest load is small and whose sum is small (the closed form ``sum + (m - 1) * largest`` of pipelines), with equal loads
+Note [Bounded search]: a step's time is that of its longest path (Note [Longest path] in ``steps``). First come cuts
+whose largest load and whose sum are small (the closed form ``sum + (m - 1) * largest`` of pipelines), with equal loads
 and with the loads that the schedule would like best if a model could be cut anywhere; all are timed by the schedule
-itself and improved by moving neighbouring borders together. Then the proof: for any average of paths dynamic programming
-finds the least possible cost, below which no step is. The first average is of the longest paths at the loads that the
-schedule likes best, such that work costs the same in every stage; the next ones take in the longest path of the cuts
-found last. At last partitions are grown from the front, a stage at a time. One whose stages
-so far and the least cost of the rest are no better than the best step known, by any of the averages, is left out; what is
-whole is timed. If there are too many, those of the lowest bound go on, and the lowest bound of the others limits what is
+itself and improved by moving neighbouring borders together. Then the proof: for any average of paths dynamic
+programming finds the least possible cost, below which no step is. The first average is of the longest paths at the
+loads that the schedule likes best, such that work costs the same in every stage; the next ones take in the longest path
+of the cuts found last. At last partitions are grown from the front, a stage at a time. One whose stages so far and the
+least cost of the rest are no better than the best step known, by any of the averages, is left out; what is whole is
+timed. If there are too many, those of the lowest bound go on, and the lowest bound of the others limits what is
 claimed: a gap of 0 means that no cuts looked at are better. Where there are few partitions, all of them are timed.
 """
 
@@ -113,7 +113,7 @@ class CutSearch:
         return self.best
 
     def least_memory(self) -> tuple[float, Marks, bool]:
-        """The smallest share of the fullest device, cuts that reach it, and whether no other cuts have a smaller one."""
+        """The smallest share of the fullest device, cuts that reach it, and whether none are below it."""
         table = self.table
         shared = max(map(len, table.step.stages_of)) > 1
         devices = {stage: own for own in table.step.stages_of for stage in own}

@@ -85,7 +85,7 @@ class TrainingStep:
         return _made(device_of_stage(names), *price)
 
     def _add_ends(self, tasks: Sequence[Task], overlap: bool) -> None:
-        """The all-reduce of each stage's gradients, and its optimizer state's way; see Note [Step's end] in ``costs``."""
+        """The all-reduce of each stage's gradients and its state's way; see Note [Step's end] in ``costs``."""
         for stages in self.stages_of:
             last = {task.action.stage: index for index, task in enumerate(tasks) if not task.transfer}
             done = max(last[stage] for stage in stages)
