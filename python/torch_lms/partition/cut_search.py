@@ -285,6 +285,7 @@ def _every(cuts: int, stages: int, most: int) -> Marks | None:
     """All ways to cut, where there are not too many."""
     if comb(cuts - 2, stages - 1) > most:
         return None
-    inner = np.array(list(combinations(range(1, cuts - 1), stages - 1)), dtype=np.int64).reshape(-1, stages - 1)
+    count = comb(cuts - 2, stages - 1)
+    inner = np.array(list(combinations(range(1, cuts - 1), stages - 1)), dtype=np.int64).reshape(count, stages - 1)
     zeros = np.zeros((len(inner), 1), dtype=np.int64)
     return np.concatenate([zeros, inner, zeros + cuts - 1], axis=1)
