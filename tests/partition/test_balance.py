@@ -41,7 +41,7 @@ def test_no_algorithm_has_a_shorter_step_for_known_models_and_little_is_left(gra
     for other in made.values():
         assert best.step_us <= other.step_us * (1 + 1e-9)
     gap = re.match(r"within (\d+\.\d+) % of the shortest step", made["dp"].reason)
-    assert float(gap[1]) < 5 if gap else made["dp"].reason.startswith("the shortest step of all contiguous stages")
+    assert float(gap[1]) < 10 if gap else made["dp"].reason.startswith("the shortest step of all contiguous stages")
 
 
 @pytest.mark.parametrize("name", ["uniform", "parameters", "balance_by_time"])
