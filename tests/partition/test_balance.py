@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.partition.graphs import GRAPHS, amoebanet, gpt
@@ -31,15 +33,15 @@ def graph(request: pytest.FixtureRequest) -> CostGraph:
 
 
 @pytest.mark.parametrize("stages", [2, 4, 8])
-def test_known_models_are_balanced_within_three_percent_or_as_well_as_possible(graph: CostGraph, stages: int) -> None:
+def test_no_algorithm_has_a_shorter_step_for_known_models_and_little_is_left(graph: CostGraph, stages: int) -> None:
+    """Stages need not be even: the first may take longer than the last, whose work a step begins and ends with."""
     problem = problem_of(graph, stages)
     best = partition(problem)
-    bound = best.lower_bound_us * stages / sum(best.stage_time_us)
-    assert best.imbalance <= max(1.03, bound * (1 + 1e-9))
-    ideal_us = sum(best.stage_time_us) + (problem.cost_model.microbatches - 1) * best.lower_bound_us
-    assert ideal_us <= best.step_us <= ideal_us * 1.06
-    for name in algorithm_names()[1:]:
-        assert best.imbalance <= find_algorithm(name).partition(problem).imbalance * (1 + 1e-3)
+    made = {name: find_algorithm(name).partition(problem) for name in algorithm_names()[1:]}
+    for other in made.values():
+        assert best.step_us <= other.step_us * (1 + 1e-9)
+    gap = re.match(r"within (\d+\.\d+) % of the shortest step", made["dp"].reason)
+    assert float(gap[1]) < 10 if gap else made["dp"].reason.startswith("the shortest step of all contiguous stages")
 
 
 @pytest.mark.parametrize("name", ["uniform", "parameters", "balance_by_time"])
@@ -56,4 +58,4 @@ def test_ten_thousand_nodes_are_balanced_too(make: object) -> None:
     problem = problem_of(make(), 8)  # type: ignore[operator]
     assert len(problem.units) > 9900
     made = find_algorithm("dp").partition(problem)
-    assert made.imbalance < 1.002
+    assert made.imbalance < 1.01

@@ -40,7 +40,7 @@ def test_matrices_say_the_memory_of_every_contiguous_stage(problem: PartitionPro
         marks = [0, *inner, len(problem.units)]
         found = [
             matrices.static_bytes[start, end]
-            + problem.cost_model.in_flight(stage, problem.stages) * matrices.held_bytes[start, end]
+            + problem.step_on(problem.devices).in_flight[stage] * matrices.held_bytes[start, end]
             + matrices.transient_bytes[start, end]
             for stage, (start, end) in enumerate(itertools.pairwise(marks))
         ]
@@ -66,7 +66,7 @@ def test_auto_fits_wherever_any_contiguous_partition_does(problem: PartitionProb
 
 
 @exhaustive
-@given(problem=problems(largest=SMALL, stages=4, capped=True, schedules=("1f1b",)))
+@given(problem=problems(largest=SMALL, stages=4, capped=True))
 def test_dynamic_programming_finds_the_shortest_step_of_an_order(problem: PartitionProblem) -> None:
     steps = [figures.step.step_us for _, placed in contiguous_placements(problem)
              if (figures := measured(problem, placed)).fits]  # fmt: skip

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 from importlib.util import find_spec
 
 import pytest
@@ -8,8 +9,8 @@ from hypothesis import strategies as st
 
 from torch_lms.errors import PipelineError
 from torch_lms.schedules.actions import Action, Schedule
-from torch_lms.schedules.rules import gpipe, interleaved, make_schedule, one_f_one_b
-from torch_lms.schedules.simulation import check_schedule, in_flight, simulate
+from torch_lms.schedules.rules import gpipe, interleaved, make_schedule, one_f_one_b, zero_bubble
+from torch_lms.schedules.simulation import check_schedule, in_flight, on_ranks, simulate
 
 GOLDEN = {
     "gpipe": (
@@ -64,25 +65,67 @@ def test_interleaved_schedules_keep_the_order(ranks: int, local: int, rounds: in
     assert Schedule.parse(str(schedule), schedule.name) == schedule
 
 
-@pytest.mark.skipif(find_spec("torch.distributed.pipelining") is None, reason="this PyTorch has none to compare with")
-@pytest.mark.parametrize(("ranks", "local", "microbatches"), [(2, 2, 4), (2, 3, 4), (4, 2, 8)])
-def test_interleaved_is_the_schedule_of_pytorch(ranks: int, local: int, microbatches: int) -> None:
-    from torch.distributed.pipelining import schedules
+class MadeUpStage:
+    """What the schedules of torch.distributed.pipelining ask of a stage before anything runs."""
 
-    ours = interleaved(ranks, ranks * local, microbatches)
-    for rank in range(ranks):
-        ahead = min(microbatches * local, (local - 1) * ranks + 2 * (ranks - 1 - rank))
-        theirs = schedules._get_1f1b_rank_ops(
-            local,
-            ranks,
-            ahead,
-            microbatches * local - ahead,
-            ahead,
-            rank,
-            lambda step, rank=rank: (step // ranks) % local * ranks + rank,
-            lambda step, rank=rank, ahead=ahead: (local - 1 - (step - ahead) // ranks % local) * ranks + rank,
-        )
-        assert [str(action) for action in ours.ranks[rank]] == [str(action) for action in theirs if action is not None]
+    def __init__(self, index: int, ranks: int, stages: int) -> None:
+        import torch
+
+        self.stage_index, self.num_stages = index, stages
+        self.group_rank, self.group_size, self.group = index % ranks, ranks, None
+        self.is_first, self.is_last, self.has_backward = index == 0, index == stages - 1, False
+        self.device, self.submod = torch.device("cpu"), torch.nn.Identity()
+
+
+@pytest.mark.skipif(find_spec("torch.distributed.pipelining") is None, reason="this PyTorch has none to compare with")
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("name", "theirs"), [("interleaved", "ScheduleInterleaved1F1B"), ("zero_bubble", "ScheduleInterleavedZeroBubble")]
+)
+def test_schedules_of_several_stages_a_rank_are_those_of_pytorch(name: str, theirs: str, ranks: int) -> None:
+    """For one to three stages on each rank and up to nine microbatches; what one refuses the other does too."""
+    from torch.distributed import pipelining
+
+    for local, microbatches in itertools.product((1, 2, 3), range(1, 10)):
+        own = [MadeUpStage(place * ranks, ranks, ranks * local) for place in range(local)]
+        sizes = {"ranks": ranks, "stages": ranks * local, "microbatches": microbatches}
+        try:
+            made = getattr(pipelining, theirs)(own, microbatches, loss_fn=lambda *_: None)
+        except ValueError:
+            with pytest.raises(PipelineError, match="equal rounds"):
+                make_schedule(name, **sizes)
+            continue
+        ours = make_schedule(name, **sizes)
+        check_schedule(ours)
+        assert ours.ranks == Schedule.from_torch(name, made.pipeline_order).ranks
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
+def test_zero_bubble_keeps_the_order_and_holds_less_than_interleaved(ranks: int, local: int, rounds: int) -> None:
+    made, like = zero_bubble(ranks, ranks * local, ranks * rounds), interleaved(ranks, ranks * local, ranks * rounds)
+    check_schedule(made)
+    assert Schedule.parse(str(made), made.name) == made
+    assert in_flight(made, 0) <= in_flight(like, 0)
+    halves = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+    ends = [max(event.end_us for event in simulate(one, lambda a: halves[a.kind])) for one in (made, like)]
+    assert ends[0] <= ends[1]
+
+
+def test_ranks_that_come_together_take_turns() -> None:
+    made = on_ranks(one_f_one_b(2, 2), [0, 0])
+    check_schedule(made)
+    assert str(made) == "0F0,0F1,1F0,1B0,0B0,1F1,1B1,0B1"
+    apart = on_ranks(gpipe(4, 3), [0, 1, 0, 1])
+    check_schedule(apart)
+    assert [sorted({action.stage for action in own}) for own in apart.ranks] == [[0, 2], [1, 3]]
+
+
+def test_a_link_carries_one_transfer_at_a_time() -> None:
+    events = {str(event.action): event for event in simulate(gpipe(2, 3), transfer_us=lambda action: 5.0)}
+    assert [events[f"1F{index}"].start_us for index in range(3)] == [6, 11, 16]
+    waiting = simulate(gpipe(2, 3), transfer_us=lambda action: 5.0, overlap=False)
+    events = {str(event.action): event for event in waiting}
+    assert [events[f"1F{index}"].start_us for index in range(3)] == [6, 12, 18]
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,16 @@ def test_partition_shows_and_writes_stages(profile: Path, tmp_path: Path, capsys
     assert picture.stat().st_size > 0
 
 
+@pytest.mark.parametrize("schedule", ["interleaved", "zero_bubble"])
+def test_a_device_may_be_named_for_several_stages(
+    profile: Path, schedule: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["partition", str(profile), "--devices=a,b,a,b", f"--schedule={schedule}"]) == 0
+    shown = capsys.readouterr().out
+    assert "stage 2: a, " in shown
+    assert "stage 3: b, " in shown
+
+
 @pytest.mark.parametrize(
     ("words", "status", "message"),
     [
@@ -57,6 +67,7 @@ def test_partition_shows_and_writes_stages(profile: Path, tmp_path: Path, capsys
         (["--stages=2", "--algorithm=best"], 1, "expected an algorithm among"),
         (["--stages=2", "--optimizer=lion"], 1, "expected an optimizer among"),
         (["--stages=2", "--speed=1,2,3"], 2, "expected 1 or 2 values for --speed, found 3"),
+        (["--devices=a,a,b,b", "--schedule=interleaved"], 1, "expected the 2 devices in turn"),
         ([], 2, "expected --devices or --stages"),
         (["--devices=cuda:0,cuda:0,cpu", "--speed=0"], 1, "expected a positive speed"),
     ],

@@ -24,6 +24,7 @@ from torch_lms.partition import (
 )
 from torch_lms.partition.compare import compare
 from torch_lms.profile.document import Profile
+from torch_lms.schedules.rules import SCHEDULES
 from torch_lms.swap import parse_bytes
 
 __all__ = ["add_partition", "run_partition"]
@@ -75,7 +76,7 @@ def run_partition(given: argparse.Namespace, console: Console) -> int:
 
 
 def _add_prices(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--schedule", choices=("1f1b", "gpipe"), default="1f1b", help="(%(default)s)")
+    group.add_argument("--schedule", choices=SCHEDULES, default="1f1b", help="(%(default)s)")
     group.add_argument("--microbatches", type=int, default=8, help="in a step (%(default)s)")
     group.add_argument("--optimizer", default="adam", help="if its state was not measured (%(default)s)")
     group.add_argument("--memory-buffer", type=float, default=0.1, help="share that stays free (%(default)s)")

@@ -123,10 +123,9 @@ def _cut(given: argparse.Namespace, model: GPT, device: torch.device) -> tuple[B
     ids = torch.randint(VOCABULARY, (rows, given.tokens))
     next_ids = ids.roll(-1, 1)
     places = [f"rank:{stage % ranks}/{_name(device, stage % ranks)}" for stage in range(count)]
-    rule = "gpipe" if given.schedule == "gpipe" else "1f1b"
     config = BalanceConfig(
         profile=ProfileConfig(warmup_runs=2, timed_runs=10, device=device, progress=False),
-        cost=CostModel(schedule=rule, microbatches=given.microbatches),
+        cost=CostModel(schedule=given.schedule, microbatches=given.microbatches),
     )
     plan = plan_balanced_partition(
         model, places, ids, next_ids, algorithm=given.algorithm, optimizer="adamw", config=config

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch_lms.errors import PartitionError
 from torch_lms.partition.relief import KEEP_ALL, MemoryRelief
+from torch_lms.schedules.rules import SCHEDULES
 
 if TYPE_CHECKING:
     from torch_lms.profile.document import Profile
@@ -22,15 +23,14 @@ __all__ = [
     "CostGraph",
     "CostModel",
     "CostNode",
+    "DataParallel",
     "DeviceSpec",
     "LinkSpec",
     "links_from_profile",
     "optimizer_multiplier",
 ]
 
-SCHEDULES = ("1f1b", "gpipe")
 PASSIVE_KINDS = ("placeholder", "get_attr", "output")
-_FREE_OF_GRADIENT = 1.0
 _GUESSED_BYTES_PER_US = 1e6
 
 # The RFC's table: how many copies of a parameter training keeps: itself, its gradient and the optimizer's state.
@@ -141,6 +141,10 @@ class CostGraph:
             self._check_inputs(node, names, seen)
             self._check_sizes(node)
             seen.add(node.name)
+
+    def is_trainable(self, parameter: str) -> bool:
+        """Whether it gets a gradient."""
+        return self.trainable is None or parameter in self.trainable
 
     def _check_inputs(self, node: CostNode, names: set[str], seen: set[str]) -> None:
         for name in node.inputs:
@@ -275,23 +279,53 @@ def links_from_profile(profile: Profile, devices: Sequence[DeviceSpec]) -> LinkS
 
 
 @dataclass(frozen=True, kw_only=True)
+class DataParallel:
+    """Copies of the whole pipeline, which add up their gradients at the end of a step.
+
+    Attributes:
+        ranks: how many copies; 1 for none.
+        link: between a device and its like in the next copy.
+    """
+
+    ranks: int = 1
+    link: LinkSpec = field(default_factory=LinkSpec)
+
+    def __post_init__(self) -> None:
+        if self.ranks < 1:
+            raise PartitionError(f"expected at least 1 data-parallel rank, found {self.ranks}; 1 means no copies")
+
+    def all_reduce_us(self, nbytes: float) -> float:
+        """Of a ring: ``2 (n - 1)`` turns, in each of which a share of ``1 / n`` goes to the next rank."""
+        return 2 * (self.ranks - 1) * self.link.transfer_us(nbytes / self.ranks)
+
+
+@dataclass(frozen=True, kw_only=True)
 class CostModel:
     """How times and sizes become the time and the memory of a training step.
 
-    Note [Step time]: with stage times t, transfer times c of each border (both directions) and m microbatches, a step
-    takes ``sum(t) + sum(c) + (m - 1) * period``: the first microbatch passes all stages and back, and each further one
-    leaves the slowest place a period later. The period is the largest of the stage times and, where transfers overlap
-    with computing, of the transfers of one direction; where they do not, a stage also waits for what it receives.
-    Under GPipe, which turns once, the period is the slowest forward and the slowest backward. The bubble is the share
-    of the devices' time in which they do not compute: ``1 - m * sum(t) / (p * step)``; with equal stages and free
-    transfers that is the well-known ``(p - 1) / (m + p - 1)``. Without transfers a GPipe step takes exactly this. One
-    of 1F1B takes at most this where backward is the same multiple of forward in every stage: slow stages in front hide
-    some of the first pass. Where that multiple differs it may take longer, at most as long as under GPipe.
+    Note [Step time]: a step's time is when its last action ends if the schedule runs as its data says: each device does
+    its actions in their order, each as soon as what it needs is there (``schedules.simulation``). An action takes the
+    stage's forward or backward time; zero bubble's two parts of a backward take a share of it each. From one device to
+    another there is one transfer at a time, and each direction has its own way. Where communication does not overlap, a
+    device that receives does nothing else. Values between stages of one device are not transferred. Devices are told
+    apart by their names. A device that is named for several stages does their actions in turns: those of
+    interleaved and zero bubble as the schedule says (there stage s is on device ``s % devices``), under 1F1B and GPipe
+    in the order in which they would begin if each stage had its own device and all took equally long. The bubble is the
+    share of the devices' time in which they do not compute.
+
+    Note [Step's end]: after the last backward of a stage, its trainable parameters' gradients are summed over the
+    data-parallel ranks, one stage after the other on each device. With overlap this runs beside what the device still
+    computes for its other stages; without, it begins when the device has done all its actions. It never runs beside
+    backwards of its own stage, since gradients are not complete before the last microbatch. Then, where optimizer state
+    is on the host, each stage's state comes over the host link and goes back, one after the other and beside nothing.
+    Tied weights count in each of their stages. The step ends when the last device has done all this.
 
     Note [Stage memory]: parameters with gradient and optimizer state, once for each stage that uses them; for each
     microbatch in flight the storages that its nodes save, each once, and the values that cross its borders, unless
-    they are among these; and the largest output with its gradient of any one node, as working space. Stage i of p
-    (counted from 0) holds ``p - i`` microbatches under 1F1B, never more than there are, and all of them under GPipe.
+    they are among these; and the largest output with its gradient of any one node, as working space. A microbatch is in
+    flight from the begin of its forward to the end of its backward, or of the weights' part of it. A stage's own figure
+    is that of its own worst moment; a device's is that of the worst moment of all its stages together, with the working
+    space of the one that runs. State on the host takes no memory of the device.
 
     Attributes:
         time_weight: of the RFC's cost, where times and sizes are shares of the whole graph's.
@@ -300,9 +334,12 @@ class CostModel:
             model has measured bytes these count instead.
         optimizer_bytes: of each parameter's optimizer state.
         memory_buffer: share of a device's cap that stays free.
-        schedule: ``1f1b`` or ``gpipe``.
+        schedule: ``gpipe``, ``1f1b``, ``interleaved`` or ``zero_bubble``, as ``torch_lms.pipeline`` runs them.
         microbatches: in a step.
-        overlap_communication: whether a stage computes while its transfers run.
+        overlap_communication: whether a device computes while its transfers run.
+        input_backward_share: of a backward's time, what the gradients of the inputs take, where zero bubble splits it.
+        data_parallel: copies of the pipeline.
+        optimizer_offload: the link to the host where optimizer state is kept there; None where devices keep it.
         relief: what may lower a stage's memory at a cost in time.
     """
 
@@ -314,6 +351,9 @@ class CostModel:
     schedule: str = "1f1b"
     microbatches: int = 8
     overlap_communication: bool = True
+    input_backward_share: float = 0.5
+    data_parallel: DataParallel = field(default_factory=DataParallel)
+    optimizer_offload: LinkSpec | None = None
     relief: MemoryRelief = KEEP_ALL
 
     def __post_init__(self) -> None:
@@ -332,28 +372,42 @@ class CostModel:
             raise PartitionError(f"expected a schedule among {', '.join(SCHEDULES)}, found {self.schedule!r}")
         if self.microbatches < 1:
             raise PartitionError(f"expected at least 1 microbatch, found {self.microbatches}")
-
-    def in_flight(self, stage: int, stages: int) -> int:
-        """How many microbatches a stage holds at once."""
-        return self.microbatches if self.schedule == "gpipe" else min(self.microbatches, stages - stage)
+        if not 0 <= self.input_backward_share <= 1:
+            raise PartitionError(f"expected a share of backward from 0 to 1, found {self.input_backward_share}")
 
     def usable_bytes(self, device: DeviceSpec) -> float:
-        """What a stage may take of a device's memory."""
+        """What stages may take of a device's memory."""
         cap = device.memory_cap_bytes
         return float("inf") if cap is None else cap * (1 - self.memory_buffer)
 
     def parameter_cost_bytes(self, graph: CostGraph) -> dict[str, float]:
-        """What each parameter takes in training, with its gradient and optimizer state."""
-        measured = self.optimizer_bytes if self.optimizer_bytes is not None else graph.optimizer_bytes
-        costs = {}
-        for name, nbytes in graph.parameter_bytes.items():
-            if graph.trainable is not None and name not in graph.trainable:
-                costs[name] = nbytes * _FREE_OF_GRADIENT
-            elif measured is not None:
-                costs[name] = 2.0 * nbytes + measured.get(name, 0)
-            else:
-                costs[name] = nbytes * self.optimizer_multiplier
-        return costs
+        """What each parameter takes of a device in training, with its gradient and the optimizer state kept there."""
+        state = {} if self.optimizer_offload is not None else self.optimizer_state_bytes(graph)
+        gradient = self.gradient_bytes(graph)
+        return {name: nbytes + gradient[name] + state.get(name, 0.0) for name, nbytes in graph.parameter_bytes.items()}
+
+    def gradient_bytes(self, graph: CostGraph) -> dict[str, float]:
+        """Of each parameter; 0 where it is not trained."""
+        share = 1.0 if self._measured(graph) is not None else min(1.0, self.optimizer_multiplier - 1)
+        return {name: nbytes * share * graph.is_trainable(name) for name, nbytes in graph.parameter_bytes.items()}
+
+    def optimizer_state_bytes(self, graph: CostGraph) -> dict[str, float]:
+        """Of each parameter that is trained, wherever it is kept."""
+        measured = self._measured(graph)
+        return {
+            name: max(nbytes * (self.optimizer_multiplier - 2), 0.0)
+            if measured is None
+            else float(measured.get(name, 0))
+            for name, nbytes in graph.parameter_bytes.items()
+            if graph.is_trainable(name)
+        }
+
+    def update_us(self, state_bytes: float) -> float:
+        """What the end of a step takes for a stage's optimizer state; see Note [Step's end]."""
+        return 0.0 if self.optimizer_offload is None else 2 * self.optimizer_offload.transfer_us(state_bytes)
+
+    def _measured(self, graph: CostGraph) -> Mapping[str, int] | None:
+        return self.optimizer_bytes if self.optimizer_bytes is not None else graph.optimizer_bytes
 
     def cost(self, time_share: float, memory_share: float) -> float:
         """The RFC's cost of a part of the model, from its shares of the whole graph's time and memory."""

@@ -1,44 +1,49 @@
-"""What a partition will take: the time and the memory of each stage, the bytes over each border, the step's time."""
+"""What a partition will take: the time and the memory of each stage and device, the bytes over borders, the step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from torch_lms.partition.costs import CostModel, DeviceSpec, LinkSpec
-from torch_lms.partition.relief import StageNeed
+from torch_lms.partition.relief import StageNeed, relieve_device
+from torch_lms.partition.steps import BACK, BACKWARDS, FORWARDS, REDUCE, ROWS, SEND, UPDATE, TrainingStep
 from torch_lms.partition.units import MODEL_INPUT, Units, Value
 
-__all__ = ["Figures", "Step", "measure", "step_time"]
+__all__ = ["Figures", "Step", "measure"]
 
+Array = NDArray[np.float64]
 Ints = NDArray[np.int64]
 _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """A step's time and what makes it; see Note [Step time] in ``costs``."""
+    """A step's time, and the share of it in which devices do not compute; see Note [Step time] in ``costs``."""
 
     step_us: float
-    period_us: float
     bubble: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """A partition's costs, each a tuple over the stages, or over the borders between them.
+    """A partition's costs, each a tuple over the stages, the borders between them, or the devices.
 
     Attributes:
         stage_forward_us: of one microbatch, on the stage's device.
         stage_backward_us: as ``stage_forward_us``.
         stage_time_us: both, with what relief adds.
-        stage_memory_bytes: with what relief takes away.
-        usable_bytes: of each stage's device.
+        stage_memory_bytes: at its own worst moment, with what relief takes away.
         cut_forward_bytes: over each border.
         cut_backward_bytes: over each border.
+        device_names: each once, in the order of their first stages.
+        device_stages: the stages of each device.
+        device_time_us: of one microbatch in all its stages.
+        device_memory_bytes: at the worst moment of all its stages together.
+        usable_bytes: of each device.
         step: of all microbatches.
     """
 
@@ -46,20 +51,30 @@ class Figures:
     stage_backward_us: tuple[float, ...]
     stage_time_us: tuple[float, ...]
     stage_memory_bytes: tuple[int, ...]
-    usable_bytes: tuple[float, ...]
     cut_forward_bytes: tuple[int, ...]
     cut_backward_bytes: tuple[int, ...]
+    device_names: tuple[str, ...]
+    device_stages: tuple[tuple[int, ...], ...]
+    device_time_us: tuple[float, ...]
+    device_memory_bytes: tuple[int, ...]
+    usable_bytes: tuple[float, ...]
     step: Step
 
     @property
     def fits(self) -> bool:
-        """Whether every stage fits its device."""
+        """Whether every device has room for its stages."""
         return not self.over()
 
     def over(self) -> list[int]:
-        """The stages that do not fit."""
-        pairs = zip(self.stage_memory_bytes, self.usable_bytes, strict=True)
-        return [stage for stage, (need, usable) in enumerate(pairs) if need > usable * (1 + _ROUNDING)]
+        """The devices without room, by their place in ``device_names``."""
+        pairs = zip(self.device_memory_bytes, self.usable_bytes, strict=True)
+        return [device for device, (need, usable) in enumerate(pairs) if need > usable * (1 + _ROUNDING)]
+
+    @property
+    def excess_bytes(self) -> float:
+        """What all devices together miss."""
+        pairs = zip(self.device_memory_bytes, self.usable_bytes, strict=True)
+        return sum(max(need - usable, 0.0) for need, usable in pairs)
 
 
 def measure(
@@ -67,63 +82,76 @@ def measure(
 ) -> Figures:
     """The figures of units placed on stages; ``devices`` in stage order, ``links[i]`` after stage i."""
     stages = len(devices)
+    step = TrainingStep.of([device.name for device in devices], model)
+    usable = [model.usable_bytes(devices[own[0]]) for own in step.stages_of]
+    rows = np.zeros((ROWS, stages))
     speeds = np.array([device.speed for device in devices])
-    forward = np.bincount(stage_of_unit, weights=units.forward_us, minlength=stages) / speeds
-    backward = np.bincount(stage_of_unit, weights=units.backward_us, minlength=stages) / speeds
+    rows[FORWARDS] = np.bincount(stage_of_unit, weights=units.forward_us, minlength=stages) / speeds
+    rows[BACKWARDS] = np.bincount(stage_of_unit, weights=units.backward_us, minlength=stages) / speeds
+    own_forward, own_backward = tuple(rows[FORWARDS].tolist()), tuple(rows[BACKWARDS].tolist())
     held, cut_forward, cut_backward = _held_and_sent(units, stage_of_unit, stages)
-    static = _static_bytes(units, stage_of_unit, stages, model)
-    transient = np.zeros(stages)
-    np.maximum.at(transient, stage_of_unit, units.transient_bytes)
-    times, memories = [], []
-    for stage, device in enumerate(devices):
-        need = StageNeed(
-            time_us=np.asarray(forward[stage] + backward[stage]),
-            static_bytes=np.asarray(static[stage]),
-            held_bytes=np.asarray(held[stage]),
-            transient_bytes=np.asarray(transient[stage]),
-            in_flight=model.in_flight(stage, stages),
-        )
-        time_us, memory = model.relief.relieve(need, model.usable_bytes(device))
-        times.append(float(time_us))
-        memories.append(int(np.ceil(memory)))
+    memory = _Memory(units, stage_of_unit, stages, held, model)
+    taken, device_memory = np.zeros(stages), []
+    for device, own in enumerate(step.stages_of):
+        needs = [memory.need(stage, float(rows[:2, stage].sum()), step.in_flight[stage]) for stage in own]
+        together = step.memory_bytes(device, memory.static, memory.held, memory.transient)
+        times, each, together = relieve_device(model.relief, needs, together, usable[device])
+        rows[BACKWARDS, list(own)] = np.array(times) - rows[FORWARDS, list(own)]
+        taken[list(own)] = each
+        device_memory.append(int(np.ceil(together)))
+    rows[SEND, :-1] = [link.transfer_us(nbytes) for link, nbytes in zip(links, cut_forward, strict=True)]
+    rows[BACK, :-1] = [link.transfer_us(nbytes) for link, nbytes in zip(links, cut_backward, strict=True)]
+    rows[REDUCE] = [model.data_parallel.all_reduce_us(nbytes) for nbytes in memory.gradients]
+    rows[UPDATE] = [model.update_us(nbytes) for nbytes in memory.states]
+    work = rows[FORWARDS] + rows[BACKWARDS]
     return Figures(
-        stage_forward_us=tuple(map(float, forward)),
-        stage_backward_us=tuple(map(float, backward)),
-        stage_time_us=tuple(times),
-        stage_memory_bytes=tuple(memories),
-        usable_bytes=tuple(model.usable_bytes(device) for device in devices),
+        stage_forward_us=own_forward,
+        stage_backward_us=own_backward,
+        stage_time_us=tuple(work.tolist()),
+        stage_memory_bytes=tuple(int(np.ceil(one)) for one in taken),
         cut_forward_bytes=tuple(map(int, cut_forward)),
         cut_backward_bytes=tuple(map(int, cut_backward)),
-        step=step_time(forward, np.array(times) - forward, cut_forward, cut_backward, links, model),
+        device_names=tuple(dict.fromkeys(device.name for device in devices)),
+        device_stages=step.stages_of,
+        device_time_us=tuple(float(work[list(own)].sum()) for own in step.stages_of),
+        device_memory_bytes=tuple(device_memory),
+        usable_bytes=tuple(usable),
+        step=_step(step, rows, model.microbatches),
     )
 
 
-def step_time(
-    forward_us: NDArray[np.float64],
-    backward_us: NDArray[np.float64],
-    cut_forward: Sequence[float] | Ints,
-    cut_backward: Sequence[float] | Ints,
-    links: Sequence[LinkSpec],
-    model: CostModel,
-) -> Step:
-    """A step's time, its period and its bubble, by Note [Step time] in ``costs``."""
-    send = np.array([link.transfer_us(nbytes) for link, nbytes in zip(links, cut_forward, strict=True)])
-    back = np.array([link.transfer_us(nbytes) for link, nbytes in zip(links, cut_backward, strict=True)])
-    work = forward_us + backward_us
-    if model.overlap_communication:
-        slow_forward = np.concatenate([forward_us, send])
-        slow_backward = np.concatenate([backward_us, back])
-        slow_both = np.concatenate([work, send, back])
-    else:
-        slow_forward = forward_us + np.concatenate([[0.0], send])
-        slow_backward = backward_us + np.concatenate([back, [0.0]])
-        slow_both = slow_forward + slow_backward
-    turns_once = model.schedule == "gpipe"
-    period = float(slow_forward.max() + slow_backward.max() if turns_once else slow_both.max())
-    step = float(work.sum() + send.sum() + back.sum()) + (model.microbatches - 1) * period
-    busy = model.microbatches * float(work.sum())
-    bubble = 1 - busy / (len(work) * step) if step > 0 else 0.0
-    return Step(step_us=step, period_us=period, bubble=bubble)
+def _step(step: TrainingStep, rows: Array, microbatches: int) -> Step:
+    step_us, _ = step.path(rows)
+    busy = microbatches * float(rows[: BACKWARDS + 1].sum())
+    return Step(step_us=step_us, bubble=1 - busy / (len(step.stages_of) * step_us) if step_us > 0 else 0.0)
+
+
+class _Memory:
+    """What each stage keeps, by what it is for."""
+
+    def __init__(self, units: Units, stage_of_unit: Ints, stages: int, held: Array, model: CostModel) -> None:
+        self._names: list[set[str]] = [set() for _ in range(stages)]
+        for index, parameters in enumerate(units.parameters):
+            self._names[stage_of_unit[index]].update(parameters)
+        self.held = held
+        self.static = self._sums(model.parameter_cost_bytes(units.graph))
+        self.gradients = self._sums(model.gradient_bytes(units.graph))
+        self.states = self._sums(model.optimizer_state_bytes(units.graph))
+        self.transient = np.zeros(stages)
+        np.maximum.at(self.transient, stage_of_unit, units.transient_bytes)
+
+    def need(self, stage: int, time_us: float, in_flight: int) -> StageNeed:
+        """Of one stage."""
+        return StageNeed(
+            time_us=np.asarray(time_us),
+            static_bytes=np.asarray(self.static[stage]),
+            held_bytes=np.asarray(self.held[stage]),
+            transient_bytes=np.asarray(self.transient[stage]),
+            in_flight=in_flight,
+        )
+
+    def _sums(self, sizes: Mapping[str, float]) -> Array:
+        return np.array([sum(sizes.get(name, 0.0) for name in names) for names in self._names], dtype=np.float64)
 
 
 def _held_and_sent(units: Units, stage_of_unit: Ints, stages: int) -> tuple[NDArray[np.float64], list[int], list[int]]:
@@ -155,11 +183,3 @@ def _keepers(value: Value, first: int, last: int, readers: set[int], end: int) -
     if value.producer == MODEL_INPUT:
         return readers
     return range(first, last + 1) if first < last or end in value.consumers else ()
-
-
-def _static_bytes(units: Units, stage_of_unit: Ints, stages: int, model: CostModel) -> NDArray[np.float64]:
-    costs = model.parameter_cost_bytes(units.graph)
-    names: list[set[str]] = [set() for _ in range(stages)]
-    for index, parameters in enumerate(units.parameters):
-        names[stage_of_unit[index]].update(parameters)
-    return np.array([sum(costs[name] for name in stage) for stage in names], dtype=np.float64)

@@ -16,6 +16,7 @@ from torch_lms.partition.bisection import lightest_cuts
 from torch_lms.partition.costs import CostGraph, CostModel, DeviceSpec, LinkSpec
 from torch_lms.partition.figures import Figures, measure
 from torch_lms.partition.orders import candidate_orders
+from torch_lms.partition.steps import TrainingStep
 from torch_lms.partition.units import Units, check_partition
 
 __all__ = ["Algorithm", "Partition", "PartitionProblem", "evaluate", "gib"]
@@ -34,16 +35,18 @@ class PartitionProblem:
 
     Attributes:
         graph: with its costs.
-        devices: one for each stage, in the pipeline's order.
+        devices: one for each stage, in the pipeline's order. A device that is named for several stages has all of
+            them: its time and its memory are theirs together.
         links: one for all pairs of devices, or one for each pair by the devices' names; a pair that is only there the
-            other way round counts for both ways.
+            other way round counts for both ways. Between stages of one device nothing is sent.
         cost_model: prices and the schedule.
         stages: how many; by default as many as there are devices.
         reorder_devices: whether an algorithm may put the devices into another order.
 
     Raises:
-        PartitionError: if there are more stages than nodes, not one device for each stage, or a link to a device that
-            is not among them.
+        PartitionError: if there are more stages than nodes, not one device for each stage, a device with two
+            descriptions, devices or microbatches that the schedule does not take, or a link to a device that is not
+            among them.
     """
 
     graph: CostGraph
@@ -69,7 +72,18 @@ class PartitionProblem:
                 f"expected at most as many stages as nodes that compute, found {self.stages} stages for "
                 f"{len(self.units)}; use fewer stages or trace the model at a finer level"
             )
+        self._check_devices()
         self._check_links()
+
+    def _check_devices(self) -> None:
+        known: dict[str, DeviceSpec] = {}
+        for device in self.devices:
+            if known.setdefault(device.name, device) != device:
+                raise PartitionError(
+                    f"expected one description of {device.name}, found {known[device.name]} and {device}; "
+                    "name different devices differently"
+                )
+        self.step_on(self.devices)
 
     def _check_links(self) -> None:
         names = {device.name for device in self.devices}
@@ -98,11 +112,19 @@ class PartitionProblem:
         """The links that devices in this order pass values over."""
         return [self._link(one.name, other.name) for one, other in itertools.pairwise(devices)]
 
+    def step_on(self, devices: Sequence[DeviceSpec]) -> TrainingStep:
+        """The schedule on devices in this order.
+
+        Raises:
+            PartitionError: if it does not take them, or the microbatches.
+        """
+        return TrainingStep.of([device.name for device in devices], self.cost_model)
+
     def _link(self, source: str, target: str) -> LinkSpec:
-        if isinstance(self.links, LinkSpec):
-            return self.links
         if source == target:
             return LinkSpec()
+        if isinstance(self.links, LinkSpec):
+            return self.links
         link = self.links.get((source, target)) or self.links.get((target, source))
         if link is None:
             raise PartitionError(
@@ -155,8 +177,13 @@ class Partition:
 
     @property
     def stage_memory_bytes(self) -> tuple[int, ...]:
-        """At the peak of a step."""
+        """Of each stage alone, at its peak in a step."""
         return self.figures.stage_memory_bytes
+
+    @property
+    def device_memory_bytes(self) -> tuple[int, ...]:
+        """Of all stages of each device together, at their peak in a step."""
+        return self.figures.device_memory_bytes
 
     @property
     def cut_bytes(self) -> tuple[int, ...]:
@@ -187,7 +214,7 @@ class Partition:
 
     @property
     def fits(self) -> bool:
-        """Whether every stage fits its device's cap less the buffer."""
+        """Whether every device has room for its stages, under its cap less the buffer."""
         return self.figures.fits
 
 

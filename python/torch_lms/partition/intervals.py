@@ -20,7 +20,7 @@ from torch_lms.partition.costs import CostModel
 from torch_lms.partition.sequence import UnitSequence
 from torch_lms.partition.units import MODEL_INPUT
 
-__all__ = ["StageMatrices", "stage_matrices"]
+__all__ = ["StageMatrices", "parameter_matrix", "stage_matrices"]
 
 Array = NDArray[np.float64]
 Rectangle = tuple[int, int, int, int, float]  # first and last a, first and last b, inclusive; bytes
@@ -43,15 +43,18 @@ class StageMatrices:
 
 def stage_matrices(sequence: UnitSequence, cuts: NDArray[np.int64], model: CostModel) -> StageMatrices:
     """The matrices over some cuts, in ascending order with 0 and the end among them."""
-    costs = model.parameter_cost_bytes(sequence.units.graph)
-    parameters = _uses(sequence, sequence.units.parameters)
     saved = _uses(sequence, [node.saved for node in sequence.units.nodes])
-    end = len(sequence)
     return StageMatrices(
-        static_bytes=_sum(_once(parameters, costs, end), cuts),
+        static_bytes=parameter_matrix(sequence, cuts, model.parameter_cost_bytes(sequence.units.graph)),
         held_bytes=_sum(_held(sequence, saved), cuts),
         transient_bytes=_largest(sequence, cuts),
     )
+
+
+def parameter_matrix(sequence: UnitSequence, cuts: NDArray[np.int64], sizes: Mapping[str, float]) -> Array:
+    """For each pair of cuts, the sizes of the parameters that a stage between them reads; 0 where none is given."""
+    uses = {name: at for name, at in _uses(sequence, sequence.units.parameters).items() if name in sizes}
+    return _sum(_once(uses, sizes, len(sequence)), cuts)
 
 
 def _uses(sequence: UnitSequence, names: Sequence[tuple[str, ...]]) -> dict[str, list[int]]:

@@ -29,10 +29,13 @@ def partition(problem: PartitionProblem, algorithm: str | Algorithm = "auto") ->
 
 
 def _misfit(problem: PartitionProblem, found: Partition) -> str:
-    stage = found.figures.over()[0]
-    need, usable = found.stage_memory_bytes[stage], found.figures.usable_bytes[stage]
+    figures = found.figures
+    device = figures.over()[0]
+    name, stages = figures.device_names[device], figures.device_stages[device]
+    shown = f"stage {stages[0]}" if len(stages) == 1 else f"stages {', '.join(map(str, stages))}"
     text = (
-        f"expected every stage within its device's memory, found stage {stage} of algorithm {found.algorithm!r} with "
-        f"{gib(need)} where {found.devices[stage]} has {gib(usable)} after the buffer; "
+        f"expected every device with room for its stages, found {shown} of algorithm {found.algorithm!r} with "
+        f"{gib(figures.device_memory_bytes[device])} where {name} has {gib(figures.usable_bytes[device])} after the "
+        "buffer; "
     )
     return text + least_caps(problem).advice

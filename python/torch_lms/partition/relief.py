@@ -6,13 +6,14 @@ stage that is looked at; scalars work too.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["KEEP_ALL", "KeepAll", "MemoryRelief", "StageNeed"]
+__all__ = ["KEEP_ALL", "KeepAll", "MemoryRelief", "StageNeed", "relieve_device"]
 
 Array = NDArray[np.float64]
 
@@ -62,3 +63,33 @@ class KeepAll:
 
 
 KEEP_ALL = KeepAll()
+
+
+def relieve_device(
+    relief: MemoryRelief, needs: Sequence[StageNeed], together_bytes: Any, usable_bytes: float
+) -> tuple[list[Any], list[Any], Any]:
+    """Makes the stages of one device fit it as well as they can be.
+
+    Stages that fit together stay as they are. Else each in turn may take what the others leave. What is then counted is
+    the sum of the stages' own worst moments, if that is less than their worst moment together was: no one says how much
+    of what a stage gives up it would hold at another's worst moment.
+
+    Args:
+        relief: what lowers a stage's memory.
+        needs: of each stage.
+        together_bytes: at the worst moment of all stages together, as they are.
+        usable_bytes: of the device.
+
+    Returns:
+        The time of each stage, the memory of each stage, and that of all together.
+    """
+    times: list[Any] = [need.time_us for need in needs]
+    memories: list[Any] = [need.memory_bytes for need in needs]
+    crowded = together_bytes > usable_bytes
+    if np.any(crowded):
+        for index, need in enumerate(needs):
+            left = usable_bytes - (sum(memories) - memories[index])
+            time_us, memory = relief.relieve(need, left)
+            times[index] = np.where(crowded, time_us, times[index])
+            memories[index] = np.where(crowded, memory, memories[index])
+    return times, memories, np.minimum(together_bytes, sum(memories))

@@ -122,7 +122,7 @@ class TrainingPipeline(Pipeline):
         optimizer: of this rank's parameters, or None; for schedulers of the learning rate, and for its state.
     """
 
-    def __init__(self, stages: list[Stage], make_optimizer: MakeOptimizer | None, **options: Any) -> None:
+    def __init__(self, stages: Sequence[Stage], make_optimizer: MakeOptimizer | None, **options: Any) -> None:
         super().__init__(stages, **options)
         parameters = list(self.parameters())
         self.optimizer = make_optimizer(parameters) if make_optimizer is not None and parameters else None

@@ -1,4 +1,4 @@
-"""The rules that make schedules: GPipe, 1F1B, and 1F1B with several stages on each rank (interleaved).
+"""The rules that make schedules: GPipe, 1F1B, 1F1B with several stages on each rank (interleaved), and zero bubble.
 
 With two stages and four microbatches, time from left to right:
 
@@ -10,12 +10,12 @@ With two stages and four microbatches, time from left to right:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from torch_lms.errors import PipelineError
-from torch_lms.schedules.actions import BACKWARD, FORWARD, Action, Schedule
+from torch_lms.schedules.actions import BACKWARD, FORWARD, INPUT_BACKWARD, WEIGHT_BACKWARD, Action, Schedule
 
-__all__ = ["gpipe", "interleaved", "make_schedule", "one_f_one_b"]
+__all__ = ["SCHEDULES", "gpipe", "interleaved", "make_schedule", "one_f_one_b", "zero_bubble"]
 
 
 def gpipe(stages: int, microbatches: int) -> Schedule:
@@ -59,6 +59,33 @@ def interleaved(ranks: int, stages: int, microbatches: int) -> Schedule:
     Raises:
         PipelineError: if the ranks do not divide the stages, or rounds of as many microbatches as ranks do not fill.
     """
+    per_round = _per_round(ranks, stages, microbatches)
+    local = stages // ranks
+    return Schedule.of(
+        "interleaved", [_interleave(_Turns(rank, ranks, local, per_round), microbatches) for rank in range(ranks)]
+    )
+
+
+def zero_bubble(ranks: int, stages: int, microbatches: int) -> Schedule:
+    """Interleaved, with each backward in two: rank r does the weights' part r backwards after the inputs' part.
+
+    The gradients of inputs reach the rank before sooner, and the weights' parts fill what would be a bubble; half as
+    many forwards run ahead. Ranks are those of `interleaved`.
+
+    Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", schedule ZB-H1; the order is that of
+    torch.distributed.pipelining's ScheduleInterleavedZeroBubble.
+
+    Raises:
+        PipelineError: as `interleaved`.
+    """
+    per_round = _per_round(ranks, stages, microbatches)
+    local = stages // ranks
+    return Schedule.of(
+        "zero_bubble", [_fill_bubbles(_Turns(rank, ranks, local, per_round), microbatches) for rank in range(ranks)]
+    )
+
+
+def _per_round(ranks: int, stages: int, microbatches: int) -> int:
     _check(stages, microbatches)
     if ranks < 1 or stages % ranks:
         raise PipelineError(
@@ -70,29 +97,47 @@ def interleaved(ranks: int, stages: int, microbatches: int) -> Schedule:
             f"expected microbatches in {rounds} equal rounds, found {microbatches}; "
             f"take a multiple of the {ranks} ranks"
         )
-    per_round, local = microbatches // rounds, stages // ranks
-    return Schedule.of(
-        "interleaved", [_interleave(rank, ranks, local, per_round, microbatches) for rank in range(ranks)]
-    )
+    return microbatches // rounds
 
 
-def _interleave(rank: int, ranks: int, local: int, per_round: int, microbatches: int) -> list[Action]:
-    total = microbatches * local
-    ahead = min(total, (local - 1) * per_round + 2 * (ranks - 1 - rank))
-    done = {kind: [0] * local for kind in (FORWARD, BACKWARD)}
+class _Turns:
+    """Whose turn it is on a rank: a round of microbatches in one of its stages, then in the next."""
 
-    def next_of(kind: str) -> Action:
-        place = (sum(done[kind]) // per_round) % local
-        place = place if kind == FORWARD else local - 1 - place
-        done[kind][place] += 1
-        return Action(place * ranks + rank, kind, done[kind][place] - 1)
+    def __init__(self, rank: int, ranks: int, local: int, per_round: int) -> None:
+        self.rank, self.ranks, self.local, self.per_round = rank, ranks, local, per_round
+        self._done: dict[str, list[int]] = {}
 
-    actions = [next_of(FORWARD) for _ in range(ahead)]
+    def next_of(self, kind: str) -> Action:
+        """The next action of a kind; backwards begin with the last stage."""
+        done = self._done.setdefault(kind, [0] * self.local)
+        place = (sum(done) // self.per_round) % self.local
+        place = place if kind == FORWARD else self.local - 1 - place
+        done[place] += 1
+        return Action(place * self.ranks + self.rank, kind, done[place] - 1)
+
+
+def _interleave(turns: _Turns, microbatches: int) -> list[Action]:
+    total = microbatches * turns.local
+    ahead = min(total, (turns.local - 1) * turns.per_round + 2 * (turns.ranks - 1 - turns.rank))
+    actions = [turns.next_of(FORWARD) for _ in range(ahead)]
     for step in range(total):
         if step + ahead < total:
-            actions.append(next_of(FORWARD))
-        actions.append(next_of(BACKWARD))
+            actions.append(turns.next_of(FORWARD))
+        actions.append(turns.next_of(BACKWARD))
     return actions
+
+
+def _fill_bubbles(turns: _Turns, microbatches: int) -> list[Action]:
+    total = microbatches * turns.local
+    ahead = min(total, (turns.local - 1) * turns.per_round + turns.ranks - 1 - turns.rank)
+    actions = [turns.next_of(FORWARD) for _ in range(ahead)]
+    for step in range(total):
+        if step + ahead < total:
+            actions.append(turns.next_of(FORWARD))
+        actions.append(turns.next_of(INPUT_BACKWARD))
+        if step >= turns.rank:
+            actions.append(turns.next_of(WEIGHT_BACKWARD))
+    return actions + [turns.next_of(WEIGHT_BACKWARD) for _ in range(min(turns.rank, total))]
 
 
 def _check(stages: int, microbatches: int) -> None:
@@ -101,6 +146,8 @@ def _check(stages: int, microbatches: int) -> None:
 
 
 _SINGLE: dict[str, Callable[[int, int], Schedule]] = {"gpipe": gpipe, "1f1b": one_f_one_b}
+_SEVERAL: dict[str, Callable[[int, int, int], Schedule]] = {"interleaved": interleaved, "zero_bubble": zero_bubble}
+SCHEDULES = (*_SINGLE, *_SEVERAL)
 
 
 def make_schedule(name: str, *, ranks: int, stages: int, microbatches: int) -> Schedule:
@@ -109,17 +156,13 @@ def make_schedule(name: str, *, ranks: int, stages: int, microbatches: int) -> S
     Raises:
         PipelineError: for an unknown name, or more stages on a rank than the rule knows.
     """
-    if name == "interleaved":
-        return interleaved(ranks, stages, microbatches)
+    if name in _SEVERAL:
+        return _SEVERAL[name](ranks, stages, microbatches)
     if name not in _SINGLE:
-        raise PipelineError(f"expected a schedule among {_names([*_SINGLE, 'interleaved'])}, found {name!r}")
+        raise PipelineError(f"expected a schedule among {', '.join(SCHEDULES)}, found {name!r}")
     if ranks != stages:
         raise PipelineError(
             f"expected one stage on each rank for {name}, found {stages} stages on {ranks} ranks; "
-            "take 'interleaved' or another number of stages"
+            f"take {' or '.join(map(repr, _SEVERAL))} or another number of stages"
         )
     return _SINGLE[name](stages, microbatches)
-
-
-def _names(names: Sequence[str]) -> str:
-    return ", ".join(names)

@@ -4,18 +4,22 @@ Note [Ordering invariants]: every stage does each microbatch's forward and backw
 comes after that of the stage before, a backward after that of the stage after and after its own forward, and a backward
 of weights after that of inputs. Ranks do their actions one after the other in the order of the schedule, so a schedule
 that breaks an order across ranks stops: no rank can go on.
+
+Note [Transfers]: what an action made and another rank needs is transferred. From one rank to another there is one
+transfer at a time, in the order in which they were made; both directions, and a rank's own actions, run at once. Where
+transfers do not overlap with computing, the rank that receives does nothing else until a transfer has ended.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch_lms.errors import PipelineError
 from torch_lms.schedules.actions import BACKWARD, FORWARD, INPUT_BACKWARD, WEIGHT_BACKWARD, Action, Schedule
 
-__all__ = ["Event", "check_schedule", "in_flight", "simulate"]
+__all__ = ["Event", "Task", "check_schedule", "in_flight", "on_ranks", "simulate", "tasks_of"]
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,16 @@ class Event:
     action: Action
     start_us: float
     end_us: float
+
+
+@dataclass(frozen=True)
+class Task:
+    """An action, or the transfer of what it made, with the tasks (by number) that must have ended before it begins."""
+
+    rank: int
+    action: Action
+    transfer: bool
+    needs: tuple[int, ...]
 
 
 def _needs(action: Action, stages: int) -> Iterator[tuple[str, int]]:
@@ -41,34 +55,23 @@ def _needs(action: Action, stages: int) -> Iterator[tuple[str, int]]:
         yield INPUT_BACKWARD, stage
 
 
-def simulate(
-    schedule: Schedule,
-    duration_us: Callable[[Action], float] = lambda action: 1.0,
-    transfer_us: Callable[[Action], float] = lambda action: 0.0,
-) -> list[Event]:
-    """The times of all actions, if each starts as soon as its rank is free and what it needs has arrived.
+def tasks_of(schedule: Schedule, *, overlap: bool = True) -> list[Task]:
+    """All actions and transfers, each after what it needs: see Note [Transfers].
 
     Args:
         schedule: what to run.
-        duration_us: of an action.
-        transfer_us: how long what an action made takes to the rank that needs it.
+        overlap: whether a rank computes while it receives.
 
     Raises:
         PipelineError: if the schedule stops, with the action that each rank waits in.
     """
-    done: dict[Action, Event] = {}
-    place, free_us = [0] * len(schedule.ranks), [0.0] * len(schedule.ranks)
+    order = _Order(schedule, overlap)
+    place = [0] * len(schedule.ranks)
     progress = True
     while progress:
         progress = False
         for rank, actions in enumerate(schedule.ranks):
-            while place[rank] < len(actions):
-                ready_us = _ready_us(actions[place[rank]], rank, schedule.stages, done, transfer_us)
-                if ready_us is None:
-                    break
-                action, start_us = actions[place[rank]], max(ready_us, free_us[rank])
-                done[action] = Event(rank, action, start_us, start_us + duration_us(action))
-                free_us[rank] = done[action].end_us
+            while place[rank] < len(actions) and order.add(rank, actions[place[rank]]):
                 place[rank] += 1
                 progress = True
     stuck = [
@@ -78,19 +81,97 @@ def simulate(
     ]
     if stuck:
         raise PipelineError(f"expected a schedule that ends, found it stuck: {', '.join(stuck)}; reorder these actions")
-    return sorted(done.values(), key=lambda event: (event.start_us, event.rank))
+    return order.tasks
 
 
-def _ready_us(
-    action: Action, rank: int, stages: int, done: dict[Action, Event], transfer_us: Callable[[Action], float]
-) -> float | None:
-    ready_us = 0.0
-    for kinds, stage in _needs(action, stages):
-        source = next((done[a] for kind in kinds if (a := Action(stage, kind, action.microbatch)) in done), None)
-        if source is None:
-            return None
-        ready_us = max(ready_us, source.end_us + (transfer_us(source.action) if source.rank != rank else 0.0))
-    return ready_us
+class _Order:
+    """Tasks as they come to be."""
+
+    def __init__(self, schedule: Schedule, overlap: bool) -> None:
+        self.stages = schedule.stages
+        self.rank_of = schedule.rank_of
+        self.overlap = overlap
+        self.tasks: list[Task] = []
+        self.done: dict[Action, int] = {}
+        self.sent: dict[Action, int] = {}
+        self.latest: dict[tuple[int, ...], int] = {}  # on each rank, and from each rank to each other
+
+    def add(self, rank: int, action: Action) -> bool:
+        """Adds an action, unless what it needs is not there yet."""
+        sources: list[Action] = []
+        for kinds, stage in _needs(action, self.stages):
+            found = [one for kind in kinds if (one := Action(stage, kind, action.microbatch)) in self.done]
+            if not found:
+                return False
+            sources.append(found[0])
+        needs = []
+        for source in sources:
+            if self.rank_of[source.stage] != rank and not self.overlap:
+                self.sent[source] = self._append(rank, source, True, [self.done[source]], (rank,))
+            needs.append(
+                self.sent.get(source, self.done[source]) if source.stage != action.stage else self.done[source]
+            )
+        self.done[action] = self._append(rank, action, False, needs, (rank,))
+        target = self._target(action)
+        if self.overlap and target not in (None, rank):
+            assert target is not None  # said above
+            self.sent[action] = self._append(rank, action, True, [self.done[action]], (rank, target))
+        return True
+
+    def _target(self, action: Action) -> int | None:
+        """The rank that needs what an action makes for another stage."""
+        step = {FORWARD: 1, BACKWARD: -1, INPUT_BACKWARD: -1}.get(action.kind, 0)
+        return self.rank_of.get(action.stage + step) if step else None
+
+    def _append(self, rank: int, action: Action, transfer: bool, needs: list[int], place: tuple[int, ...]) -> int:
+        before = [self.latest[place]] if place in self.latest else []
+        self.tasks.append(Task(rank, action, transfer, tuple(dict.fromkeys([*needs, *before]))))
+        self.latest[place] = len(self.tasks) - 1
+        return self.latest[place]
+
+
+def simulate(
+    schedule: Schedule,
+    duration_us: Callable[[Action], float] = lambda action: 1.0,
+    transfer_us: Callable[[Action], float] = lambda action: 0.0,
+    *,
+    overlap: bool = True,
+) -> list[Event]:
+    """The times of all actions, if each starts as soon as its rank is free and what it needs has arrived.
+
+    Args:
+        schedule: what to run.
+        duration_us: of an action.
+        transfer_us: how long what an action made takes to the rank that needs it.
+        overlap: whether a rank computes while it receives; see Note [Transfers].
+
+    Raises:
+        PipelineError: if the schedule stops, with the action that each rank waits in.
+    """
+    ends: list[float] = []
+    events = []
+    for task in tasks_of(schedule, overlap=overlap):
+        start = max((ends[one] for one in task.needs), default=0.0)
+        ends.append(start + (transfer_us if task.transfer else duration_us)(task.action))
+        if not task.transfer:
+            events.append(Event(task.rank, task.action, start, ends[-1]))
+    return sorted(events, key=lambda event: (event.start_us, event.rank))
+
+
+def on_ranks(schedule: Schedule, ranks: Sequence[int]) -> Schedule:
+    """A schedule on fewer ranks: those that come together do their actions in the order of a run with equal times.
+
+    Of actions that begin at once backwards come first, since they free memory.
+
+    Args:
+        schedule: of the ranks that there were.
+        ranks: for each of these the new one.
+    """
+    together: list[list[tuple[float, int, Action]]] = [[] for _ in range(1 + max(ranks))]
+    for event in simulate(schedule):
+        forward = int(event.action.kind == FORWARD)
+        together[ranks[event.rank]].append((event.start_us, forward, event.action))
+    return Schedule.of(schedule.name, [[action for _, _, action in sorted(own)] for own in together])
 
 
 def check_schedule(schedule: Schedule) -> None:

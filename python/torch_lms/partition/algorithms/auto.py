@@ -1,8 +1,8 @@
 """The default: the partition with the shortest predicted step that fits, and why.
 
-Exact dynamic programming comes first: where any contiguous stages fit, it finds the best of them. Fiduccia-Mattheyses
-refinement then moves single nodes, which leaves the contiguous ones. Every other algorithm is asked too, so that none
-is ever better.
+Dynamic programming comes first: of contiguous stages that fit it finds the best, or says what may be missing.
+Fiduccia-Mattheyses refinement then moves single nodes, which leaves the contiguous ones. Every other algorithm is asked
+too, so that none is ever better.
 """
 
 from __future__ import annotations

@@ -4,10 +4,12 @@ Source: Peng et al., "DawnPiper: a memory-scalable pipeline parallel training fr
 cut in two halves again and again. The best cut of a range lies between the one that balances time and the one that
 balances memory: beyond either, both grow on one side. Some cuts between these two are tried, of each share of the way
 the one that the fewest bytes cross, and the one with the smallest largest stage time that fits is kept; if none fits,
-the one that comes closest.
+the one that comes closest. Here stages that share a device have equal parts of its memory.
 """
 
 from __future__ import annotations
+
+from collections import Counter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,8 +52,9 @@ class _Halving:
         self.static = np.concatenate([[0.0], np.cumsum(static)])
         self.crossing = sequence.cut_forward_bytes + sequence.cut_backward_bytes
         self.speed = np.array([device.speed for device in problem.devices])
-        self.usable = [model.usable_bytes(device) for device in problem.devices]
-        self.in_flight = np.array([model.in_flight(stage, problem.stages) for stage in range(problem.stages)])
+        shared = Counter(device.name for device in problem.devices)
+        self.usable = [model.usable_bytes(device) / shared[device.name] for device in problem.devices]
+        self.in_flight = np.array(problem.step_on(problem.devices).in_flight)
         depth = max((problem.stages - 1).bit_length(), 1)
         self.tries = max(int((_MOST_PLANS ** (1 / depth)) / 2), 2)
         self.exact = self._exact_memory(problem, sequence)

@@ -1,15 +1,17 @@
-"""Exact dynamic programming over the operator graph, with communication and memory caps.
+"""Dynamic programming over the operator graph, with communication and memory caps, exact as far as it says so.
 
 Source: PipeDream (Harlap et al., arXiv:1806.03377; Narayanan et al., SOSP 2019), section 3.1: the optimal pipeline
 up to some layer is the best of all shorter optimal pipelines with one more stage, where a stage costs its time or its
-transfers, whichever is longer. Here each stage is one device, training is synchronous (the step of Note [Step time] in
-``costs`` instead of the period alone), caps and links count, and several topological orders are tried.
+transfers, whichever is longer. Here training is synchronous and what counts is the step as the schedule makes it (Note
+[Step time] in ``costs``), which dynamic programming bounds and a search decides (Note [Bounded search] in
+``cut_search``); caps and links count, and several topological orders are tried.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch_lms.errors import PartitionError
@@ -17,12 +19,13 @@ from torch_lms.partition.contiguous import ContiguousStages, Found
 from torch_lms.partition.costs import DeviceSpec
 from torch_lms.partition.interface import Partition, PartitionProblem, evaluate, gib
 from torch_lms.partition.sequence import UnitSequence
+from torch_lms.partition.steps import device_of_stage
 
 __all__ = ["DynamicProgramming", "LeastCaps", "least_caps"]
 
 _MOST_DEVICE_ORDERS = 120
 _CELLS = 2e7
-_QUICK_CELLS = 8e6
+_QUICK_CELLS = 1e5
 _ROUGH_CELLS = 5e5
 _MOST_SOLVED = 2
 
@@ -79,13 +82,22 @@ def _device_orders(problem: PartitionProblem) -> list[Devices]:
     if not problem.reorder_devices:
         return [problem.devices]
     orders: dict[tuple[object, ...], Devices] = {}
-    for devices in itertools.islice(itertools.permutations(problem.devices), 50 * _MOST_DEVICE_ORDERS):
+    for devices in itertools.islice(_permutations(problem), 50 * _MOST_DEVICE_ORDERS):
         links = tuple(problem.links_between(devices))
         key = (tuple((device.speed, device.memory_cap_bytes) for device in devices), links)
-        orders.setdefault(key, devices)
+        orders.setdefault((*key, device_of_stage([device.name for device in devices])), devices)
         if len(orders) == _MOST_DEVICE_ORDERS:
             break
     return list(orders.values())
+
+
+def _permutations(problem: PartitionProblem) -> Iterator[Devices]:
+    """Devices in turn stay so, in another order."""
+    each = tuple({device.name: device for device in problem.devices}.values())
+    turns = problem.stages // len(each)
+    if problem.devices == each * turns:
+        return (devices * turns for devices in itertools.permutations(each))
+    return itertools.permutations(problem.devices)
 
 
 def _most_promising_first(problem: PartitionProblem) -> tuple[list[tuple[str, UnitSequence, Devices]], int]:
@@ -99,16 +111,15 @@ def _most_promising_first(problem: PartitionProblem) -> tuple[list[tuple[str, Un
         for devices in _device_orders(problem)
     ]
     cuts = min(len(problem.units), int((_CELLS / problem.stages) ** 0.5))
-    if len(ways) * problem.stages * cuts**2 <= _QUICK_CELLS:
+    if len(ways) == 1 or len(ways) * problem.stages * cuts**2 <= _QUICK_CELLS:
         return ways, len(ways)
-    rough = [_stages(problem, sequence, devices, _ROUGH_CELLS).solve() for _, sequence, devices in ways]
-    steps = [math.inf if found is None else found.step_us for found in rough]
+    steps = [_stages(problem, sequence, devices, _ROUGH_CELLS).estimate() for _, sequence, devices in ways]
     return [ways[index] for index in sorted(range(len(ways)), key=lambda index: (steps[index], index))], _MOST_SOLVED
 
 
 @dataclass(frozen=True, kw_only=True)
 class LeastCaps:
-    """The smallest caps, all in the given proportion, under which contiguous stages fit.
+    """The smallest known caps, all in the given proportion, under which contiguous stages fit.
 
     Attributes:
         factor: on the given caps; at most 1 if these are enough.
@@ -123,11 +134,13 @@ class LeastCaps:
 
 def least_caps(problem: PartitionProblem) -> LeastCaps:
     """What the devices would have to hold for some contiguous stages to fit."""
-    factor = min(
-        _stages(problem, UnitSequence(problem.units, order), devices).least_memory()[0]
+    tried = [
+        _stages(problem, UnitSequence(problem.units, order), devices).least_memory()
         for order in problem.orders.values()
         for devices in _device_orders(problem)
-    )
+    ]
+    factor = min(one[0] for one in tried)
+    least = "least " if all(exact for _, _, exact in tried) else ""
     caps = tuple(
         None if device.memory_cap_bytes is None else math.ceil(device.memory_cap_bytes * factor)
         for device in problem.devices
@@ -136,9 +149,9 @@ def least_caps(problem: PartitionProblem) -> LeastCaps:
         return LeastCaps(factor=factor, caps=caps, advice="algorithm 'auto' finds stages that fit: use it")
     different = {cap for cap in caps if cap is not None}
     if len(different) == 1:
-        advice = f"the least cap that works for every device is {gib(different.pop())}"
+        advice = f"the {least}cap that works for every device is {gib(different.pop())}"
     else:
-        advice = f"the least caps that work are {factor:.4f} times those given"
+        advice = f"the {least}caps that work are {factor:.4f} times those given"
     return LeastCaps(factor=factor, caps=caps, advice=advice + "; or use more stages, or a smaller microbatch")
 
 

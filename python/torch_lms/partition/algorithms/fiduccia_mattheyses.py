@@ -68,8 +68,7 @@ def refine(problem: PartitionProblem, stage_of_unit: Ints, devices: Sequence[Dev
 
     def over(placed: Ints) -> tuple[float, float]:
         figures = measure(problem.units, placed, devices, links, problem.cost_model)
-        pairs = zip(figures.stage_memory_bytes, figures.usable_bytes, strict=True)
-        return sum(max(need - usable, 0.0) for need, usable in pairs), figures.step.step_us
+        return figures.excess_bytes, figures.step.step_us
 
     best, kept = over(placement.placed_array()), 0
     left = _MOST_MOVES

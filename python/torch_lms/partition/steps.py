@@ -1,0 +1,210 @@
+"""A training step as its schedule makes it: when it ends, what it waits for, and what each device holds at once.
+
+Note [Longest path]: the order of each device's actions and of each link's transfers is the schedule's, so a step's time
+is the longest path through a fixed graph whose nodes take times that are known for each stage and each border. On any
+one path the time is a sum over stages and borders, each weighted by how often the path passes it; so is each average of
+paths. No step is shorter than one of these, which is what a search over cuts is bounded by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torch_lms.errors import PartitionError, PipelineError
+from torch_lms.partition.costs import CostModel
+from torch_lms.schedules.actions import BACKWARD, FORWARD, INPUT_BACKWARD, WEIGHT_BACKWARD, Schedule
+from torch_lms.schedules.rules import make_schedule
+from torch_lms.schedules.simulation import Task, in_flight, on_ranks, tasks_of
+
+__all__ = ["BACK", "BACKWARDS", "FORWARDS", "REDUCE", "ROWS", "SEND", "UPDATE", "TrainingStep", "device_of_stage"]
+
+Array = NDArray[np.float64]
+
+# The rows of the times of stages. SEND and BACK are those of the border behind a stage, both ways.
+FORWARDS, BACKWARDS, SEND, BACK, REDUCE, UPDATE = range(6)
+ROWS = 6
+_ONE_STAGE_EACH = ("gpipe", "1f1b")
+_MOST_AT_ONCE = 4096
+
+
+@dataclass(frozen=True)
+class _Node:
+    """What one row of one stage's times, or a share of it, comes after."""
+
+    row: int
+    stage: int
+    share: float
+    needs: tuple[int, ...]
+
+
+def device_of_stage(names: Sequence[str]) -> tuple[int, ...]:
+    """The number of each stage's device; a device that is named again is the same."""
+    numbers = {name: index for index, name in enumerate(dict.fromkeys(names))}
+    return tuple(numbers[name] for name in names)
+
+
+class TrainingStep:
+    """A schedule on devices, of which one may have several stages.
+
+    Attributes:
+        schedule: with a rank for each device.
+        stages_of: the stages of each device.
+        in_flight: the most microbatches that each stage holds at once.
+        moments: for each device, the microbatches that its stages hold together with the one that runs, wherever no
+            other moment has as much of everything.
+    """
+
+    def __init__(self, devices: tuple[int, ...], model: CostModel) -> None:
+        self.schedule = _schedule(devices, model)
+        count = 1 + max(devices)
+        self.stages_of = tuple(tuple(s for s, own in enumerate(devices) if own == one) for one in range(count))
+        self.in_flight = tuple(in_flight(self.schedule, stage) for stage in range(len(devices)))
+        self.moments = tuple(_moments(self.schedule, rank, self.stages_of[rank]) for rank in range(count))
+        tasks = tasks_of(self.schedule, overlap=model.overlap_communication)
+        self._nodes = [_node(task, model.input_backward_share) for task in tasks]
+        self._add_ends(tasks, model.overlap_communication)
+        self._rows = np.array([node.row for node in self._nodes])
+        self._stages = np.array([node.stage for node in self._nodes])
+        self._shares = np.array([node.share for node in self._nodes])
+        self._needs = [node.needs for node in self._nodes]
+
+    @staticmethod
+    def of(names: Sequence[str], model: CostModel) -> TrainingStep:
+        """The step of devices in stage order.
+
+        Raises:
+            PartitionError: if the schedule does not take these devices or microbatches.
+        """
+        price = model.schedule, model.microbatches, model.overlap_communication, model.input_backward_share
+        return _made(device_of_stage(names), *price)
+
+    def _add_ends(self, tasks: Sequence[Task], overlap: bool) -> None:
+        """The all-reduce of each stage's gradients and its state's way; see Note [Step's end] in ``costs``."""
+        for stages in self.stages_of:
+            last = {task.action.stage: index for index, task in enumerate(tasks) if not task.transfer}
+            done = max(last[stage] for stage in stages)
+            before: tuple[int, ...] = ()
+            for stage in sorted(stages, key=lambda one: last[one]):
+                needs = (last[stage] if overlap else done, *before)
+                self._nodes.append(_Node(REDUCE, stage, 1.0, needs))
+                before = (len(self._nodes) - 1,)
+            before = (*before, done)
+            for stage in stages:
+                self._nodes.append(_Node(UPDATE, stage, 1.0, before))
+                before = (len(self._nodes) - 1,)
+
+    def times_us(self, rows: Array) -> Array:
+        """The time of each of many steps.
+
+        Args:
+            rows: times by row, stage, and step.
+        """
+        shape = rows.shape[2]
+        chunks = [rows[:, :, start : start + _MOST_AT_ONCE] for start in range(0, shape, _MOST_AT_ONCE)]
+        return np.concatenate([self._latest(chunk) for chunk in chunks]) if chunks else np.zeros(0)
+
+    def _latest(self, rows: Array) -> Array:
+        shares: dict[tuple[int, int, float], Array] = {}
+        ends: list[Array] = []
+        latest = np.zeros(rows.shape[2])
+        for node in self._nodes:
+            key = node.row, node.stage, node.share
+            if key not in shares:
+                shares[key] = rows[node.row, node.stage] * node.share
+            if not node.needs:
+                ends.append(shares[key])
+                continue
+            start = ends[node.needs[0]]
+            for one in node.needs[1:]:
+                start = np.maximum(start, ends[one])
+            ends.append(start + shares[key])
+            if node.row == UPDATE:
+                latest = np.maximum(latest, ends[-1])
+        return latest
+
+    def path(self, rows: Array) -> tuple[float, Array]:
+        """The time of one step, and how often its longest path passes each row of each stage."""
+        times: list[float] = (rows[self._rows, self._stages] * self._shares).tolist()
+        ends: list[float] = []
+        origin: list[int] = []
+        for time_us, needs in zip(times, self._needs, strict=True):
+            before, start = -1, 0.0
+            for one in needs:
+                if before < 0 or ends[one] > start:
+                    before, start = one, ends[one]
+            ends.append(start + time_us)
+            origin.append(before)
+        at = ends.index(max(ends))
+        step_us, passes = ends[at], np.zeros(rows.shape)
+        while at >= 0:
+            passes[self._rows[at], self._stages[at]] += self._shares[at]
+            at = origin[at]
+        return step_us, passes
+
+    def memory_bytes(self, device: int, static: Any, held: Any, transient: Any) -> Any:
+        """What a device takes at the worst moment; the other three by stage, of one partition or of many."""
+        peak = 0.0
+        for held_by_stage, running in self.moments[device]:
+            pairs = zip(self.stages_of[device], held_by_stage, strict=True)
+            peak = np.maximum(peak, sum(count * held[stage] for stage, count in pairs) + transient[running])
+        return sum(static[stage] for stage in self.stages_of[device]) + peak
+
+
+@lru_cache(maxsize=64)
+def _made(devices: tuple[int, ...], schedule: str, microbatches: int, overlap: bool, share: float) -> TrainingStep:
+    model = CostModel(
+        schedule=schedule, microbatches=microbatches, overlap_communication=overlap, input_backward_share=share
+    )
+    return TrainingStep(devices, model)
+
+
+def _schedule(devices: tuple[int, ...], model: CostModel) -> Schedule:
+    """A rank for each device; where the rule has one for each stage, those of one device take turns."""
+    stages, ranks = len(devices), 1 + max(devices)
+    try:
+        if model.schedule in _ONE_STAGE_EACH:
+            made = make_schedule(model.schedule, ranks=stages, stages=stages, microbatches=model.microbatches)
+            return made if ranks == stages else on_ranks(made, devices)
+        made = make_schedule(model.schedule, ranks=ranks, stages=stages, microbatches=model.microbatches)
+    except PipelineError as error:
+        raise PartitionError(
+            f"expected devices and microbatches for schedule {model.schedule!r}, found: {error}"
+        ) from None
+    if devices != tuple(stage % ranks for stage in range(stages)):
+        raise PartitionError(
+            f"expected the {ranks} devices in turn for schedule {model.schedule!r}, stage s on device s % {ranks}, "
+            f"found the stages on devices {', '.join(map(str, devices))}; name them in the same order again and again"
+        )
+    return made
+
+
+def _node(task: Task, input_share: float) -> _Node:
+    stage, kind = task.action.stage, task.action.kind
+    if task.transfer:
+        return _Node(*((SEND, stage) if kind == FORWARD else (BACK, stage - 1)), 1.0, task.needs)
+    share = {FORWARD: 1.0, BACKWARD: 1.0, INPUT_BACKWARD: input_share, WEIGHT_BACKWARD: 1 - input_share}[kind]
+    return _Node(FORWARDS if kind == FORWARD else BACKWARDS, stage, share, task.needs)
+
+
+def _moments(schedule: Schedule, rank: int, stages: tuple[int, ...]) -> tuple[tuple[tuple[int, ...], int], ...]:
+    """What a rank holds while each action runs, less what another moment of the same stage has no less of."""
+    held = dict.fromkeys(stages, 0)
+    seen: dict[tuple[tuple[int, ...], int], None] = {}
+    for action in schedule.ranks[rank]:
+        held[action.stage] += action.kind == FORWARD
+        seen[tuple(held.values()), action.stage] = None
+        held[action.stage] -= action.kind in (BACKWARD, WEIGHT_BACKWARD)
+
+    def covered(one: tuple[tuple[int, ...], int]) -> bool:
+        return any(
+            other != one and other[1] == one[1] and all(a >= b for a, b in zip(other[0], one[0], strict=True))
+            for other in seen
+        )
+
+    return tuple(one for one in seen if not covered(one))
