@@ -117,7 +117,11 @@ class Placement:
         return -sum(self._change(unit, target))
 
     def progress(self, move: Move | None = None) -> Progress:
-        """Of the placement as it is, or after a move; by Note [Step time] in ``costs``, without memory and relief."""
+        """Of the placement as it is, or after a move.
+
+        An estimate that a move changes quickly: the first microbatch passes all stages and back, and each further one
+        leaves the slowest place a period later. What a schedule truly takes says ``figures.measure``.
+        """
         loads, forward, backward = self._loads, self.forward, self.backward
         if move is not None:
             loads, forward, backward = [list(load) for load in loads], forward.copy(), backward.copy()
