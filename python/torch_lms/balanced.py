@@ -139,7 +139,7 @@ def create_balanced_partition(
             stage.placement = place
             if place.is_local(own_rank()):
                 materialize(stage, place.device, state_dict=config.state_dict, init_fn=config.init_fn)
-    return Stages(stages, config.cost)
+    return Stages(stages, partition=plan.partition, cost=config.cost)
 
 
 def plan_balanced_partition(
@@ -175,7 +175,7 @@ def plan_balanced_partition(
     def decide() -> tuple[Profile, Partition]:
         measured = None if isinstance(optimizer, str) else optimizer
         profile = _profile(traced, sample_input, sample_kwargs, measured, places, config)
-        return profile, _partition(profile, [str(device) for device in devices], places, algorithm, config)
+        return profile, _partition(profile, _names(devices, places), places, algorithm, config)
 
     profile, found = _decided_by_the_first_rank(decide)
     return BalancedPlan(traced, profile, found)
@@ -252,9 +252,6 @@ def _find_links(
     profile: Profile, names: Sequence[str], places: Sequence[Placement], config: BalanceConfig
 ) -> LinkSpec | Mapping[tuple[str, str], LinkSpec]:
     """Measured between devices of this process, else guessed, which is told."""
-    if len(set(zip(names, places, strict=False))) > len(set(names)):  # one name for devices of several ranks
-        _tell_guesses(_GUESS, [f"{name} of rank {place.rank}" for name, place in zip(names, places, strict=False)])
-        return _GUESSED_LINK
     may_measure = config.profile is None or config.profile.links
     place_of = dict(zip(names, places, strict=False))
     found: dict[tuple[str, str], LinkSpec] = {}
@@ -313,6 +310,12 @@ def _placements(devices: Sequence[str]) -> list[Placement]:
         place if place.rank is not None else Placement(place.device, stage % _ranks())
         for stage, place in enumerate(places)
     ]
+
+
+def _names(devices: Sequence[Any], places: Sequence[Placement]) -> list[str]:
+    """As given, unless one name stands for devices of several ranks."""
+    names = [str(device) for device in devices]
+    return names if len(set(names)) == len(set(places)) else [str(place) for place in places]
 
 
 def _found(place: Placement) -> Placement:

@@ -15,7 +15,7 @@ def test_prediction_of_equal_stages_has_the_known_bubble() -> None:
 
 
 def test_prediction_waits_for_transfers() -> None:
-    events = predict(one_f_one_b(2, 1), [10.0, 10.0], [20.0, 20.0], [5.0])
+    events = predict(one_f_one_b(2, 1), [10.0, 10.0], [20.0, 20.0], [5.0], [5.0])
     assert max(event.end_us for event in events) == 10 + 5 + 10 + 20 + 5 + 20
 
 

@@ -13,30 +13,28 @@ import os
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from torch_lms.balanced import BalanceConfig, BalancedPlan, plan_balanced_partition
 from torch_lms.cli.models import GPT, GPTShape
 from torch_lms.cli.text import VOCABULARY, TextBatches, read_text
 from torch_lms.errors import LmsError
-from torch_lms.partition.costs import CostModel
 from torch_lms.pipeline.chart import draw_charts, predict
-from torch_lms.pipeline.config import PipelineConfig
-from torch_lms.pipeline.runner import Pipeline
 from torch_lms.pipeline.torch_backend import SCHEDULES
+from torch_lms.pipeline.training import TrainingPipeline, train
 from torch_lms.profile.profiler import ProfileConfig
 from torch_lms.schedules.simulation import Event
-from torch_lms.stages.cutting import split
-from torch_lms.stages.stage import Stage
 
 __all__ = ["add_pipeline", "main", "run_pipeline"]
 
 _TIMEOUT = timedelta(minutes=10)
+_MIB = 1 << 20
 
 
 def add_pipeline(parser: argparse.ArgumentParser) -> None:
@@ -93,70 +91,70 @@ def _train(given: argparse.Namespace, device: torch.device) -> None:
     )
     model = GPT(shape)
     batches = TextBatches(read_text(), batch=given.batch, tokens=given.tokens, seed=given.seed)
-    plan, stages = _cut(given, model, device)
-    console.print(_stage_table(plan, stages))
-    if given.code is not None and dist.get_rank() == 0:
-        given.code.mkdir(parents=True, exist_ok=True)
-        for stage in stages:
-            stage.save_code(given.code / f"stage{stage.index}.py")
-    config = PipelineConfig(
-        schedule=given.schedule, microbatches=given.microbatches, executor=given.executor, seed=given.seed
-    )
-    with Pipeline(stages, device=device, config=config) as pipeline:
-        optimizer = torch.optim.AdamW(pipeline.parameters(), lr=given.learning_rate)
+    options: dict[str, Any] = {"schedule": given.schedule, "microbatches": given.microbatches, "seed": given.seed}
+    profile = ProfileConfig(warmup_runs=2, timed_runs=10, device=device, progress=False)
+    optimizer = partial(torch.optim.AdamW, lr=given.learning_rate)
+    sample = torch.randint(VOCABULARY, (given.batch, given.tokens))
+    with train(
+        model,
+        None,
+        (sample, sample.roll(-1, 1)),
+        optimizer=optimizer,
+        stages=given.stages,
+        device=device,
+        algorithm=given.algorithm,
+        executor=given.executor,
+        profile=profile,
+        **options,
+    ) as pipeline:
+        console.print(_stage_table(pipeline))
+        if given.code is not None:
+            _write_code(given.code, pipeline)
         for step in range(given.steps):
             loss = pipeline.step(*batches.draw())
-            optimizer.step()
-            optimizer.zero_grad()
             if loss is not None:
                 print(f"step {step + 1} of {given.steps}: loss {loss.item():.4f}", flush=True)
         events = pipeline.measured(*batches.draw())
         if given.output is not None and dist.get_rank() == 0:
-            console.print(f"wrote {_draw(given.output, plan, pipeline, events)}")
+            console.print(f"wrote {_draw(given.output, pipeline, events)}")
 
 
-def _cut(given: argparse.Namespace, model: GPT, device: torch.device) -> tuple[BalancedPlan, list[Stage]]:
-    """Rank 0 decides for all, with one microbatch as the sample."""
-    ranks = dist.get_world_size()
-    count = given.stages or ranks * (1 if given.schedule in ("gpipe", "1f1b") else 2)
-    rows = max(1, given.batch // given.microbatches)
-    ids = torch.randint(VOCABULARY, (rows, given.tokens))
-    next_ids = ids.roll(-1, 1)
-    places = [f"rank:{stage % ranks}/{_name(device, stage % ranks)}" for stage in range(count)]
-    config = BalanceConfig(
-        profile=ProfileConfig(warmup_runs=2, timed_runs=10, device=device, progress=False),
-        cost=CostModel(schedule=given.schedule, microbatches=given.microbatches),
-    )
-    plan = plan_balanced_partition(
-        model, places, ids, next_ids, algorithm=given.algorithm, optimizer="adamw", config=config
-    )
-    return plan, split(plan.traced, plan.partition.stage_of, model=model)
+def _write_code(folder: Path, pipeline: TrainingPipeline) -> None:
+    """Each rank that of its own stages."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for stage in pipeline.stages:
+        stage.save_code(folder / f"stage{stage.index}.py")
 
 
-def _name(device: torch.device, rank: int) -> str:
-    return "cpu" if device.type == "cpu" else f"cuda:{rank % torch.cuda.device_count()}"
-
-
-def _stage_table(plan: BalancedPlan, stages: Sequence[Stage]) -> Table:
-    found = plan.partition
+def _stage_table(pipeline: TrainingPipeline) -> Table:
+    found = pipeline.partition
     table = Table(title=f"partition by {found.algorithm}")
-    for heading in ("stage", "nodes", "parameters", "forward (ms)", "backward (ms)", "crosses behind it"):
-        table.add_column(heading, justify="left" if heading == "crosses behind it" else "right")
-    for stage in stages:
+    for heading in ("stage", "nodes", "forward (ms)", "backward (ms)", "memory (MiB)", "sent on (MiB)"):
+        table.add_column(heading, justify="right")
+    figures = found.figures
+    for stage in range(found.stages):
+        sent = f"{figures.cut_forward_bytes[stage] / _MIB:.2f}" if stage + 1 < found.stages else ""
         table.add_row(
-            str(stage.index),
-            str(len(stage.nodes)),
-            f"{sum(parameter.numel() for parameter in stage.parameters()):,}",
-            f"{found.figures.stage_forward_us[stage.index] / 1e3:.2f}",
-            f"{found.figures.stage_backward_us[stage.index] / 1e3:.2f}",
-            ", ".join(stage.outputs),
+            str(stage),
+            str(sum(one == stage for one in found.stage_of.values())),
+            f"{figures.stage_forward_us[stage] / 1e3:.2f}",
+            f"{figures.stage_backward_us[stage] / 1e3:.2f}",
+            f"{figures.stage_memory_bytes[stage] / _MIB:.1f}",
+            sent,
         )
     return table
 
 
-def _draw(path: Path, plan: BalancedPlan, pipeline: Pipeline, events: Sequence[Event]) -> Path:
-    figures = plan.partition.figures
-    predicted = predict(pipeline.schedule, figures.stage_forward_us, figures.stage_backward_us)
+def _draw(path: Path, pipeline: TrainingPipeline, events: Sequence[Event]) -> Path:
+    """Predicted, with transfers, and measured."""
+    figures = pipeline.partition.figures
+    predicted = predict(
+        pipeline.schedule,
+        figures.stage_forward_us,
+        figures.stage_backward_us,
+        figures.cut_forward_us,
+        figures.cut_backward_us,
+    )
     return draw_charts({"predicted": predicted, "measured": events}, path, title=f"GPT, {pipeline.config.schedule}")
 
 

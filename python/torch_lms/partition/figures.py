@@ -39,6 +39,8 @@ class Figures:
         stage_memory_bytes: at its own worst moment, with what relief takes away.
         cut_forward_bytes: over each border.
         cut_backward_bytes: over each border.
+        cut_forward_us: as ``cut_forward_bytes``, the time of the transfer.
+        cut_backward_us: as ``cut_backward_bytes``.
         device_names: each once, in the order of their first stages.
         device_stages: the stages of each device.
         device_time_us: of one microbatch in all its stages.
@@ -53,6 +55,8 @@ class Figures:
     stage_memory_bytes: tuple[int, ...]
     cut_forward_bytes: tuple[int, ...]
     cut_backward_bytes: tuple[int, ...]
+    cut_forward_us: tuple[float, ...]
+    cut_backward_us: tuple[float, ...]
     device_names: tuple[str, ...]
     device_stages: tuple[tuple[int, ...], ...]
     device_time_us: tuple[float, ...]
@@ -111,6 +115,8 @@ def measure(
         stage_memory_bytes=tuple(int(np.ceil(one)) for one in taken),
         cut_forward_bytes=tuple(map(int, cut_forward)),
         cut_backward_bytes=tuple(map(int, cut_backward)),
+        cut_forward_us=tuple(rows[SEND, :-1].tolist()),
+        cut_backward_us=tuple(rows[BACK, :-1].tolist()),
         device_names=tuple(dict.fromkeys(device.name for device in devices)),
         device_stages=step.stages_of,
         device_time_us=tuple(float(work[list(own)].sum()) for own in step.stages_of),

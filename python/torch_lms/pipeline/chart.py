@@ -26,7 +26,8 @@ def predict(
     schedule: Schedule,
     forward_us: Sequence[float],
     backward_us: Sequence[float],
-    transfer_us: Sequence[float] | None = None,
+    send_us: Sequence[float] | None = None,
+    back_us: Sequence[float] | None = None,
 ) -> list[Event]:
     """When each action will run.
 
@@ -34,14 +35,16 @@ def predict(
         schedule: what runs.
         forward_us: of one microbatch in each stage.
         backward_us: as ``forward_us``; a backward of inputs and one of weights take half of it each.
-        transfer_us: over each border, one way; nothing if left out.
+        send_us: what goes over each border in a forward; nothing if left out.
+        back_us: in a backward; as ``send_us``.
 
     Raises:
         PipelineError: if there is not one time for each stage and border.
     """
-    borders = [0.0] * (schedule.stages - 1) if transfer_us is None else list(transfer_us)
-    found = len(forward_us), len(backward_us), len(borders)
-    if found != (schedule.stages, schedule.stages, schedule.stages - 1):
+    borders = schedule.stages - 1
+    send_us, back_us = ([0.0] * borders if given is None else given for given in (send_us, back_us))
+    found = len(forward_us), len(backward_us), len(send_us), len(back_us)
+    if found != (schedule.stages, schedule.stages, borders, borders):
         raise PipelineError(
             f"expected times of {schedule.stages} stages and of the borders between them, found {found}"
         )
@@ -52,7 +55,7 @@ def predict(
         return backward_us[action.stage] * (1.0 if action.kind == BACKWARD else 0.5)
 
     def transfer(action: Action) -> float:
-        return borders[action.stage if action.kind == FORWARD else action.stage - 1]
+        return send_us[action.stage] if action.kind == FORWARD else back_us[action.stage - 1]
 
     return simulate(schedule, duration, transfer)
 

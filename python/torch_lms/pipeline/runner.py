@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -37,6 +37,8 @@ from torch_lms.stages.placement import find_device
 from torch_lms.stages.stage import Stage
 
 __all__ = ["Pipeline", "find_own_device"]
+
+Entered = TypeVar("Entered", bound="Pipeline")
 
 _TARGET = "target of the loss"
 
@@ -285,7 +287,7 @@ class Pipeline:
         """Says goodbye to the other ranks; they may end before or after this one."""
         self._liveness.close()
 
-    def __enter__(self) -> Pipeline:
+    def __enter__(self: Entered) -> Entered:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:

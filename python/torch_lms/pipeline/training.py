@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torch_lms.pipeline.members import find_members
 from torch_lms.pipeline.microbatches import cut_batch
 from torch_lms.pipeline.runner import Pipeline, find_own_device
 from torch_lms.profile.profiler import ProfileConfig
-from torch_lms.stages.stage import Stage
+from torch_lms.stages.running import Stages
 
 __all__ = ["TrainingPipeline", "train"]
 
@@ -42,6 +41,7 @@ def train(
     stages: int | None = None,
     device: Any = None,
     algorithm: Any = "auto",
+    executor: str = "auto",
     seed: int | None = None,
     whole: tuple[str, ...] = (),
     profile: ProfileConfig | None = None,
@@ -72,6 +72,7 @@ def train(
         stages: how many; by default one on each rank, or two under schedules that interleave.
         device: of this rank, as for `Pipeline`.
         algorithm: of the partition, as for `create_balanced_partition`.
+        executor: as in `PipelineConfig`.
         seed: as in `PipelineConfig`.
         whole: as in `PipelineConfig`.
         profile: how to profile, by default on rank 0's device.
@@ -83,19 +84,19 @@ def train(
         PartitionError: as `create_balanced_partition` does.
     """
     make_optimizer = _find_optimizer(optimizer)
-    config = PipelineConfig(schedule=schedule, microbatches=microbatches, seed=seed, whole=whole)
+    config = PipelineConfig(schedule=schedule, microbatches=microbatches, executor=executor, seed=seed, whole=whole)
     members = find_members(group, "group")
     own_device = find_own_device(members, device)
     count = stages or members.count * (1 if schedule in _ONE_STAGE_EACH else 2)
     args, kwargs = _first_microbatch(model, sample_input, config)
     balance = BalanceConfig(
         profile=profile or ProfileConfig(device=own_device, progress=False),
-        cost=CostModel(schedule="gpipe" if schedule == "gpipe" else "1f1b", microbatches=microbatches),
+        cost=CostModel(schedule=schedule, microbatches=microbatches),
         materialize=False,  # the pipeline does it
     )
     places = [f"rank:{stage % members.count}/{_device_of(own_device, stage % members.count)}" for stage in range(count)]
     made = create_balanced_partition(
-        model, places, *args, algorithm=algorithm, optimizer=_name_of(optimizer), config=balance, **kwargs
+        model, places, *args, algorithm=algorithm, optimizer=_priced(optimizer), config=balance, **kwargs
     )
     return TrainingPipeline(
         made,
@@ -120,10 +121,13 @@ class TrainingPipeline(Pipeline):
 
     Attributes:
         optimizer: of this rank's parameters, or None; for schedulers of the learning rate, and for its state.
+        partition: the stage of each node of the model, and what a step was predicted to take.
     """
 
-    def __init__(self, stages: Sequence[Stage], make_optimizer: MakeOptimizer | None, **options: Any) -> None:
+    def __init__(self, stages: Stages, make_optimizer: MakeOptimizer | None, **options: Any) -> None:
         super().__init__(stages, **options)
+        assert stages.partition is not None
+        self.partition = stages.partition
         parameters = list(self.parameters())
         self.optimizer = make_optimizer(parameters) if make_optimizer is not None and parameters else None
 
@@ -156,11 +160,10 @@ def _find_optimizer(given: str | MakeOptimizer | None) -> MakeOptimizer | None:
     return made
 
 
-def _name_of(optimizer: str | MakeOptimizer | None) -> str | None:
-    """What the partition knows the optimizer's memory by; None where it is none of the known ones."""
-    kind = optimizer.func if isinstance(optimizer, partial) else optimizer
-    name = (kind if isinstance(kind, str) else getattr(kind, "__name__", "")).lower()
-    return name if name in OPTIMIZER_MULTIPLIERS else None
+def _priced(optimizer: str | MakeOptimizer | None) -> str | MakeOptimizer | None:
+    """What tells the partition the optimizer's memory: a name that it knows, or what is measured."""
+    known = isinstance(optimizer, str) and optimizer.lower() in OPTIMIZER_MULTIPLIERS
+    return optimizer if known else _find_optimizer(optimizer)
 
 
 def _first_microbatch(

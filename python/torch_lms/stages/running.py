@@ -18,6 +18,7 @@ from torch_lms.stages.stage import Stage
 
 if TYPE_CHECKING:
     from torch_lms.partition.costs import CostModel
+    from torch_lms.partition.interface import Partition
 
 __all__ = ["Stages", "run_stages"]
 
@@ -42,14 +43,19 @@ class Stages(nn.Module, Sequence[Stage]):
 
     Args:
         stages: of one model, in order; those of this process are on their devices.
-        cost: what the cut was planned for.
+        partition: that they were made by.
+        cost: what it was made for.
 
     Attributes:
-        cost: the schedule and the microbatches that the cut was planned for; None where it was not planned.
+        partition: the stage of each node, and what that takes; None where the cut was not planned.
+        cost: the schedule and the microbatches that the cut was planned for; None where it was not.
     """
 
-    def __init__(self, stages: Sequence[Stage], cost: CostModel | None = None) -> None:
+    def __init__(
+        self, stages: Sequence[Stage], *, partition: Partition | None = None, cost: CostModel | None = None
+    ) -> None:
         super().__init__()
+        self.partition = partition
         self.cost = cost
         self.__stages = list(stages)  # not registered: their names would not be the model's
         self.__gather()
