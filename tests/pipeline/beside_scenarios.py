@@ -83,6 +83,9 @@ def evaluation(rank: int, world: int) -> None:
         pipeline.step(ids, target=targets)  # and training goes on
 
 
+HAS_ATTENTION = hasattr(functional, "scaled_dot_product_attention")
+
+
 class WroteDown(nn.Module):
     """Functions whose mode a trace writes down."""
 
@@ -95,7 +98,8 @@ class WroteDown(nn.Module):
         x = functional.dropout(self.first(x), 0.5, self.training)
         norm = self.norm
         x = functional.batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias, self.training)
-        x = functional.scaled_dot_product_attention(x, x, x, dropout_p=0.5 if self.training else 0.0)
+        if HAS_ATTENTION:
+            x = functional.scaled_dot_product_attention(x, x, x, dropout_p=0.5 if self.training else 0.0)
         return self.last(functional.dropout(x, p=0.5, training=self.training))
 
 

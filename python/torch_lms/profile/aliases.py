@@ -104,7 +104,7 @@ _OPERATORS_IN_PLACE = frozenset(
 
 def written(node: fx.Node, modules: Modules) -> tuple[fx.Node, ...]:
     """The nodes whose memory this one changes."""
-    schema = getattr(node.target, "_schema", None) if node.op == "call_function" else None
+    schema = _schema_of(node)
     if schema is not None:
         found = [_nodes(value) for info, value in _by_schema(node, schema) if _is_write(info)]
     else:
@@ -185,14 +185,20 @@ def _by_schema(node: fx.Node, schema: Any) -> Iterator[tuple[Any, Any]]:
         yield argument, value
 
 
+def _schema_of(node: fx.Node) -> Any:
+    """None where there is none that tells of memory; those of PyTorch 1.12 do not."""
+    schema = getattr(node.target, "_schema", None) if node.op == "call_function" else None
+    told = schema is not None and all(hasattr(one, "alias_info") for one in (*schema.arguments, *schema.returns))
+    return schema if told else None
+
+
 def _is_write(argument: Any) -> bool:
-    alias = getattr(argument, "alias_info", None)
-    return alias is not None and alias.is_write
+    return argument.alias_info is not None and argument.alias_info.is_write
 
 
 def _is_view_by_schema(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and any(getattr(one, "alias_info", None) is not None for one in schema.returns)
+    schema = _schema_of(node)
+    return schema is not None and any(one.alias_info is not None for one in schema.returns)
 
 
 def _is_in_place(node: fx.Node, modules: Modules) -> bool:
