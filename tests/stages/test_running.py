@@ -94,6 +94,7 @@ def test_stages_train_as_the_model_does(devices: list[str]) -> None:
     assert stages.head.weight is stages.embed.weight
 
 
+@pytest.mark.skipif(not hasattr(torch, "export"), reason="PyTorch 1.12 has no batch norm on the meta device")
 def test_values_move_to_the_device_of_each_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     moved: list[tuple[int, Any]] = []
     original = running.to_stage
