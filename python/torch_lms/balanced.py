@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BalanceConfig", "BalancedPlan", "create_balanced_partition", "plan_balanced_partition"]
 
+_OTHER_LEVELS = {"recorded": "one of a single run, which stops where Python would read other values"}
 # What counts where nothing was timed, because the model is on the meta device.
 _UNTIMED_ALGORITHM = "parameters"
 # Where links were not measured: about what Gloo does between two processes of one machine.
@@ -166,11 +167,8 @@ def plan_balanced_partition(
     if traced.graph_module is None:
         split(traced, {})  # says what could not be traced
     if traced.level != "operator":
-        warnings.warn(
-            "expected a graph of operators, found one of modules: borders fall between these only; "
-            + "; ".join(traced.notes),
-            stacklevel=2,
-        )
+        found_instead = _OTHER_LEVELS.get(traced.level, "one of modules: borders fall between these only")
+        warnings.warn(f"expected a graph of operators, found {found_instead}; {'; '.join(traced.notes)}", stacklevel=2)
 
     def decide() -> tuple[Profile, Partition]:
         measured = None if isinstance(optimizer, str) else optimizer

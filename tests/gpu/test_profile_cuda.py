@@ -14,7 +14,7 @@ from torch_lms.profile import ProfileConfig, profile
 CASES = [
     pytest.param(TiedLM, (torch.tensor([[1, 2, 3], [4, 5, 6]]),), id="operator"),
     pytest.param(Convolutions, (torch.ones(2, 3, 6, 6),), id="in_place"),
-    pytest.param(Branching, (torch.ones(2, 4),), id="runtime"),
+    pytest.param(Branching, (torch.ones(2, 4),), id="recorded"),
 ]
 
 

@@ -59,6 +59,15 @@ class Branching(nn.Module):
         return self.inner(x)
 
 
+class Unseen(Branching):
+    """What it depends on is read outside of PyTorch."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.detach().numpy().sum() > 0:
+            return self.inner(x).relu_()
+        return self.inner(x)
+
+
 class OneBranching(nn.Module):
     """One part of it depends on data, the rest does not."""
 

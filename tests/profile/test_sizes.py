@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tests.profile.models import Branching, Convolutions, OneBranching, TiedLM
+from tests.profile.models import Branching, Convolutions, OneBranching, TiedLM, Unseen
 from torch_lms._torch_compat import storage_bytes, storage_key
 from torch_lms.profile import NodeProfile, Profile, ProfileConfig, profile
 
@@ -119,12 +119,13 @@ def test_freed_storages_never_share_a_name() -> None:
         (Convolutions(), (torch.ones(2, 3, 6, 6),)),
         (OneBranching(), (torch.ones(2, 4),)),
         (Branching(), (torch.ones(2, 4),)),
+        (Unseen(), (torch.ones(2, 4),)),
     ],
     ids=lambda value: type(value).__name__,
 )
 @pytest.mark.parametrize("pieces", [False, True])
 def test_what_nodes_keep_sums_up_to_what_autograd_keeps(model: nn.Module, args: Any, pieces: bool) -> None:
-    if pieces and isinstance(model, Branching):
+    if pieces and isinstance(model, Unseen):
         pytest.skip("no graph, no pieces")
     found = profile(model, *args, config=ProfileConfig(warmup_runs=0, timed_runs=1, pieces=pieces))
     assert found.saved_bytes == kept_by_autograd(model, *args)

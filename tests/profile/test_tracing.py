@@ -167,7 +167,7 @@ def test_whole_children_only_are_the_module_level() -> None:
 
 
 def test_what_has_no_graph_is_observed_while_it_runs() -> None:
-    traced = trace(Branching(), (torch.ones(2, 4),))
+    traced = trace(Branching(), (torch.ones(2, 4),), sources=["symbolic", "opened", "runtime"])
     assert traced.level == "runtime"
     assert traced.graph_module is None
     assert [name for name in traced.ops if name in ("x", "linear", "relu", "output")] == [
@@ -188,7 +188,7 @@ def test_tracing_leaves_the_model_alone() -> None:
     model = Convolutions()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = torch.get_rng_state()
-    for source in ("symbolic", "opened", "runtime", *(["export"] if has_export() else [])):
+    for source in ("symbolic", "opened", "recorded", "runtime", *(["export"] if has_export() else [])):
         trace(model, (torch.ones(2, 3, 6, 6),), sources=[source])
     assert torch.equal(torch.get_rng_state(), state)
     for name, value in model.state_dict().items():

@@ -17,7 +17,7 @@ __all__ = ["LEVELS", "VERSION", "LinkProfile", "NodeProfile", "Profile"]
 
 VERSION = 3
 _READABLE = (2, VERSION)  # version 2 has no `NodeProfile.not_before`
-LEVELS = ("operator", "opened", "module", "runtime")
+LEVELS = ("operator", "opened", "module", "recorded", "runtime")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,8 @@ class Profile:
 
     Attributes:
         model: the name of its class.
-        level: how fine the graph is: ``operator``, ``opened``, ``module``, or ``runtime`` (ops as they ran).
+        level: how fine the graph is: ``operator``, ``opened``, ``module``, ``recorded`` (of one run), or ``runtime``
+            (ops as they ran).
         notes: what could not be traced or measured, and why.
         device: where it ran; ``meta`` for sizes only.
         torch_version: of the PyTorch that ran it.

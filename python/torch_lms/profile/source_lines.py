@@ -10,7 +10,7 @@ import torch
 
 from torch_lms import _torch_compat as torch_compat
 
-__all__ = ["blame", "first_line"]
+__all__ = ["blame", "calling_line", "first_line"]
 
 _OURS = tuple(str(Path(torch_compat.__file__).parent / name) for name in ("_torch_compat.py", "fitting", "profile"))
 _TORCH = str(Path(torch.__file__).parent)
@@ -18,8 +18,17 @@ _TORCH = str(Path(torch.__file__).parent)
 
 def blame(error: BaseException) -> str:
     """The innermost line that is neither PyTorch's nor this package's, as ``file:line: code``; may be empty."""
+    return _last_of_users(traceback.extract_tb(error.__traceback__))
+
+
+def calling_line() -> str:
+    """The same of the call that is under way."""
+    return _last_of_users(traceback.extract_stack())
+
+
+def _last_of_users(frames: traceback.StackSummary) -> str:
     found = ""
-    for frame in traceback.extract_tb(error.__traceback__):
+    for frame in frames:
         if frame.filename.startswith((*_OURS, _TORCH, "<")) or frame.lineno is None:
             continue
         if _is_library(frame.filename):

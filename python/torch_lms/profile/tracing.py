@@ -5,7 +5,8 @@ The ladder, from the finest on; each step down says which line of the user's cod
 1. operator: torch.fx on the model's own forward; where that fails, `torch.export`, if this PyTorch has it.
 2. opened: containers are opened and their children traced; a child that cannot be traced stays whole.
 3. module: all that is left are the model's own children, whole.
-4. runtime: no graph; the ops are noted as they run.
+4. recorded: a graph of one run, with the side that was taken of each branch, which it checks (``recorded``).
+5. runtime: no graph; the ops are noted as they run.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ from torch_lms.errors import ProfileError
 from torch_lms.profile.arguments import Sample, bind_sample
 from torch_lms.profile.exported import Shapes, export_graph
 from torch_lms.profile.huggingface import as_in_training
+from torch_lms.profile.recorded import record_graph
 from torch_lms.profile.runtime import record_ops
 from torch_lms.profile.source_lines import blame, first_line
 from torch_lms.profile.symbolic import SymbolicError, trace_symbolically
 
 __all__ = ["SOURCES", "TracedModel", "trace", "trace_sample"]
 
-SOURCES = ("symbolic", "export", "opened", "runtime")
+SOURCES = ("symbolic", "export", "opened", "recorded", "runtime")
 _MAX_LEAVES = 64  # kinds of modules that are kept whole before the model is given up
 
 
@@ -37,7 +39,7 @@ class TracedModel:
 
     Attributes:
         graph_module: the graph with the model's own parameters under their own names; None at runtime level.
-        level: ``operator``, ``opened``, ``module`` or ``runtime``.
+        level: ``operator``, ``opened``, ``module``, ``recorded`` or ``runtime``.
         model: what was traced.
         sample: what it was traced for.
         notes: what could not be traced and why.
@@ -144,6 +146,23 @@ def _from_children(model: nn.Module, sample: Sample, notes: list[str]) -> Traced
     return None
 
 
+def _from_one_run(model: nn.Module, sample: Sample, notes: list[str]) -> TracedModel | None:
+    if any(tensor.is_meta for tensor in (*sample.tensors, *model.parameters())):
+        notes.append("not recorded: nothing can be read from tensors on the meta device")
+        return None
+    try:
+        graph_module = _build(model, model, record_graph(model, sample))
+    except Exception as error:
+        notes.append(_explain("cannot record a run of", "", error))
+        return None
+    notes = [*notes, "recorded in one run: what Python reads from tensors is checked to be the same"]
+    shapes: Shapes = {
+        name: tuple((size, size) for size in tensor.shape)
+        for name, tensor in zip(sample.names, sample.tensors, strict=True)
+    }
+    return TracedModel(graph_module, "recorded", model, sample, tuple(notes), shapes=shapes)
+
+
 def _from_runtime(model: nn.Module, sample: Sample, notes: list[str]) -> TracedModel | None:
     ops = tuple(op.name for op in record_ops(model, sample))
     notes = [*notes, "no graph: the ops are those of one run with the sample"]
@@ -154,6 +173,7 @@ _ATTEMPTS: Mapping[str, Any] = {
     "symbolic": _from_symbols,
     "export": _from_export,
     "opened": _from_children,
+    "recorded": _from_one_run,
     "runtime": _from_runtime,
 }
 
