@@ -6,7 +6,8 @@ Python's own steps are gone: loops are unrolled, and of each branch the graph ha
 Note [Reads]: so the graph is right only while Python would see the same values again. Each value that Python read
 (``if x.sum() > 0``, ``int(count)``, the length of ``nonzero()``) is computed in the graph as well and compared with
 what it was; if it differs the graph stops with an error that names the line. Sizes that follow from those of the
-arguments are fixed by their shapes, which a stage checks.
+arguments are fixed by their shapes, which a stage checks. What Python itself remembers, such as a count of calls, is
+as it was, as in any traced graph.
 
 Source: the RFC's section on models that are not compatible with torch.fx, and its note on recording a program by
 ``__torch_function__``.
@@ -172,12 +173,8 @@ class _Recording:
         keys = args[1:] if name in ("__getitem__", "repeat_interleave") else ()
         keys = keys[0] if keys and isinstance(keys[0], tuple) else keys
         chosen = any(isinstance(one, torch.Tensor) and one.dtype in _CHOOSING for one in keys)
-        if (
-            chosen
-            or (name == "where" and len(args) == 1)
-            or name in _SIZED_BY_VALUES
-            or not self._sized_by_values.isdisjoint(node.all_input_nodes)
-        ):
+        chosen = chosen or (name == "where" and len(args) == 1) or name in _SIZED_BY_VALUES
+        if chosen or not self._sized_by_values.isdisjoint(node.all_input_nodes):
             self._sized_by_values.add(node)
 
     def _depends_on_values(self, given: tuple[Any, Any]) -> bool:
@@ -226,9 +223,8 @@ class _Recording:
                 return value
             raise RecordingError(f"expected numbers, text and tensors, found {type(value).__name__}")
         if isinstance(value.grad_fn, BackwardCFunction):
-            raise RecordingError(
-                f"a torch.autograd.Function, whose backward the graph would not have, {calling_line()}"
-            )
+            line = calling_line()
+            raise RecordingError(f"a torch.autograd.Function, whose backward the graph would not have, before {line}")
         if id(value) not in self._nodes:
             name = self._names.get(id(value))
             if name is None:

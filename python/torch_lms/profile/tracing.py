@@ -147,6 +147,9 @@ def _from_children(model: nn.Module, sample: Sample, notes: list[str]) -> Traced
 
 
 def _from_one_run(model: nn.Module, sample: Sample, notes: list[str]) -> TracedModel | None:
+    if not has_export():
+        notes.append("not recorded: this PyTorch does not show all calls")
+        return None
     if any(tensor.is_meta for tensor in (*sample.tensors, *model.parameters())):
         notes.append("not recorded: nothing can be read from tensors on the meta device")
         return None
