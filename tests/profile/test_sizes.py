@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from tests.profile.models import Branching, Convolutions, OneBranching, TiedLM, Unseen
-from torch_lms._torch_compat import storage_bytes, storage_key
+from torch_lms._torch_compat import has_export, storage_bytes, storage_key
 from torch_lms.profile import NodeProfile, Profile, ProfileConfig, profile
 
 ONCE = ProfileConfig(warmup_runs=0, timed_runs=1, progress=False)
@@ -125,7 +125,7 @@ def test_freed_storages_never_share_a_name() -> None:
 )
 @pytest.mark.parametrize("pieces", [False, True])
 def test_what_nodes_keep_sums_up_to_what_autograd_keeps(model: nn.Module, args: Any, pieces: bool) -> None:
-    if pieces and isinstance(model, Unseen):
+    if pieces and isinstance(model, Unseen if has_export() else Branching):
         pytest.skip("no graph, no pieces")
     found = profile(model, *args, config=ProfileConfig(warmup_runs=0, timed_runs=1, pieces=pieces))
     assert found.saved_bytes == kept_by_autograd(model, *args)
