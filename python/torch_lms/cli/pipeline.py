@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 -m torch_lms pipeline --device cpu --output build/pipeline.svg
 
-Rank 0 profiles one microbatch and cuts the model; every rank then trains its stage. At the end the predicted and the
-measured pipeline are shown beside each other.
+Rank 0 profiles one microbatch and cuts the model; every rank then trains its stage. At the end predicted and measured
+times are shown beside each other, as a table and as a picture.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from torch_lms.pipeline.chart import draw_charts, predict
 from torch_lms.pipeline.torch_backend import SCHEDULES
 from torch_lms.pipeline.training import TrainingPipeline, train
 from torch_lms.profile.profiler import ProfileConfig
+from torch_lms.schedules.actions import FORWARD
 from torch_lms.schedules.simulation import Event
 
 __all__ = ["add_pipeline", "main", "run_pipeline"]
@@ -115,6 +116,7 @@ def _train(given: argparse.Namespace, device: torch.device) -> None:
             if loss is not None:
                 print(f"step {step + 1} of {given.steps}: loss {loss.item():.4f}", flush=True)
         events = pipeline.measured(*batches.draw())
+        console.print(_measured_table(pipeline, events))
         if given.output is not None and dist.get_rank() == 0:
             console.print(f"wrote {_draw(given.output, pipeline, events)}")
 
@@ -142,6 +144,23 @@ def _stage_table(pipeline: TrainingPipeline) -> Table:
             f"{figures.stage_memory_bytes[stage] / _MIB:.1f}",
             sent,
         )
+    return table
+
+
+def _measured_table(pipeline: TrainingPipeline, events: Sequence[Event]) -> Table:
+    """Each stage's times of a microbatch, and the step, beside what was predicted."""
+    figures = pipeline.partition.figures
+    step_us = max(event.end_us for event in events) - min(event.start_us for event in events)
+    table = Table(title=f"a step: {step_us / 1e3:.2f} ms, predicted {figures.step.step_us / 1e3:.2f} ms")
+    for heading in ("stage", "forward (ms)", "predicted", "backward (ms)", "predicted"):
+        table.add_column(heading, justify="right")
+    for stage in range(pipeline.partition.stages):
+        own = [event for event in events if event.action.stage == stage]
+        forward_us = sum(event.end_us - event.start_us for event in own if event.action.kind == FORWARD)
+        backward_us = sum(event.end_us - event.start_us for event in own) - forward_us
+        times = forward_us, figures.stage_forward_us[stage], backward_us, figures.stage_backward_us[stage]
+        scales = 1e3 * pipeline.config.microbatches, 1e3, 1e3 * pipeline.config.microbatches, 1e3
+        table.add_row(str(stage), *(f"{time / scale:.2f}" for time, scale in zip(times, scales, strict=True)))
     return table
 
 
