@@ -23,7 +23,7 @@ import torch
 
 from torch_lms.errors import PipelineError
 
-__all__ = ["NumberSlot", "TensorSlot", "carrier_metas", "describe", "example", "pack", "unpack"]
+__all__ = ["NumberSlot", "TensorSlot", "carrier_metas", "describe", "pack", "unpack"]
 
 _BITS = {8: torch.float64, 4: torch.float32, 2: torch.float16}
 _MOST_GAPS = 4  # a tensor spread over more than this many times its own size is sent dense
@@ -100,14 +100,6 @@ def describe(value: Any) -> Any:
     if isinstance(value, dict):
         return MappingSlot(tuple(value), tuple(describe(item) for item in value.values()))
     return ConstantSlot(value)
-
-
-def example(template: Any, device: torch.device) -> Any:
-    """A value of that template: zeros, and the numbers and constants of the first run."""
-    if isinstance(template, TensorSlot):
-        made = torch.empty_strided(template.shape, template.stride, dtype=template.dtype, device=device).zero_()
-        return made.requires_grad_() * 1 if template.differentiable else made
-    return _rebuild(template, lambda slot: example(slot, device), device)
 
 
 def _rebuild(template: Any, of_item: Any, device: torch.device) -> Any:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from torch_lms.errors import PipelineError
-from torch_lms.pipeline.borders import carrier_metas, describe, example, pack, unpack
+from torch_lms.pipeline.borders import carrier_metas, describe, pack, unpack
 from torch_lms.pipeline.randomness import RandomStream
 from torch_lms.stages.stage import Stage
 
@@ -122,25 +122,30 @@ class Boundary(nn.Module):
         packed = pack(self.outgoing, result, self.device, where)
         return tuple(_apply_exit(token, carrier) for carrier in packed)
 
-    def prepare(self, incoming: Any, microbatch: Microbatch) -> Any:
-        """Runs once on zeros, to find what the stage gives.
+    def prepare(self, incoming: Any, carriers: Sequence[torch.Tensor], microbatch: Microbatch) -> list[torch.Tensor]:
+        """Runs once, to find what the stage gives; `outgoing` is the template of it then.
 
         Args:
             incoming: template of the stage's inputs; None for the first stage.
+            carriers: of these inputs: true ones, for what a stage does may depend on values.
             microbatch: the first one.
 
         Returns:
-            The template of its outputs; None for the last stage.
+            The carriers of its outputs; none for the last stage.
         """
         self.incoming = incoming
         with _Unchanged(self.stage, self.device), torch.enable_grad():
-            values = () if incoming is None else example(incoming, self.device)
-            result = self._run(values, microbatch, continues=False)
+            _, values = self._enter([carrier.requires_grad_() for carrier in carriers])
+            result = self._run(values, microbatch)
             if self.is_last:
                 self.loss_like = self.loss_of(result, microbatch).detach().to("meta")
-            else:
-                self.outgoing = describe(result)
-        return self.outgoing
+                return []
+            self.outgoing = describe(result)
+            return [carrier.detach() for carrier in pack(self.outgoing, result, self.device, "this stage")]
+
+    def empty_carriers(self, incoming: Any) -> list[torch.Tensor]:
+        """Room for the carriers of a template."""
+        return [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype, _ in carrier_metas(incoming)]
 
     def evaluate(self, incoming: Any, carriers: Sequence[torch.Tensor], microbatch: Microbatch) -> Any:
         """One microbatch forward, with nothing kept for a backward.
@@ -172,13 +177,13 @@ class Boundary(nn.Module):
         token, *entered = _apply_enter(differentiable, *carriers)
         return token, unpack(self.incoming, entered, self.device)
 
-    def _run(self, values: Sequence[Any], microbatch: Microbatch, continues: bool = True) -> Any:
+    def _run(self, values: Sequence[Any], microbatch: Microbatch) -> Any:
         """The stage's values as a tuple, or what the last stage returns."""
         feeds = {name: self._feed(microbatch, name) for name in self.stage.feeds}
         if self.random is None or microbatch.seed is None:
             result = self.stage(*values, **feeds)
             return self._as_tuple(result)
-        state = values[-1] if self.stage.index and continues else None
+        state = values[-1] if self.stage.index else None
         values = values[:-1] if self.stage.index else values
         with self.random.continued(state, microbatch.seed):
             result = self.stage(*values, **feeds)

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from torch_lms._torch_compat import function_mode
-from torch_lms.pipeline.borders import carrier_metas, describe, pack
+from torch_lms.pipeline.borders import describe, pack
 from torch_lms.pipeline.boundary import Boundary, Microbatch
 from torch_lms.pipeline.circle import Messages
 from torch_lms.pipeline.transfers import Channel
@@ -163,9 +163,7 @@ def forward_all(
             if ranks == 1:
                 arrived[stage, microbatch] = leaving
                 continue
-            coming = [
-                torch.empty(shape, dtype=dtype, device=device) for shape, dtype, _ in carrier_metas(templates[stage])
-            ]
+            coming = by_stage[stage].empty_carriers(templates[stage])
             arrived[stage, microbatch] = coming
         channel.exchange(leaving, (place + 1) % ranks, coming, (place - 1) % ranks)
     return results

@@ -329,14 +329,20 @@ class Pipeline:
         return made
 
     def _prepare(self, microbatch: Microbatch) -> Executor | torch_backend.TorchBackend:
-        """Finds what crosses each border, stage after stage, and sets up the transport."""
+        """Finds what crosses each border, stage after stage, with what does, and sets up the transport."""
+        before, after = (self.rank - 1) % self.ranks, (self.rank + 1) % self.ranks
+        carriers: list[torch.Tensor] = []
         for boundary in self._boundaries:
             index = boundary.stage.index
-            before = (self.rank - 1) % self.ranks
             template = self._messages.hear(f"border/{index}", before) if index else None
-            template = boundary.prepare(template, microbatch)
+            if index and self.ranks > 1:
+                carriers = boundary.empty_carriers(template)
+                self._channels[2].exchange([], after, carriers, before)
+            carriers = boundary.prepare(template, carriers, microbatch)
             if not boundary.is_last:
-                self._messages.tell(f"border/{index + 1}", template)
+                self._messages.tell(f"border/{index + 1}", boundary.outgoing)
+                if self.ranks > 1:
+                    self._channels[2].exchange(carriers, after, [], before)
         if self.config.uses_torch:
             return torch_backend.TorchBackend(
                 self._boundaries,
