@@ -22,7 +22,7 @@ class Ended:
     output: str
 
 
-def run_ranks(scenario: str, world: int, tmp_path: Path, *, timeout_s: float = 90, store: str = "file") -> list[Ended]:
+def run_ranks(scenario: str, world: int, tmp_path: Path, *, timeout_s: float = 150, store: str = "file") -> list[Ended]:
     """Runs ``module:function`` on ranks over Gloo; whoever runs too long is killed, with status -9.
 
     Several functions, joined by ``+``, run one after the other. With ``store="tcp"`` rank 0 keeps the store. With

@@ -25,6 +25,7 @@ of_export = pytest.mark.skipif(not hasattr(torch, "export"), reason="no graph of
     ("scenario", "world"),
     [
         ("two_ranks", 2),
+        ("compiled", 2),
         ("middle_rank", 3),
         ("four_ranks", 4),
         ("fails_and_stays", 4),
