@@ -55,12 +55,17 @@ def test_the_highest_gain_comes_first_and_of_equal_ones_the_last_that_came() -> 
     assert buckets.highest(1) == []
 
 
+def drawn_placement(problem: PartitionProblem, seed: int) -> tuple[random.Random, Placement]:
+    """Contiguous stages, and what drew them."""
+    draw = random.Random(seed)
+    cuts = sorted(draw.sample(range(1, len(problem.units)), problem.stages - 1))
+    return draw, Placement(problem, UnitSequence(problem.units).stages(cuts), problem.devices)
+
+
 @settings(deadline=None)
 @given(problem=problems(), seed=st.integers(0, 10**6))
 def test_moves_over_borders_keep_the_books_right(problem: PartitionProblem, seed: int) -> None:
-    draw = random.Random(seed)
-    cuts = sorted(draw.sample(range(1, len(problem.units)), problem.stages - 1))
-    placement = Placement(problem, UnitSequence(problem.units).stages(cuts), problem.devices)
+    draw, placement = drawn_placement(problem, seed)
     before, moves = placement.placed_array(), []
     for _ in range(12):
         possible = every_move(placement)
@@ -93,9 +98,7 @@ def gains(placement: Placement) -> dict[tuple[int, int], int]:
 @settings(deadline=None)
 @given(problem=problems(), seed=st.integers(0, 10**6))
 def test_a_move_touches_every_unit_whose_gains_it_changes(problem: PartitionProblem, seed: int) -> None:
-    draw = random.Random(seed)
-    cuts = sorted(draw.sample(range(1, len(problem.units)), problem.stages - 1))
-    placement = Placement(problem, UnitSequence(problem.units).stages(cuts), problem.devices)
+    draw, placement = drawn_placement(problem, seed)
     for _ in range(6):
         possible = every_move(placement)
         if not possible:

@@ -53,6 +53,24 @@ def run_ranks(scenario: str, world: int, tmp_path: Path, *, timeout_s: float = 1
     return [Ended(process.returncode, log.read_text()) for process, log in zip(processes, logs, strict=False)]
 
 
+def torchrun(*words: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs a program on two ranks, as users start it."""
+    return subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *words],
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT / "python"),
+            "OMP_NUM_THREADS": "1",
+            "TORCH_LMS_CHAOS": "0",
+            **environment,
+        },
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+
+
 def _free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port: int = server.getsockname()[1]

@@ -1,19 +1,14 @@
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
+from tests.pipeline.ranks import ROOT, torchrun
 from torch_lms.pipeline.torch_backend import is_available
 
 pytest.importorskip("transformers")
-ROOT = Path(__file__).parents[2]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / "python"), "OMP_NUM_THREADS": "1", "TORCH_LMS_CHAOS": "0"}
 
 
 @pytest.mark.slow
@@ -21,14 +16,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / "python"), "OMP_NUM_THREAD
 def test_the_example_trains_as_one_device_does() -> None:
     from docs.examples import pipeline as example
 
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*launch, str(ROOT / "docs" / "examples" / "pipeline.py")],
-        env={**ENVIRONMENT, "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
+    done = torchrun(str(ROOT / "docs" / "examples" / "pipeline.py"), cwd=ROOT, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr
     found = [float(loss) for loss in re.findall(r"step \d+ of 10: loss (\d+\.\d+)", done.stdout)]
     model = example.make_model()

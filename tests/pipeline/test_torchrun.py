@@ -2,24 +2,20 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.pipeline.ranks import torchrun
 from torch_lms.pipeline.torch_backend import is_available
 
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
-ROOT = Path(__file__).parents[2]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / "python"), "OMP_NUM_THREADS": "1", "TORCH_LMS_CHAOS": "0"}
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not is_available(), reason="the command's GPT needs a newer PyTorch")
 def test_torchrun_trains_a_gpt_and_draws_it(tmp_path: Path) -> None:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     words = [
         "-m",
         "torch_lms",
@@ -36,9 +32,7 @@ def test_torchrun_trains_a_gpt_and_draws_it(tmp_path: Path) -> None:
         "16",
     ]
     outputs = ["--output", str(tmp_path / "chart.svg"), "--code", str(tmp_path / "code")]
-    done = subprocess.run(
-        [*launch, *words, *outputs], env=ENVIRONMENT, cwd=tmp_path, capture_output=True, text=True, timeout=150
-    )
+    done = torchrun(*words, *outputs, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert len(re.findall(r"step \d of 2: loss \d+\.\d+", done.stdout)) == 2
     assert re.search(r"a step: \d+\.\d+ ms, predicted \d+\.\d+ ms", done.stdout)

@@ -97,7 +97,7 @@ def optimizer_cases() -> Iterator[Any]:
                 yield pytest.param(info, options, id=f"{info.optim_cls.__name__}-{index}{implementation}")
 
 
-@pytest.mark.parametrize(("info", "options"), optimizer_cases())
+@pytest.mark.parametrize(("info", "options"), list(optimizer_cases()))
 def test_optimizer_whose_state_is_paged_out_is_bit_equal(info: OptimizerInfo, options: dict[str, Any]) -> None:
     if info.optim_cls.__name__ == "Muon":
         pytest.skip("for matrices only")

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch_lms.errors import PartitionError, PipelineError
 from torch_lms.partition.costs import CostModel
 from torch_lms.schedules.actions import BACKWARD, FORWARD, INPUT_BACKWARD, WEIGHT_BACKWARD, Schedule
-from torch_lms.schedules.rules import make_schedule
+from torch_lms.schedules.rules import ONE_STAGE_EACH, make_schedule
 from torch_lms.schedules.simulation import Task, in_flight, on_ranks, tasks_of
 
 __all__ = ["BACK", "BACKWARDS", "FORWARDS", "REDUCE", "ROWS", "SEND", "UPDATE", "TrainingStep", "device_of_stage"]
@@ -29,7 +29,6 @@ Array = NDArray[np.float64]
 # The rows of the times of stages. SEND and BACK are those of the border behind a stage, both ways.
 FORWARDS, BACKWARDS, SEND, BACK, REDUCE, UPDATE = range(6)
 ROWS = 6
-_ONE_STAGE_EACH = ("gpipe", "1f1b")
 _MOST_AT_ONCE = 4096
 
 
@@ -168,7 +167,7 @@ def _schedule(devices: tuple[int, ...], model: CostModel) -> Schedule:
     """A rank for each device; where the rule has one for each stage, those of one device take turns."""
     stages, ranks = len(devices), 1 + max(devices)
     try:
-        if model.schedule in _ONE_STAGE_EACH:
+        if model.schedule in ONE_STAGE_EACH:
             made = make_schedule(model.schedule, ranks=stages, stages=stages, microbatches=model.microbatches)
             return made if ranks == stages else on_ranks(made, devices)
         made = make_schedule(model.schedule, ranks=ranks, stages=stages, microbatches=model.microbatches)

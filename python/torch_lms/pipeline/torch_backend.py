@@ -11,7 +11,7 @@ import torch
 from torch_lms.errors import PipelineError
 from torch_lms.pipeline.boundary import Boundary
 from torch_lms.schedules.actions import BACKWARD, FORWARD, INPUT_BACKWARD, WEIGHT_BACKWARD, Action, Schedule
-from torch_lms.schedules.rules import make_schedule
+from torch_lms.schedules.rules import ONE_STAGE_EACH, make_schedule
 
 if TYPE_CHECKING:
     from torch_lms.pipeline.executor import Recorder
@@ -24,7 +24,6 @@ SCHEDULES = {
     "interleaved": "ScheduleInterleaved1F1B",
     "zero_bubble": "ScheduleInterleavedZeroBubble",
 }
-_SINGLE = ("gpipe", "1f1b")  # one stage on each rank
 
 
 def is_available() -> bool:
@@ -59,7 +58,7 @@ class TorchBackend:
         self._has_last = any(boundary.is_last for boundary in boundaries)
         made = [_make_stage(boundary, group, recorder) for boundary in boundaries]
         rule = getattr(pipelining, SCHEDULES[name])
-        single = name in _SINGLE
+        single = name in ONE_STAGE_EACH
         try:
             # Boundary divides the loss, so that gradients need no scaling.
             self._schedule = rule(made[0] if single else made, microbatches, loss_fn=_take_loss, scale_grads=False)
@@ -70,7 +69,7 @@ class TorchBackend:
         self.schedule = self._as_data(name, ranks, stages, microbatches)
 
     def _as_data(self, name: str, ranks: int, stages: int, microbatches: int) -> Schedule:
-        if name in _SINGLE:
+        if name in ONE_STAGE_EACH:
             return make_schedule(name, ranks=ranks, stages=stages, microbatches=microbatches)
         return Schedule.from_torch(name, self._schedule.pipeline_order)
 

@@ -19,13 +19,12 @@ from torch_lms.pipeline.members import find_members
 from torch_lms.pipeline.microbatches import cut_batch
 from torch_lms.pipeline.runner import Pipeline, find_own_device
 from torch_lms.profile.profiler import ProfileConfig
+from torch_lms.schedules.rules import ONE_STAGE_EACH
 from torch_lms.stages.running import Stages
 
 __all__ = ["TrainingPipeline", "train"]
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-
-_ONE_STAGE_EACH = ("gpipe", "1f1b")
 
 
 def train(
@@ -87,7 +86,7 @@ def train(
     config = PipelineConfig(schedule=schedule, microbatches=microbatches, executor=executor, seed=seed, whole=whole)
     members = find_members(group, "group")
     own_device = find_own_device(members, device)
-    count = stages or members.count * (1 if schedule in _ONE_STAGE_EACH else 2)
+    count = stages or members.count * (1 if schedule in ONE_STAGE_EACH else 2)
     args, kwargs = _first_microbatch(model, sample_input, config)
     balance = BalanceConfig(
         profile=profile or ProfileConfig(device=own_device, progress=False),

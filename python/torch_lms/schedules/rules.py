@@ -15,7 +15,7 @@ from collections.abc import Callable
 from torch_lms.errors import PipelineError
 from torch_lms.schedules.actions import BACKWARD, FORWARD, INPUT_BACKWARD, WEIGHT_BACKWARD, Action, Schedule
 
-__all__ = ["SCHEDULES", "gpipe", "interleaved", "make_schedule", "one_f_one_b", "zero_bubble"]
+__all__ = ["ONE_STAGE_EACH", "SCHEDULES", "gpipe", "interleaved", "make_schedule", "one_f_one_b", "zero_bubble"]
 
 
 def gpipe(stages: int, microbatches: int) -> Schedule:
@@ -147,6 +147,7 @@ def _check(stages: int, microbatches: int) -> None:
 
 _SINGLE: dict[str, Callable[[int, int], Schedule]] = {"gpipe": gpipe, "1f1b": one_f_one_b}
 _SEVERAL: dict[str, Callable[[int, int, int], Schedule]] = {"interleaved": interleaved, "zero_bubble": zero_bubble}
+ONE_STAGE_EACH = tuple(_SINGLE)  # on each rank; the others have several
 SCHEDULES = (*_SINGLE, *_SEVERAL)
 
 
