@@ -14,9 +14,12 @@ from torch import nn
 
 from torch_lms.errors import PartitionError
 from torch_lms.partition.costs import CostGraph, CostModel, DeviceSpec, LinkSpec, optimizer_multiplier
+from torch_lms.partition.giving_up import RecomputeAndSwap
 from torch_lms.partition.interface import Algorithm, Partition, PartitionProblem
 from torch_lms.partition.partitioning import partition
+from torch_lms.partition.relief import MemoryRelief
 from torch_lms.stages.cutting import split
+from torch_lms.stages.giving_up import can_swap
 from torch_lms.stages.materialize import materialize
 from torch_lms.stages.placement import Placement, find_device, own_rank, parse_placement
 from torch_lms.stages.running import Stages
@@ -50,6 +53,8 @@ class BalanceConfig:
         links: between the devices, by their names as given; by default measured between devices of this process, and
             guessed, with a warning, between others.
         memory_cap_bytes: of each device; by default what a CUDA device has and no cap elsewhere.
+        relief: what stages without room give up until their backward. By default they compute segments again, and swap
+            some where a CUDA device's link to the host was profiled, until they fit; ``KEEP_ALL`` for neither.
         materialize: whether to move stages to their devices.
         state_dict: of a model on the meta device.
         init_fn: initialises modules of a model on the meta device.
@@ -62,6 +67,7 @@ class BalanceConfig:
     cost: CostModel = field(default_factory=CostModel)
     links: LinkSpec | Mapping[tuple[str, str], LinkSpec] | None = None
     memory_cap_bytes: int | None = None
+    relief: MemoryRelief | None = None
     materialize: bool = True
     state_dict: Mapping[str, Any] | None = None
     init_fn: Callable[[nn.Module], None] | None = None
@@ -134,7 +140,7 @@ def create_balanced_partition(
     plan = plan_balanced_partition(
         model, devices, *sample_input, algorithm=algorithm, optimizer=optimizer, config=config, **sample_kwargs
     )
-    stages = split(plan.traced, plan.partition.stage_of, model=model)
+    stages = split(plan.traced, plan.partition.stage_of, model=model, relief=plan.partition.stage_relief)
     if config.materialize:
         for stage, place in zip(stages, _placements(plan.partition.devices), strict=False):
             stage.placement = place
@@ -239,11 +245,21 @@ def _partition(
             for name, place in zip(names, places, strict=False)
         ),
         links=config.links if config.links is not None else _find_links(profile, names, places, config),
-        cost_model=config.cost,
+        cost_model=replace(config.cost, relief=config.relief or RecomputeAndSwap(host_link=_host_link(profile))),
     )
     if algorithm == "auto" and not profile.timed:
         algorithm = _UNTIMED_ALGORITHM
     return partition(problem, algorithm)
+
+
+def _host_link(profile: Profile) -> LinkSpec | None:
+    """The slower way between the profiled device and the host; None where it was not profiled, or nothing can swap."""
+    device = profile.device.partition(" ")[0]
+    ways = [link for link in profile.links if {link.source, link.target} == {device, "cpu"}]
+    if not ways or not can_swap():
+        return None
+    slower = min(ways, key=lambda link: link.bytes_per_us)
+    return LinkSpec(bytes_per_us=slower.bytes_per_us, latency_us=slower.latency_us)
 
 
 def _find_links(

@@ -134,6 +134,7 @@ def problem_of(program: fx.GraphModule, stages: int, seed: int) -> PartitionProb
             inputs=tuple(dict.fromkeys(facts.inputs)),
             element=facts.target.endswith("getitem"),
             not_before=facts.not_before,
+            writes=facts.writes,
             module=facts.module,
             forward_us=draw.choice([0.0, draw.random()]),
             backward_us=draw.random(),

@@ -17,6 +17,7 @@ from torch_lms.partition import (
     LinkSpec,
     Partition,
     PartitionProblem,
+    Relieved,
     StageNeed,
     algorithm_names,
     check_partition,
@@ -149,10 +150,10 @@ def test_unequal_caps_are_advised_in_proportion() -> None:
 class SwapAll:
     """Lowers what is held by as much as is needed, at one microsecond for each byte."""
 
-    def relieve(self, need: StageNeed, usable_bytes: float) -> tuple[object, object]:
+    def relieve(self, need: StageNeed, usable_bytes: float) -> Relieved:
         held = need.in_flight * need.held_bytes
         moved = np.clip(need.memory_bytes - usable_bytes, 0, held)
-        return need.time_us + moved / 1000, need.memory_bytes - moved
+        return Relieved(time_us=need.time_us + moved / 1000, memory_bytes=need.memory_bytes - moved)
 
 
 @pytest.mark.parametrize("algorithm", ["dp", "auto"])
@@ -162,7 +163,7 @@ def test_relief_inside_a_stage_makes_it_fit_at_a_cost_in_time(algorithm: str) ->
     plain = PartitionProblem(graph=graph, devices=devices(2, cap=cap))
     with pytest.raises(PartitionError, match="least cap"):
         partition(plain, algorithm)
-    model = CostModel(relief=SwapAll())  # type: ignore[arg-type]
+    model = CostModel(relief=SwapAll())
     made = partition(PartitionProblem(graph=graph, devices=devices(2, cap=cap), cost_model=model), algorithm)
     assert made.fits
     free = partition(PartitionProblem(graph=graph, devices=devices(2)), algorithm)

@@ -87,6 +87,7 @@ class CostNode:
             border lies between the two.
         not_before: names of nodes besides its inputs that must not be in a later stage than it; two that name each
             other stay together.
+        writes: names of the nodes whose memory it changes, and of buffers that it changes.
     """
 
     name: str
@@ -102,6 +103,7 @@ class CostNode:
     output_storages: tuple[str, ...] = ()
     element: bool = False
     not_before: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
 
     @property
     def passive(self) -> bool:
@@ -198,6 +200,7 @@ class CostGraph:
                 output_storages=node.output_storages,
                 element=node.op == "call_function" and node.target.endswith("getitem"),
                 not_before=node.not_before,
+                writes=node.writes,
             )
             for node in profile.nodes
         )

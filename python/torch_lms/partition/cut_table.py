@@ -89,25 +89,24 @@ class CutTable:
         device = next(device for device, own in enumerate(self.step.stages_of) if stage in own)
         if self.memory is None or self.usable[device] == np.inf:
             return
-        time_us = self._work(stage)
-        time_after, memory = self.model.relief.relieve(
-            StageNeed(
-                time_us=time_us,
-                static_bytes=self.memory.static_bytes,
-                held_bytes=self.memory.held_bytes,
-                transient_bytes=self.memory.transient_bytes,
-                in_flight=self.step.in_flight[stage],
-            ),
-            self.usable[device],
+        forward, backward = ((before[None, :] - before[:, None]) / self.devices[stage].speed for before in self._before)
+        need = StageNeed(
+            time_us=forward + backward,
+            forward_us=forward,
+            static_bytes=self.memory.static_bytes,
+            held_bytes=self.memory.held_bytes,
+            transient_bytes=self.memory.transient_bytes,
+            in_flight=self.step.in_flight[stage],
+            speed=self.devices[stage].speed,
+            offers=self.memory.offers,
+            first=self.cuts[:, None],
+            end=self.cuts[None, :],
         )
-        share = np.ceil(memory) / self.usable[device]
+        made = self.model.relief.relieve(need, self.usable[device])
+        share = np.ceil(made.memory_bytes) / self.usable[device]
         self.shares[stage] = share + refusal
         self._refusals[stage] = np.where(share > 1 + _ROUNDING, np.inf, refusal)
-        self._relieved[stage] = None if self.model.relief is KEEP_ALL else time_after - time_us
-
-    def _work(self, stage: int) -> Array:
-        total: Array = (self._before[0] + self._before[1]) / self.devices[stage].speed
-        return total[None, :] - total[:, None]
+        self._relieved[stage] = None if self.model.relief is KEEP_ALL else made.time_us - need.time_us
 
     def costs(self, stage: int, passes: Array, starts: Ints | slice = slice(None)) -> Array:
         """The additive cost of a stage, with the border before it: by its first cut, of some, and its last.
@@ -207,17 +206,22 @@ class CutTable:
         needs = [
             StageNeed(
                 time_us=rows[FORWARDS, stage] + rows[BACKWARDS, stage],
+                forward_us=rows[FORWARDS, stage],
                 static_bytes=static[stage],
                 held_bytes=held[stage],
                 transient_bytes=transient[stage],
                 in_flight=self.step.in_flight[stage],
+                speed=self.devices[stage].speed,
+                offers=self.memory.offers,
+                first=self.cuts[pairs[stage][0]],
+                end=self.cuts[pairs[stage][1]],
             )
             for stage in own
         ]
         together = self.step.memory_bytes(device, static, held, transient)
-        times, _, memory = relieve_device(self.model.relief, needs, together, self.usable[device])
-        for stage, time_us in zip(own, times, strict=True):
-            rows[BACKWARDS, stage] = time_us - rows[FORWARDS, stage]
+        relieved, memory = relieve_device(self.model.relief, needs, together, self.usable[device])
+        for stage, one in zip(own, relieved, strict=True):
+            rows[BACKWARDS, stage] = one.time_us - rows[FORWARDS, stage]
         taken: Array = np.ceil(memory)
         return taken
 

@@ -9,7 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torch_lms.partition.costs import CostModel, DeviceSpec, LinkSpec
-from torch_lms.partition.relief import StageNeed, relieve_device
+from torch_lms.partition.offers import NO_OFFERS
+from torch_lms.partition.relief import KEEP_ALL, StageNeed, StageRelief, relieve_device
+from torch_lms.partition.segments import offers_in
 from torch_lms.partition.steps import BACK, BACKWARDS, FORWARDS, REDUCE, ROWS, SEND, UPDATE, TrainingStep
 from torch_lms.partition.units import MODEL_INPUT, Units, Value
 
@@ -47,6 +49,7 @@ class Figures:
         device_memory_bytes: at the worst moment of all its stages together.
         usable_bytes: of each device.
         step: of all microbatches.
+        stage_relief: what each stage gives up to fit; empty where none does.
     """
 
     stage_forward_us: tuple[float, ...]
@@ -63,6 +66,7 @@ class Figures:
     device_memory_bytes: tuple[int, ...]
     usable_bytes: tuple[float, ...]
     step: Step
+    stage_relief: tuple[StageRelief, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -95,14 +99,16 @@ def measure(
     own_forward, own_backward = tuple(rows[FORWARDS].tolist()), tuple(rows[BACKWARDS].tolist())
     held, cut_forward, cut_backward = _held_and_sent(units, stage_of_unit, stages)
     memory = _Memory(units, stage_of_unit, stages, held, model)
-    taken, device_memory = np.zeros(stages), []
+    taken, device_memory, relief = np.zeros(stages), [], [StageRelief()] * stages
     for device, own in enumerate(step.stages_of):
-        needs = [memory.need(stage, float(rows[:2, stage].sum()), step.in_flight[stage]) for stage in own]
+        needs = [memory.need(stage, rows[:2, stage], step.in_flight[stage], speeds[stage]) for stage in own]
         together = step.memory_bytes(device, memory.static, memory.held, memory.transient)
-        times, each, together = relieve_device(model.relief, needs, together, usable[device])
-        rows[BACKWARDS, list(own)] = np.array(times) - rows[FORWARDS, list(own)]
-        taken[list(own)] = each
+        relieved, together = relieve_device(model.relief, needs, together, usable[device])
         device_memory.append(int(np.ceil(together)))
+        for stage, need, one in zip(own, needs, relieved, strict=True):
+            rows[BACKWARDS, stage] = one.time_us - rows[FORWARDS, stage]
+            taken[stage] = one.memory_bytes
+            relief[stage] = StageRelief.of(need.offers, one)
     rows[SEND, :-1] = [link.transfer_us(nbytes) for link, nbytes in zip(links, cut_forward, strict=True)]
     rows[BACK, :-1] = [link.transfer_us(nbytes) for link, nbytes in zip(links, cut_backward, strict=True)]
     rows[REDUCE] = [model.data_parallel.all_reduce_us(nbytes) for nbytes in memory.gradients]
@@ -123,6 +129,7 @@ def measure(
         device_memory_bytes=tuple(device_memory),
         usable_bytes=tuple(usable),
         step=_step(step, rows, model.microbatches),
+        stage_relief=tuple(relief) if any(relief) else (),
     )
 
 
@@ -136,6 +143,7 @@ class _Memory:
     """What each stage keeps, by what it is for."""
 
     def __init__(self, units: Units, stage_of_unit: Ints, stages: int, held: Array, model: CostModel) -> None:
+        self._units, self._stage_of_unit, self._relieves = units, stage_of_unit, model.relief is not KEEP_ALL
         self._names: list[set[str]] = [set() for _ in range(stages)]
         for index, parameters in enumerate(units.parameters):
             self._names[stage_of_unit[index]].update(parameters)
@@ -146,10 +154,14 @@ class _Memory:
         self.transient = np.zeros(stages)
         np.maximum.at(self.transient, stage_of_unit, units.transient_bytes)
 
-    def need(self, stage: int, time_us: float, in_flight: int) -> StageNeed:
-        """Of one stage."""
+    def need(self, stage: int, times_us: Array, in_flight: int, speed: float) -> StageNeed:
+        """Of one stage, with its forward and its backward time."""
         return StageNeed(
-            time_us=np.asarray(time_us),
+            time_us=times_us.sum(),
+            forward_us=times_us[0],
+            speed=float(speed),
+            offers=offers_in(self._units, self._stage_of_unit, stage) if self._relieves else NO_OFFERS,
+            end=1,
             static_bytes=np.asarray(self.static[stage]),
             held_bytes=np.asarray(self.held[stage]),
             transient_bytes=np.asarray(self.transient[stage]),

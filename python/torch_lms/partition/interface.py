@@ -16,6 +16,7 @@ from torch_lms.partition.bisection import lightest_cuts
 from torch_lms.partition.costs import CostGraph, CostModel, DeviceSpec, LinkSpec
 from torch_lms.partition.figures import Figures, measure
 from torch_lms.partition.orders import candidate_orders
+from torch_lms.partition.relief import StageRelief
 from torch_lms.partition.steps import TrainingStep
 from torch_lms.partition.units import Units, check_partition
 
@@ -184,6 +185,11 @@ class Partition:
     def device_memory_bytes(self) -> tuple[int, ...]:
         """Of all stages of each device together, at their peak in a step."""
         return self.figures.device_memory_bytes
+
+    @property
+    def stage_relief(self) -> tuple[StageRelief, ...]:
+        """What each stage gives up to fit; empty where none does."""
+        return self.figures.stage_relief
 
     @property
     def cut_bytes(self) -> tuple[int, ...]:

@@ -17,6 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torch_lms.partition.costs import CostModel
+from torch_lms.partition.offers import NO_OFFERS, Offers
+from torch_lms.partition.relief import KEEP_ALL
+from torch_lms.partition.segments import offers_of
 from torch_lms.partition.sequence import UnitSequence
 from torch_lms.partition.units import MODEL_INPUT
 
@@ -34,11 +37,13 @@ class StageMatrices:
         static_bytes: of parameters with all that training keeps of them.
         held_bytes: for each microbatch in flight.
         transient_bytes: working space.
+        offers: what stages may give up.
     """
 
     static_bytes: Array
     held_bytes: Array
     transient_bytes: Array
+    offers: Offers = NO_OFFERS
 
 
 def stage_matrices(sequence: UnitSequence, cuts: NDArray[np.int64], model: CostModel) -> StageMatrices:
@@ -48,6 +53,7 @@ def stage_matrices(sequence: UnitSequence, cuts: NDArray[np.int64], model: CostM
         static_bytes=parameter_matrix(sequence, cuts, model.parameter_cost_bytes(sequence.units.graph)),
         held_bytes=_sum(_held(sequence, saved), cuts),
         transient_bytes=_largest(sequence, cuts),
+        offers=NO_OFFERS if model.relief is KEEP_ALL else offers_of(sequence),
     )
 
 

@@ -53,6 +53,7 @@ class Units:
 
     Attributes:
         graph: that they come from.
+        members: of each unit the names of its nodes.
         nodes: of each unit its nodes, added up under the first one's name.
         parameters: names that each unit reads, with those of its ``get_attr`` inputs.
         inputs: numbers of the units that must not be in a later stage than each unit: those that it reads, and others.
@@ -64,12 +65,13 @@ class Units:
         self.graph = graph
         self._by_name = {node.name: node for node in graph.nodes}
         before = self._edges()
-        members = in_order(circles(before), before)
-        self._number = {name: number for number, names in enumerate(members) for name in names}
-        self.nodes = [_together([self._by_name[name] for name in names]) for names in members]
-        self.parameters = [self._parameters_of(names) for names in members]
+        self.members = in_order(circles(before), before)
+        self._number = {name: number for number, names in enumerate(self.members) for name in names}
+        self.nodes = [_together([self._by_name[name] for name in names]) for names in self.members]
+        self.parameters = [self._parameters_of(names) for names in self.members]
         self.inputs: list[tuple[int, ...]] = [
-            tuple(dict.fromkeys(self._number[source] for name in names for source in before[name])) for names in members
+            tuple(dict.fromkeys(self._number[source] for name in names for source in before[name]))
+            for names in self.members
         ]
         self.inputs = [tuple(one for one in inputs if one != unit) for unit, inputs in enumerate(self.inputs)]
         self.users: list[list[int]] = [[] for _ in self.nodes]

@@ -13,6 +13,7 @@ from torch import nn
 from torch_lms.balanced import BalanceConfig, create_balanced_partition
 from torch_lms.errors import PipelineError
 from torch_lms.partition.costs import OPTIMIZER_MULTIPLIERS, CostModel
+from torch_lms.partition.relief import MemoryRelief
 from torch_lms.pipeline.boundary import LossFunction
 from torch_lms.pipeline.config import PipelineConfig
 from torch_lms.pipeline.members import find_members
@@ -44,6 +45,8 @@ def train(
     seed: int | None = None,
     whole: tuple[str, ...] = (),
     profile: ProfileConfig | None = None,
+    memory_cap_bytes: int | None = None,
+    relief: MemoryRelief | None = None,
     state_dict: Mapping[str, Any] | None = None,
     init_fn: Callable[[nn.Module], None] | None = None,
 ) -> TrainingPipeline:
@@ -75,6 +78,8 @@ def train(
         seed: as in `PipelineConfig`.
         whole: as in `PipelineConfig`.
         profile: how to profile, by default on rank 0's device.
+        memory_cap_bytes: of each device, as in `BalanceConfig`.
+        relief: what stages without room give up, as in `BalanceConfig`.
         state_dict: of the model, as for `Pipeline`.
         init_fn: as for `Pipeline`.
 
@@ -91,6 +96,8 @@ def train(
     balance = BalanceConfig(
         profile=profile or ProfileConfig(device=own_device, progress=False),
         cost=CostModel(schedule=schedule, microbatches=microbatches),
+        memory_cap_bytes=memory_cap_bytes,
+        relief=relief,
         materialize=False,  # the pipeline does it
     )
     places = [f"rank:{stage % members.count}/{_device_of(own_device, stage % members.count)}" for stage in range(count)]

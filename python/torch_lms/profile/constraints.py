@@ -29,7 +29,7 @@ from torch import fx, nn
 
 from torch_lms.profile.aliases import Modules, attribute_of, lineages, written
 
-__all__ = ["Constraint", "find_constraints"]
+__all__ = ["Constraint", "find_constraints", "find_writes"]
 
 COMPUTED = ("call_function", "call_method", "call_module")
 IN_PLACE, STATISTICS, RETURNED = "in place", "running statistics", "returned"
@@ -61,6 +61,27 @@ def find_constraints(graph: fx.Graph, modules: Modules) -> list[Constraint]:
     """
     found = dict.fromkeys([*_one_stage_for_statistics(graph, modules), *_made_last(graph), *_in_place(graph, modules)])
     return [one for one in found if one.first is not one.then and one.first not in one.then.all_input_nodes]
+
+
+def find_writes(graph: fx.Graph, modules: Modules) -> dict[fx.Node, tuple[str, ...]]:
+    """Of each node that changes memory: the nodes that the memory comes from, and the buffers of its own module.
+
+    Args:
+        graph: in the order of the program.
+        modules: by path, the root under the empty one.
+    """
+    lineage = lineages(graph, modules)
+    found: dict[fx.Node, tuple[str, ...]] = {}
+    for node in graph.nodes:
+        module = modules.get(str(node.target)) if node.op == "call_module" else None
+        names = []
+        if module is not None and _changes_buffers(module):
+            names = [f"{node.target}.{name}" for name, _ in module.named_buffers()]
+        for value in written(node, modules):
+            names += [origin.name for origin in lineage[value] if len(lineage[origin]) == 1]
+        if names:
+            found[node] = tuple(dict.fromkeys(names))
+    return found
 
 
 def _sinks(graph: fx.Graph) -> list[fx.Node]:

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LEVELS", "VERSION", "LinkProfile", "NodeProfile", "Profile"]
 
-VERSION = 3
-_READABLE = (2, VERSION)  # version 2 has no `NodeProfile.not_before`
+VERSION = 4
 LEVELS = ("operator", "opened", "module", "recorded", "runtime")
 
 
@@ -41,6 +40,7 @@ class NodeProfile:
         saved_parameters: names of the parameters and buffers that it keeps for backward.
         not_before: names of nodes besides its inputs that must not be in a later stage than it, since one of them works
             in place on memory that they share; two that name each other stay together.
+        writes: names of the nodes whose memory it changes, and of buffers that it changes.
     """
 
     name: str
@@ -58,6 +58,7 @@ class NodeProfile:
     output_storages: tuple[str, ...] = ()
     saved_parameters: tuple[str, ...] = ()
     not_before: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,9 +152,8 @@ class Profile:
         except json.JSONDecodeError as error:
             raise ProfileError(f"expected a profile as JSON, found text that is not: {error}; profile again") from error
         version = document.get("version") if isinstance(document, dict) else None
-        if version not in _READABLE:
+        if version != VERSION:
             raise ProfileError(f"expected a profile of version {VERSION}, found {version!r}; profile the model again")
-        document["version"] = VERSION
         try:
             return cls(**{name: _READERS.get(name, _same)(value) for name, value in document.items()})
         except (TypeError, AttributeError) as error:

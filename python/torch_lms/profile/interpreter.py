@@ -15,7 +15,7 @@ from torch import fx, nn
 from torch_lms._torch_compat import named_parameters_with_ties
 from torch_lms.errors import ProfileError
 from torch_lms.profile.arguments import bind_sample
-from torch_lms.profile.constraints import find_constraints
+from torch_lms.profile.constraints import find_constraints, find_writes
 from torch_lms.profile.node_facts import NodeFacts, Watcher
 from torch_lms.profile.ownership import module_of
 from torch_lms.profile.preserving import NodeError
@@ -131,8 +131,9 @@ def graph_facts(traced: TracedModel) -> list[NodeFacts]:
     not_before: dict[fx.Node, dict[str, None]] = defaultdict(dict)
     for one in find_constraints(traced.graph_module.graph, modules):
         not_before[one.then][one.first.name] = None
+    writes = find_writes(traced.graph_module.graph, modules)
     return [
-        replace(_facts(node, modules, attributes), not_before=tuple(not_before[node]))
+        replace(_facts(node, modules, attributes), not_before=tuple(not_before[node]), writes=writes.get(node, ()))
         for node in traced.graph_module.graph.nodes
     ]
 

@@ -28,3 +28,4 @@ class NodeFacts:
     parameters: tuple[str, ...] = ()
     buffers: tuple[str, ...] = ()
     not_before: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()

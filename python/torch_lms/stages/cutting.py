@@ -11,14 +11,16 @@ that uses it. Parameters keep the names that they have in the model, so that sta
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import fx, nn
 
 from torch_lms.errors import PartitionError
+from torch_lms.partition.relief import StageRelief
 from torch_lms.stages import installation, mutations
 from torch_lms.stages.arguments import find_arguments
+from torch_lms.stages.folding import generate_with_relief
 from torch_lms.stages.sizes import sizes_in
 from torch_lms.stages.stage import Borders, Stage, own_name
 from torch_lms.stages.stage_code import generate
@@ -32,7 +34,11 @@ _COMPUTED = ("call_function", "call_method", "call_module")
 
 
 def split(
-    traced: TracedModel | fx.GraphModule, stage_of: Mapping[str, int], *, model: nn.Module | None = None
+    traced: TracedModel | fx.GraphModule,
+    stage_of: Mapping[str, int],
+    *,
+    model: nn.Module | None = None,
+    relief: Sequence[StageRelief] = (),
 ) -> list[Stage]:
     """Cuts a traced model into stages.
 
@@ -44,6 +50,7 @@ def split(
         stage_of: stage of each node that computes something, from 0; stages of other nodes follow from it.
         model: what was traced; its parameters that the graph does not use then go to a stage as well, so that the
             stages' state dicts make up the model's.
+        relief: what each stage gives up to fit, as `Partition.stage_relief` says; empty where none does.
 
     Raises:
         PartitionError: if there is no graph, a node has no stage, a stage has no node, an edge goes backwards, or an
@@ -61,7 +68,9 @@ def split(
     name = type(model).__name__ if model is not None else str(getattr(traced, "name", "model"))
     stages = []
     for index in range(count):
-        code = generate(_stage_graph(graph, borders, index), f"stage {index} of {count} of {name}")
+        title, given_up = f"stage {index} of {count} of {name}", relief[index] if relief else StageRelief()
+        own = _stage_graph(graph, borders, index)
+        code = generate_with_relief(own, given_up, title) if given_up else generate(own, title)
         stages.append(Stage(index=index, count=count, code=code, borders=borders))
     installation.install(stages, graph_module, borders.nodes, model)
     devices = {value.device for _, value in installation.named_tensors(graph_module)}

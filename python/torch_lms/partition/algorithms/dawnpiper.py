@@ -4,7 +4,8 @@ Source: Peng et al., "DawnPiper: a memory-scalable pipeline parallel training fr
 cut in two halves again and again. The best cut of a range lies between the one that balances time and the one that
 balances memory: beyond either, both grow on one side. Some cuts between these two are tried, of each share of the way
 the one that the fewest bytes cross, and the one with the smallest largest stage time that fits is kept; if none fits,
-the one that comes closest. Here stages that share a device have equal parts of its memory.
+the one that comes closest. A stage that has no room gives up what costs it the least time (`giving_up`), and its time
+with that counts. Here stages that share a device have equal parts of its memory.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 from torch_lms.partition.interface import Partition, PartitionProblem, evaluate
 from torch_lms.partition.intervals import StageMatrices, stage_matrices
 from torch_lms.partition.layers import node_costs
+from torch_lms.partition.relief import StageNeed
 from torch_lms.partition.sequence import UnitSequence
 
 __all__ = ["DawnPiper"]
@@ -45,7 +47,8 @@ class DawnPiper:
 class _Halving:
     def __init__(self, problem: PartitionProblem, sequence: UnitSequence) -> None:
         model, units = problem.cost_model, problem.units
-        self.time = sequence.time_before_us
+        self.time, self.relief = sequence.time_before_us, model.relief
+        self.forward = np.concatenate([[0.0], np.cumsum(units.forward_us[sequence.order])])
         held = node_costs(units, dict.fromkeys(problem.graph.parameter_bytes, 0.0))
         static = node_costs(units, model.parameter_cost_bytes(problem.graph)) - held
         self.held = np.concatenate([[0.0], np.cumsum(held)])
@@ -71,9 +74,24 @@ class _Halving:
         time_us = float(self.time[end] - self.time[start]) / float(self.speed[stage])
         memory = float(self._memory(start, end, stage, 1))
         if self.exact is not None:
-            held = float(self.in_flight[stage] * self.exact.held_bytes[start, end])
-            memory = float(self.exact.static_bytes[start, end] + self.exact.transient_bytes[start, end]) + held
+            made = self.relief.relieve(self._need(self.exact, start, end, stage), self.usable[stage])
+            time_us, memory = float(made.time_us), float(made.memory_bytes)
         return max(memory / self.usable[stage] - 1, 0.0), time_us, ()
+
+    def _need(self, exact: StageMatrices, start: int, end: int, stage: int) -> StageNeed:
+        speed = float(self.speed[stage])
+        return StageNeed(
+            time_us=(self.time[end] - self.time[start]) / speed,
+            forward_us=(self.forward[end] - self.forward[start]) / speed,
+            static_bytes=exact.static_bytes[start, end],
+            held_bytes=exact.held_bytes[start, end],
+            transient_bytes=exact.transient_bytes[start, end],
+            in_flight=int(self.in_flight[stage]),
+            speed=speed,
+            offers=exact.offers,
+            first=start,
+            end=end,
+        )
 
     def _exact_memory(self, problem: PartitionProblem, sequence: UnitSequence) -> StageMatrices | None:
         """Of every contiguous stage, where memory matters and the graph is small enough for that."""

@@ -1,0 +1,176 @@
+"""Runs of nodes that a stage may compute again, or whose saved storages it may swap: what each gives and costs.
+
+Note [Segments]: a model is halved again and again where the fewest bytes cross, near the middle of what it saves for
+backward, until what would cross is more than a quarter of what the part saves. Cuts lie only where the graph's order
+has no unit on both sides, so that a segment's nodes follow each other in the generated code. A stage has the segments
+that lie in it whole.
+
+A storage is given up with a segment if no node outside saves it and no border of the segment carries it. What a border
+carries in is needed to compute the segment again. Where nobody saves it, it is held for that, so it is taken off.
+
+A segment that is computed again must find what it found before. So a node that changes memory, the nodes that made that
+memory, and all that the change has to come after or before (`CostNode.not_before`) must be in one segment; where they
+are not, none of their segments is computed again. A node that changes a buffer or an input is never in such a segment.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torch_lms.partition.offers import Offers, Segment
+from torch_lms.partition.sequence import UnitSequence
+from torch_lms.partition.units import MODEL_INPUT, Units, Value
+
+__all__ = ["find_segments", "offers_in", "offers_of"]
+
+Array = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+_MOST_SEGMENTS = 128
+_NEAR_MIDDLE = 0.3  # share of what is saved that each half has at least
+_WIDEST_BORDER = 0.25  # of what a part saves
+
+
+def offers_of(sequence: UnitSequence) -> Offers:
+    """All segments, in an order of the units."""
+    found = find_segments(sequence.units)
+    places = [sequence.position[list(one.units)] for one in found]
+    return Offers(
+        segments=found,
+        first=np.array([one.min() for one in places], dtype=np.int64),
+        end=np.array([one.max() + 1 for one in places], dtype=np.int64),
+    )
+
+
+def offers_in(units: Units, stage_of_unit: Ints, stage: int) -> Offers:
+    """Those of one stage, which goes from cut 0 to cut 1."""
+    found = tuple(one for one in find_segments(units) if (stage_of_unit[list(one.units)] == stage).all())
+    return Offers(segments=found, first=np.zeros(len(found), np.int64), end=np.ones(len(found), np.int64))
+
+
+@lru_cache(maxsize=16)
+def find_segments(units: Units) -> tuple[Segment, ...]:
+    """The segments of a graph that give something, in its order; see Note [Segments]."""
+    ranges = _Halving(units)
+    return tuple(one for one in _Parts(units, ranges.order, ranges.found()).segments() if one.saved_bytes > 0)
+
+
+class _Halving:
+    """Cuts units, in the graph's order, where few bytes cross."""
+
+    def __init__(self, units: Units) -> None:
+        place = {node.name: index for index, node in enumerate(units.graph.nodes)}
+        ends = [[place[name] for name in units.members[unit]] for unit in range(len(units))]
+        self.order = np.array(sorted(range(len(units)), key=lambda unit: min(ends[unit])), dtype=np.int64)
+        last = np.maximum.accumulate([max(ends[unit]) for unit in self.order])
+        first = np.array([min(ends[unit]) for unit in self.order])
+        self._between = np.concatenate([[False], last[:-1] < first[1:], [False]])
+        sequence = UnitSequence(units, self.order)
+        self._crossing = sequence.cut_forward_bytes
+        seen: set[str] = set()
+        sizes = []
+        for unit in self.order:
+            new = set(units.nodes[unit].saved) - seen
+            seen |= new
+            sizes.append(sum(units.graph.storage_bytes[id_] for id_ in new))
+        self._saved = np.concatenate([[0.0], np.cumsum(sizes)])
+
+    def found(self) -> list[tuple[int, int]]:
+        """First and end of each part, as places in the order."""
+        whole = (0, len(self.order))
+        open_ = [(-self._bytes(*whole), whole)]
+        done: list[tuple[int, int]] = []
+        while open_ and len(open_) + len(done) < _MOST_SEGMENTS:
+            _, (first, end) = heapq.heappop(open_)
+            cut = self._narrowest(first, end)
+            if cut is None:
+                done.append((first, end))
+            else:
+                for part in ((first, cut), (cut, end)):
+                    heapq.heappush(open_, (-self._bytes(*part), part))
+        return sorted([*done, *(part for _, part in open_)])
+
+    def _bytes(self, first: int, end: int) -> float:
+        return float(self._saved[end] - self._saved[first])
+
+    def _narrowest(self, first: int, end: int) -> int | None:
+        total = self._bytes(first, end)
+        if total <= 0:
+            return None
+        share = (self._saved[first : end + 1] - self._saved[first]) / total
+        near = self._between[first : end + 1] & (share >= _NEAR_MIDDLE) & (share <= 1 - _NEAR_MIDDLE)
+        cuts = np.flatnonzero(near)
+        if not len(cuts):
+            return None
+        crossing = self._crossing[first + cuts]
+        best = int(np.lexsort((np.abs(share[cuts] - 0.5), crossing))[0])
+        return None if crossing[best] > total * _WIDEST_BORDER else int(first + cuts[best])
+
+
+class _Parts:
+    """Segments of given parts of an order."""
+
+    def __init__(self, units: Units, order: Ints, parts: list[tuple[int, int]]) -> None:
+        self._units = units
+        self._members = [order[first:end] for first, end in parts]
+        self._part_of = {int(unit): index for index, own in enumerate(self._members) for unit in own}
+        self._saved = [{id_ for unit in own for id_ in units.nodes[unit].saved} for own in self._members]
+        self._savers = Counter(id_ for own in self._saved for id_ in own)
+        self._entering: list[list[Value]] = [[] for _ in parts]
+        self._crossing: list[set[str]] = [set() for _ in parts]
+        for value in units.values:
+            source = self._part_of.get(value.producer)
+            readers = {self._part_of.get(user) for user in value.consumers} - {source}
+            for reader in readers - {None}:
+                assert reader is not None
+                self._entering[reader].append(value)
+                self._crossing[reader].update(value.storages)
+            if source is not None and readers:
+                self._crossing[source].update(value.storages)
+
+    def segments(self) -> list[Segment]:
+        """Of each part one."""
+        once = self._once()
+        return [self._segment(part, part not in once) for part in range(len(self._members))]
+
+    def _segment(self, part: int, recomputable: bool) -> Segment:
+        units, sizes = self._units, self._units.graph.storage_bytes
+        own = [int(unit) for unit in self._members[part]]
+        given_up = [id_ for id_ in self._saved[part] if self._savers[id_] == 1 and id_ not in self._crossing[part]]
+        unsaved = [
+            value.forward_bytes
+            for value in self._entering[part]
+            if value.producer != MODEL_INPUT and not any(id_ in self._savers for id_ in value.storages)
+        ]
+        place = {node.name: index for index, node in enumerate(units.graph.nodes)}
+        return Segment(
+            names=tuple(sorted((name for unit in own for name in units.members[unit]), key=place.__getitem__)),
+            units=tuple(own),
+            forward_us=float(units.forward_us[own].sum()),
+            saved_bytes=float(sum(sizes[id_] for id_ in given_up)),
+            entering_bytes=float(sum(unsaved)),
+            recomputable=recomputable,
+        )
+
+    def _once(self) -> set[int]:
+        """The parts that must not run twice."""
+        part_of = {name: self._part_of[unit] for unit, names in enumerate(self._units.members) for name in names}
+        bound: dict[str, set[str]] = {
+            node.name: {node.name, *node.writes} for node in self._units.graph.nodes if node.writes
+        }
+        for node in self._units.graph.nodes:
+            for other in node.not_before:
+                for writer, partner in ((node.name, other), (other, node.name)):
+                    if writer in bound:
+                        bound[writer].add(partner)
+        found: set[int] = set()
+        for names in bound.values():
+            parts = {part_of.get(name, -1) for name in names}
+            if len(parts) > 1:
+                found |= parts - {-1}
+        return found
