@@ -17,7 +17,7 @@ from torch_lms.partition.costs import CostGraph, CostModel, DeviceSpec, LinkSpec
 from torch_lms.partition.giving_up import RecomputeAndSwap
 from torch_lms.partition.interface import Algorithm, Partition, PartitionProblem
 from torch_lms.partition.partitioning import partition
-from torch_lms.partition.relief import MemoryRelief
+from torch_lms.partition.relief import KEEP_ALL, MemoryRelief
 from torch_lms.stages.cutting import split
 from torch_lms.stages.giving_up import can_swap
 from torch_lms.stages.materialize import materialize
@@ -53,8 +53,9 @@ class BalanceConfig:
         links: between the devices, by their names as given; by default measured between devices of this process, and
             guessed, with a warning, between others.
         memory_cap_bytes: of each device; by default what a CUDA device has and no cap elsewhere.
-        relief: what stages without room give up until their backward. By default they compute segments again, and swap
-            some where a CUDA device's link to the host was profiled, until they fit; ``KEEP_ALL`` for neither.
+        relief: what stages without room give up until their backward: ``KEEP_ALL`` for nothing, ``RecomputeAndSwap``.
+            By default that of ``cost``, if it has one; else stages compute segments again, and swap some where a CUDA
+            device's link to the host was profiled, until they fit.
         materialize: whether to move stages to their devices.
         state_dict: of a model on the meta device.
         init_fn: initialises modules of a model on the meta device.
@@ -245,11 +246,18 @@ def _partition(
             for name, place in zip(names, places, strict=False)
         ),
         links=config.links if config.links is not None else _find_links(profile, names, places, config),
-        cost_model=replace(config.cost, relief=config.relief or RecomputeAndSwap(host_link=_host_link(profile))),
+        cost_model=replace(config.cost, relief=_relief(profile, config)),
     )
     if algorithm == "auto" and not profile.timed:
         algorithm = _UNTIMED_ALGORITHM
     return partition(problem, algorithm)
+
+
+def _relief(profile: Profile, config: BalanceConfig) -> MemoryRelief:
+    if config.relief is not None:
+        return config.relief
+    own = config.cost.relief
+    return own if own is not KEEP_ALL else RecomputeAndSwap(host_link=_host_link(profile))
 
 
 def _host_link(profile: Profile) -> LinkSpec | None:

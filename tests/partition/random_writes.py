@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import operator
 import random
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -122,8 +124,8 @@ def random_writes(seed: int, nodes: int) -> fx.GraphModule:
     return fx.GraphModule(Root(seed), made.finish())
 
 
-def problem_of(program: fx.GraphModule, stages: int, seed: int) -> PartitionProblem:
-    """The problem of cutting a graph module, with invented costs."""
+def problem_of(program: fx.GraphModule, stages: int, seed: int, saves: bool = False) -> PartitionProblem:
+    """The problem of cutting a graph module, with invented costs; each node may save a storage of its own."""
     draw = random.Random(seed)
     inputs = [torch.zeros(ROWS, WIDTH) for node in program.graph.nodes if node.op == "placeholder"]
     traced = TracedModel(program, "operator", program, bind_sample(program, inputs, {}))
@@ -139,11 +141,34 @@ def problem_of(program: fx.GraphModule, stages: int, seed: int) -> PartitionProb
             forward_us=draw.choice([0.0, draw.random()]),
             backward_us=draw.random(),
             output_bytes=draw.randint(1, 20),
+            saved=(facts.name,) if saves and facts.op.startswith("call_") else (),
         )
         for facts in graph_facts(traced)
     )
     devices = tuple(DeviceSpec(name=f"d{index}") for index in range(stages))
     link = LinkSpec(bytes_per_us=100.0)
-    return PartitionProblem(
-        graph=CostGraph(nodes=nodes), devices=devices, links=link, cost_model=CostModel(microbatches=4)
-    )
+    graph = CostGraph(nodes=nodes, storage_bytes={id_: 100 for node in nodes for id_ in node.saved})
+    return PartitionProblem(graph=graph, devices=devices, links=link, cost_model=CostModel(microbatches=4))
+
+
+def outcome(run: Any, parameters: Sequence[nn.Parameter]) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+    """What two steps give, and the gradients."""
+    given_ = []
+    for _ in range(2):
+        found = run()
+        given_ += [found["result"], *found["more"]]
+        if found["result"].requires_grad:
+            found["result"].sum().backward()
+    gradients = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    return [value.detach().clone() for value in given_], gradients
+
+
+def assert_same(found: Any, expected: Any, exact: bool) -> None:
+    for one, other in zip(found[0], expected[0], strict=True):
+        assert torch.equal(one, other)
+    for one, other in zip(found[1], expected[1], strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            assert torch.equal(one, other) if exact else torch.allclose(one, other, rtol=1e-4, atol=1e-5)

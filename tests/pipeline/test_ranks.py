@@ -18,6 +18,12 @@ def test_two_ranks_train_like_one_under_every_schedule(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_ranks_that_give_segments_up_train_as_those_with_room(tmp_path: Path) -> None:
+    for ended in run_ranks("tests.pipeline.relief_scenarios:relieved_ranks", 2, tmp_path):
+        assert ended.status == 0, ended.output
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scenario", "world", "cause"),
     [

@@ -11,9 +11,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from torch import fx, nn
+from torch import fx
 
-from tests.partition.random_writes import ROWS, WIDTH, Root, problem_of, random_writes
+from tests.partition.random_writes import ROWS, WIDTH, Root, assert_same, outcome, problem_of, random_writes
 from torch_lms.errors import PartitionError
 from torch_lms.partition import algorithm_names, partition
 from torch_lms.stages.cutting import split
@@ -34,29 +34,6 @@ def run_apart(stages: Sequence[Stage], feeds: dict[str, Any]) -> Any:
 def with_own_buffers(stages: Sequence[Stage]) -> list[Stage]:
     """Copies of stages, each with buffers that no other stage has; the parameters stay."""
     return [copy.deepcopy(stage, {id(parameter): parameter for parameter in stage.parameters()}) for stage in stages]
-
-
-def outcome(run: Any, parameters: Sequence[nn.Parameter]) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-    """What two steps give, and the gradients."""
-    given_ = []
-    for _ in range(2):
-        found = run()
-        given_ += [found["result"], *found["more"]]
-        if found["result"].requires_grad:
-            found["result"].sum().backward()
-    gradients = [parameter.grad for parameter in parameters]
-    for parameter in parameters:
-        parameter.grad = None
-    return [value.detach().clone() for value in given_], gradients
-
-
-def assert_same(found: Any, expected: Any, exact: bool) -> None:
-    for one, other in zip(found[0], expected[0], strict=True):
-        assert torch.equal(one, other)
-    for one, other in zip(found[1], expected[1], strict=True):
-        assert (one is None) == (other is None)
-        if one is not None:
-            assert torch.equal(one, other) if exact else torch.allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
 drawn = st.tuples(st.integers(0, 100_000), st.integers(4, 26), st.integers(2, 4), st.sampled_from(algorithm_names()))

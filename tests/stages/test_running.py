@@ -100,7 +100,7 @@ def test_values_move_to_the_device_of_each_stage(monkeypatch: pytest.MonkeyPatch
     original = running.to_stage
 
     def to_stage(value: Any, stage: Stage) -> Any:
-        moved.append((stage.index, value.device))
+        moved.append((stage.index, getattr(value, "device", None)))  # sizes may cross, too
         return original(value, stage)
 
     _, stages = made(["cpu", "meta"])

@@ -1,0 +1,183 @@
+"""What stages give up: which segments there are, what they cost, and that a search counts as a partition does."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.partition.random_graphs import contiguous_placements, make_graph, measured, problems
+from torch_lms.partition import (
+    KEEP_ALL,
+    CostGraph,
+    CostModel,
+    CostNode,
+    DeviceSpec,
+    LinkSpec,
+    Partition,
+    PartitionProblem,
+    RecomputeAndSwap,
+    partition,
+)
+from torch_lms.partition.cut_table import CutTable
+from torch_lms.partition.segments import find_segments
+from torch_lms.partition.sequence import UnitSequence
+from torch_lms.partition.units import Units
+
+HOST = LinkSpec(bytes_per_us=100.0)
+RELIEFS = [RecomputeAndSwap(), RecomputeAndSwap(host_link=HOST), RecomputeAndSwap(host_link=HOST, recompute=False)]
+
+
+def chain(blocks: int, saved_bytes: int = 300, **options: object) -> CostGraph:
+    """Blocks of three nodes that save much inside and give little to the next."""
+    nodes = [CostNode(name="x", kind="placeholder", output_bytes=10)]
+    storages = {}
+    for block in range(blocks):
+        for part, name in enumerate("abc"):
+            storages[f"{name}{block}"] = saved_bytes
+            nodes.append(
+                CostNode(
+                    name=f"{name}{block}",
+                    inputs=(nodes[-1].name,),
+                    forward_us=10.0,
+                    backward_us=20.0,
+                    output_bytes=10 if part == 2 else 400,
+                    saved=(f"{name}{block}",),
+                )
+            )
+    return CostGraph(nodes=tuple(nodes), storage_bytes=storages, **options)  # type: ignore[arg-type]
+
+
+def problem(graph: CostGraph, cap: int | None, relief: RecomputeAndSwap, stages: int = 2) -> PartitionProblem:
+    devices = tuple(DeviceSpec(name=f"d{index}", memory_cap_bytes=cap) for index in range(stages))
+    cost = CostModel(relief=relief, memory_buffer=0, schedule="gpipe", microbatches=4)
+    return PartitionProblem(graph=graph, devices=devices, cost_model=cost)
+
+
+def made(cap: int | None, relief: RecomputeAndSwap) -> Partition:
+    return partition(problem(chain(8), cap, relief), "dp")
+
+
+# --- segments -------------------------------------------------------------------------------------------------------
+
+
+def test_segments_lie_between_narrow_borders() -> None:
+    found = find_segments(Units(chain(8)))
+    assert [one.names for one in found] == [(f"a{block}", f"b{block}", f"c{block}") for block in range(8)]
+    assert {one.saved_bytes for one in found} == {900}
+    assert {one.entering_bytes for one in found[1:]} == {10}
+    assert found[0].entering_bytes == 0  # the model's input is there anyway
+
+
+@given(st.integers(0, 10_000), st.integers(2, 60))
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+def test_segments_are_runs_of_the_graph_that_do_not_overlap(seed: int, nodes: int) -> None:
+    graph = make_graph(seed, nodes)
+    active = [node.name for node in graph.nodes if not node.passive]
+    seen: set[str] = set()
+    saved = {node.name: set(node.saved) for node in graph.nodes}
+    for one in find_segments(Units(graph)):
+        first = active.index(one.names[0])
+        assert tuple(active[first : first + len(one.names)]) == one.names
+        assert seen.isdisjoint(one.names)
+        seen.update(one.names)
+        others = set().union(*(saved[name] for name in active if name not in one.names))
+        own = set().union(*(saved[name] for name in one.names)) - others
+        assert 0 < one.saved_bytes <= sum(graph.storage_bytes[id_] for id_ in own)
+
+
+@pytest.mark.parametrize(
+    ("change", "refused"),
+    [
+        ({"c3": {"writes": ("a3",)}}, set()),
+        ({"c3": {"writes": ("a2",)}}, {2, 3}),
+        ({"c3": {"writes": ("x",)}}, {3}),
+        ({"c3": {"writes": ("layer.running_mean",)}}, {3}),
+        ({"c3": {"writes": ("a3",), "not_before": ("b1",)}}, {1, 3}),
+        ({"c3": {"writes": ("a3",)}, "b5": {"not_before": ("c3",)}}, {3, 5}),
+    ],
+)
+def test_what_a_change_of_memory_ties_together_is_not_computed_again(
+    change: dict[str, dict[str, tuple[str, ...]]], refused: set[int]
+) -> None:
+    graph = chain(8)
+    nodes = tuple(replace(node, **change.get(node.name, {})) for node in graph.nodes)  # type: ignore[arg-type]
+    found = find_segments(Units(replace(graph, nodes=nodes)))
+    assert {block for block, one in enumerate(found) if not one.recomputable} == refused
+
+
+# --- costs ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_stage_that_fits_keeps_all() -> None:
+    plain = made(None, RecomputeAndSwap())
+    assert not plain.stage_relief
+    tight = made(max(plain.stage_memory_bytes), RecomputeAndSwap())
+    assert tight.stage_of == plain.stage_of
+    assert replace(tight.figures, usable_bytes=()) == replace(plain.figures, usable_bytes=())
+
+
+def test_computing_again_takes_the_forward_once_more() -> None:
+    plain = made(None, RecomputeAndSwap())
+    found = made(min(plain.stage_memory_bytes) - 1, RecomputeAndSwap())
+    assert [len(one.recomputed) for one in found.stage_relief] == [1, 1]
+    for stage, entering in enumerate((0, 10)):  # the model's input is there anyway
+        assert found.stage_time_us[stage] == plain.stage_time_us[stage] + 30
+        given = 4 * (900 - entering) - 900  # of one microbatch it is there again at its backward
+        assert found.stage_memory_bytes[stage] == plain.stage_memory_bytes[stage] - given
+
+
+def test_swaps_that_hide_behind_compute_are_free_and_come_first() -> None:
+    plain = made(None, RecomputeAndSwap())
+    found = made(int(max(plain.stage_memory_bytes) * 0.75), RecomputeAndSwap(host_link=HOST))
+    assert all(one.swapped and not one.recomputed for one in found.stage_relief)
+    assert found.step_us == plain.step_us
+    slow = RecomputeAndSwap(host_link=LinkSpec(bytes_per_us=1.0))
+    again = made(int(max(plain.stage_memory_bytes) * 0.75), slow)
+    assert all(one.recomputed and not one.swapped for one in again.stage_relief)
+    forced = made(int(max(plain.stage_memory_bytes) * 0.75), replace(slow, recompute=False))
+    both_ways_us = 2 * 900 * sum(len(one.swapped) for one in forced.stage_relief)
+    assert sum(forced.stage_time_us) == sum(plain.stage_time_us) + both_ways_us
+
+
+@given(problem=problems(largest=9, stages=3), relief=st.sampled_from(RELIEFS), share=st.floats(0.3, 1.0))
+@settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.too_slow])
+def test_a_search_counts_as_a_partition_does(problem: PartitionProblem, relief: RecomputeAndSwap, share: float) -> None:
+    """Whatever is given up: no stage takes longer or less, and none that fits is changed."""
+    placements = list(contiguous_placements(problem))
+    caps = [max(int(max(measured(problem, placements[0][1]).device_memory_bytes) * share), 1)] * problem.stages
+    devices = tuple(replace(one, memory_cap_bytes=cap) for one, cap in zip(problem.devices, caps, strict=True))
+    plain = replace(problem, devices=devices, cost_model=replace(problem.cost_model, relief=KEEP_ALL))
+    tight = replace(plain, cost_model=replace(problem.cost_model, relief=relief))
+    end = len(problem.units)
+    cuts = np.arange(end + 1)
+    sequence = UnitSequence(problem.units)
+    table = CutTable(sequence, devices, tight.links_between(devices), tight.cost_model, cuts)
+    marks = np.array([[0, *inner, end] for inner, _ in placements], dtype=np.int64)
+    rows, shares = table.rows(marks)
+    times = table.step.times_us(rows)
+    for index, (_, placed) in enumerate(placements):
+        before, after = measured(plain, placed), measured(tight, placed)
+        assert math.isclose(after.step.step_us, times[index], rel_tol=1e-9, abs_tol=1e-9)
+        need = max(have / usable for have, usable in zip(after.device_memory_bytes, after.usable_bytes, strict=True))
+        assert math.isclose(need, shares[index], rel_tol=1e-6)
+        assert all(b <= a for a, b in zip(before.device_memory_bytes, after.device_memory_bytes, strict=True))
+        assert all(b >= a for a, b in zip(before.stage_time_us, after.stage_time_us, strict=True))
+        if before.fits:
+            assert after == before
+
+
+@pytest.mark.parametrize("relief", RELIEFS)
+@pytest.mark.parametrize("algorithm", ["dp", "auto", "dawnpiper"])
+def test_stages_that_no_plain_cut_fits_get_along(algorithm: str, relief: RecomputeAndSwap) -> None:
+    graph = chain(12)
+    least = partition(problem(graph, None, relief, stages=3), "dp")
+    cap = int(max(least.stage_memory_bytes) * 0.6)
+    found = partition(problem(graph, cap, relief, stages=3), algorithm)
+    assert found.fits
+    assert found.stage_relief
+    assert max(found.stage_memory_bytes) <= cap
