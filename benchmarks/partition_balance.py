@@ -1,19 +1,23 @@
 """How long a step takes as each algorithm cuts known models, over one of stages of equal time and free transfers.
 
-The models are cost graphs from formulas (``tests/partition/graphs.py``), so this runs anywhere. torchgpipe's own block
-partition is in the table where its package is installed: ``pip install --no-deps torchgpipe``.
+The costs of a model come from formulas (``tests/partition/graphs.py``), on devices like a GPU, or from a profile on the
+CPU (``benchmarks/profiled_models.py``), on devices like that CPU; each row says which. Profiled models are in the table
+where transformers is installed, and torchgpipe's own block partition where its package is: ``pip install --no-deps
+torchgpipe``.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+from benchmarks.profiled_models import MODELS, profile_model
 from benchmarks.results import Result
 from tests.partition.graphs import GRAPHS, amoebanet, gpt
 from torch_lms.partition import (
@@ -31,22 +35,26 @@ from torch_lms.partition.layers import Layers, node_costs
 
 STAGES = (2, 4, 8)
 LINK = LinkSpec(bytes_per_us=2e5, latency_us=5.0)  # NVLink, 200 GB/s each way
+CPU_LINK = LinkSpec(bytes_per_us=1e3, latency_us=100.0)  # about Gloo between two processes of one machine
 TARGET_S = 10.0
 NANOSECONDS = 1000
+FORMULA = "formula"
+PROFILED = "profiled on CPU"
 GPIPE = ("torchgpipe_time", "torchgpipe_size")
 COLUMNS = [
     ("graph", "Model", "{}"),
+    ("costs", "Costs", "{}"),
     ("nodes", "Nodes", "{}"),
     ("stages", "Stages", "{}"),
     *((name, name.replace("_", " "), "{:.3f}") for name in (*algorithm_names(), *GPIPE)),
 ]
 
 
-def problem_of(graph: CostGraph, stages: int, cap: int | None = None) -> PartitionProblem:
+def problem_of(graph: CostGraph, stages: int, cap: int | None = None, *, links: LinkSpec = LINK) -> PartitionProblem:
     """Equal devices, four microbatches a stage."""
-    devices = tuple(DeviceSpec(name=f"cuda:{index}", memory_cap_bytes=cap) for index in range(stages))
+    devices = tuple(DeviceSpec(name=f"device {index}", memory_cap_bytes=cap) for index in range(stages))
     model = CostModel(microbatches=4 * stages)
-    return PartitionProblem(graph=graph, devices=devices, links=LINK, cost_model=model)
+    return PartitionProblem(graph=graph, devices=devices, links=links, cost_model=model)
 
 
 def gpipe_balance() -> Callable[[list[int], int], list[int]] | None:
@@ -80,14 +88,15 @@ def gpipe_steps_us(problem: PartitionProblem) -> dict[str, float]:
     return found
 
 
-def add_model(result: Result, name: str, graph: CostGraph, stages: int) -> None:
-    """One row: every algorithm on one model and number of stages."""
-    problem = problem_of(graph, stages)
+def add_model(result: Result, name: str, problem: PartitionProblem, **facts: Any) -> None:
+    """One row: every algorithm on one model and number of stages, and facts of the model."""
+    stages = problem.stages
     made = {algorithm: find_algorithm(algorithm).partition(problem) for algorithm in algorithm_names()}
     steps_us = {algorithm: one.step_us for algorithm, one in made.items()} | gpipe_steps_us(problem)
     row: dict[str, Any] = {algorithm: step_us / even_step_us(problem) for algorithm, step_us in steps_us.items()}
     imbalances = {algorithm: one.imbalance for algorithm, one in made.items()}
-    result.add(graph=name, nodes=len(problem.units), stages=stages, steps_us=steps_us, imbalances=imbalances, **row)
+    row |= {"steps_us": steps_us, "imbalances": imbalances, **facts}
+    result.add(graph=name, nodes=len(problem.units), stages=stages, **row)
     worst = max(steps_us["auto"] / one for algorithm, one in steps_us.items() if algorithm != "auto")
     what = f"{name} on {stages} stages"
     result.check(f"{what}, step of auto over the best other's", "1", worst, worst <= 1 + 1e-9)
@@ -99,7 +108,7 @@ def add_large(result: Result, name: str, graph: CostGraph) -> None:
     begin = time.perf_counter()
     made = partition(problem)
     spent_s = time.perf_counter() - begin
-    row = {"graph": name, "nodes": len(problem.units), "stages": STAGES[-1], "spent_s": spent_s}
+    row = {"graph": name, "costs": FORMULA, "nodes": len(problem.units), "stages": STAGES[-1], "spent_s": spent_s}
     result.add(auto=made.step_us / even_step_us(problem), **row)
     result.check(
         f"{name}, {len(problem.units)} nodes into {STAGES[-1]} stages", f"{TARGET_S} s", spent_s, spent_s <= TARGET_S
@@ -117,6 +126,14 @@ def add_capped(result: Result, name: str, graph: CostGraph, stages: int) -> None
     result.check(what, "fits", "fits" if made.fits else "does not fit", made.fits)
 
 
+def add_profiled(result: Result, name: str) -> None:
+    """A row for each number of stages, all of one profile."""
+    made = profile_model(name)
+    graph = CostGraph.from_profile(made.profile)
+    for stages in STAGES:
+        add_model(result, name, problem_of(graph, stages, links=CPU_LINK), costs=PROFILED, profile=made.facts())
+
+
 def main() -> None:
     """Fills the table."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -127,10 +144,12 @@ def main() -> None:
     for name, make in GRAPHS.items():
         graph = make()
         for stages in STAGES:
-            add_model(result, name, graph, stages)
+            add_model(result, name, problem_of(graph, stages), costs=FORMULA)
     add_large(result, "GPT, 830 layers", gpt(layers=830))
     add_large(result, "AmoebaNet, 285 cells", amoebanet(cells=285))
     add_capped(result, "ResNet-152", GRAPHS["ResNet-152"](), 4)
+    for name in MODELS if importlib.util.find_spec("transformers") else ():
+        add_profiled(result, name)
     result.write(given.output)
 
 

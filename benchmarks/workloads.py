@@ -19,7 +19,7 @@ from benchmarks.resnet import ResNet
 from benchmarks.unet3d import UNet3d
 from torch_lms.cli.models import GPT, GPTShape
 
-__all__ = ["WORKLOADS", "Program", "Workload", "make_program", "sizes_of"]
+__all__ = ["WORKLOADS", "Program", "Workload", "hugging_face", "make_program", "sizes_of"]
 
 Sizes = Mapping[str, int]
 
@@ -141,7 +141,7 @@ def _unet(device: str, sizes: Sizes) -> Program:
     )
 
 
-def _hugging_face(name: str, config: Mapping[str, Any]) -> Any:
+def hugging_face(name: str, config: Mapping[str, Any]) -> Any:
     """A model of the transformers package, from its configuration alone.
 
     Raises:
@@ -159,7 +159,7 @@ def _decoder(device: str, sizes: Sizes, *, name: str, config: Mapping[str, str])
     """A causal language model, which shifts its labels itself; ``config`` maps its words to names of sizes."""
     words = {word: sizes[size] for word, size in config.items()}
     with _creating(device):
-        model = _hugging_face(name, {**words, "use_cache": False})
+        model = hugging_face(name, {**words, "use_cache": False})
         ids = torch.randint(sizes["vocabulary"], (sizes["batch"], sizes["tokens"]))
     return Program(
         model=model,
@@ -199,7 +199,7 @@ def _vit(device: str, sizes: Sizes) -> Program:
         "num_labels": 1000,
     }
     with _creating(device):
-        model = _hugging_face("ViT ForImageClassification", config)
+        model = hugging_face("ViT ForImageClassification", config)
         images = torch.randn(sizes["batch"], 3, sizes["pixels"], sizes["pixels"])
         classes = torch.randint(1000, (sizes["batch"],))
     return Program(
@@ -219,7 +219,7 @@ def _t5(device: str, sizes: Sizes) -> Program:
         "decoder_start_token_id": 0,
     }
     with _creating(device):
-        model = _hugging_face("T5 ForConditionalGeneration", config)
+        model = hugging_face("T5 ForConditionalGeneration", config)
         ids = torch.randint(1, sizes["vocabulary"], (sizes["batch"], sizes["tokens"]))
         labels = torch.randint(1, sizes["vocabulary"], (sizes["batch"], sizes["labels"]))
     return Program(
@@ -239,7 +239,7 @@ def _whisper(device: str, sizes: Sizes) -> Program:
     special = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"), 0)
     config |= {"max_source_positions": sizes["frames"] // 2, "max_target_positions": sizes["labels"], **special}
     with _creating(device):
-        model = _hugging_face("Whisper ForConditionalGeneration", config)
+        model = hugging_face("Whisper ForConditionalGeneration", config)
         features = torch.randn(sizes["batch"], model.config.num_mel_bins, sizes["frames"])
         labels = torch.randint(1, sizes["vocabulary"], (sizes["batch"], sizes["labels"]))
     return Program(
