@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -50,7 +51,7 @@ def trained(
             batch(),
             schedule=schedule,
             microbatches=4,
-            optimizer="sgd",
+            optimizer=partial(torch.optim.SGD, lr=0.1),
             algorithm="uniform" if cap is None else "dp",
             seed=7,
             profile=ProfileConfig(timed_runs=1, progress=False),

@@ -15,6 +15,7 @@ from torch import fx, nn
 from torch.nn import functional
 
 from tests.partition.random_writes import ROWS, WIDTH, assert_same, outcome, problem_of, random_writes
+from torch_lms._torch_compat import storage_bytes, storage_key
 from torch_lms.balanced import BalanceConfig, create_balanced_partition
 from torch_lms.errors import PartitionError
 from torch_lms.partition import CostGraph, CostModel, LinkSpec, RecomputeAndSwap, StageRelief
@@ -107,7 +108,7 @@ def bits(run: Run, model: nn.Module) -> list[torch.Tensor]:
     torch.manual_seed(5)
     results = run(model)
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    grads = [named[name].grad for name in sorted(named)]
+    grads = [None if named[name].grad is None else named[name].grad.clone() for name in sorted(named)]
     return results + [one for one in grads if one is not None] + [named[name].detach() for name in sorted(named)]
 
 
@@ -135,8 +136,8 @@ def relieved(model: nn.Module, kind: str, share: float = 0.55) -> Stages:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("run", RUNS)
 def test_stages_that_give_segments_up_have_the_bits_of_the_model(run: Run, kind: str) -> None:
-    if run is with_gradients_of_gradients and kind == "recomputed" and not hasattr(torch, "compiler"):
-        pytest.skip("this PyTorch has no gradients of what is checkpointed")
+    if run in (with_gradients_of_gradients, under_autocast) and kind == "recomputed" and not hasattr(torch, "compiler"):
+        pytest.skip("this PyTorch's checkpoints know no gradients of gradients, and forget autocast on the CPU")
     expected = bits(run, model_of())
     found = bits(run, relieved(model_of(), kind))
     assert len(found) == len(expected)
@@ -165,7 +166,7 @@ def saved_bytes(model: nn.Module) -> int:
     kept: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        kept[storage_key(tensor)] = storage_bytes(tensor)
         return tensor.detach()
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
