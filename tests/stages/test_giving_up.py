@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -16,9 +17,9 @@ from torch.nn import functional
 
 from tests.partition.random_writes import ROWS, WIDTH, assert_same, outcome, problem_of, random_writes
 from torch_lms._torch_compat import storage_bytes, storage_key
-from torch_lms.balanced import BalanceConfig, create_balanced_partition
+from torch_lms.balanced import BalanceConfig, plan_balanced_partition
 from torch_lms.errors import PartitionError
-from torch_lms.partition import CostGraph, CostModel, LinkSpec, RecomputeAndSwap, StageRelief
+from torch_lms.partition import CostGraph, CostModel, LinkSpec, Partition, RecomputeAndSwap, StageRelief
 from torch_lms.partition.offers import Segment
 from torch_lms.partition.segments import find_segments
 from torch_lms.partition.units import Units
@@ -26,6 +27,7 @@ from torch_lms.profile.profiler import ProfileConfig, profile
 from torch_lms.profile.tracing import trace
 from torch_lms.stages.cutting import split
 from torch_lms.stages.giving_up import can_swap
+from torch_lms.stages.materialize import materialize
 from torch_lms.stages.running import Stages, run_stages
 
 HOST = LinkSpec(bytes_per_us=1e4, latency_us=10.0)
@@ -112,25 +114,31 @@ def bits(run: Run, model: nn.Module) -> list[torch.Tensor]:
     return results + [one for one in grads if one is not None] + [named[name].detach() for name in sorted(named)]
 
 
-def relieved(model: nn.Module, kind: str, share: float = 0.55) -> Stages:
+@lru_cache
+def planned(counts: bool, kind: str, share: float = 0.55) -> Partition:
     """Two stages on one device that has a share of what they need."""
-    link = LinkSpec(bytes_per_us=1000.0)
-    config = BalanceConfig(profile=ProfileConfig(timed_runs=1, progress=False), links=link)
-    cost = CostModel(microbatches=4, schedule="gpipe", optimizer_multiplier=2)
-    roomy = create_balanced_partition(copy.deepcopy(model), ["cpu", "cpu"], X, config=config)
-    need = BalanceConfig(profile=config.profile, links=link, cost=cost)
-    needed = create_balanced_partition(copy.deepcopy(model), ["cpu", "cpu"], X, config=need).partition
-    assert roomy.partition is not None
-    assert needed is not None
-    assert not needed.stage_relief
-    cap = int(needed.device_memory_bytes[0] * share / 0.9)
+    profiling = ProfileConfig(timed_runs=1, progress=False)
+
+    def plan(cap: int | None, relief: RecomputeAndSwap) -> Partition:
+        cost = CostModel(microbatches=4, schedule="gpipe", optimizer_multiplier=2, relief=relief)
+        link = LinkSpec(bytes_per_us=1000.0)
+        config = BalanceConfig(profile=profiling, links=link, cost=cost, memory_cap_bytes=cap)
+        return plan_balanced_partition(model_of(counts), ["cpu", "cpu"], X, config=config).partition
+
     relief = RecomputeAndSwap(host_link=HOST if kind == "swapped" else None, recompute=kind == "recomputed")
-    tight = BalanceConfig(profile=config.profile, links=link, cost=cost, memory_cap_bytes=cap, relief=relief)
-    made = create_balanced_partition(model, ["cpu", "cpu"], X, config=tight)
-    assert made.partition is not None
-    assert made.partition.fits
-    assert any(getattr(one, kind) for one in made.partition.stage_relief)
-    return made
+    need = plan(None, relief)
+    assert not need.stage_relief
+    found = plan(int(need.device_memory_bytes[0] * share / 0.9), relief)
+    assert found.fits
+    assert any(getattr(one, kind) for one in found.stage_relief)
+    return found
+
+
+def relieved(kind: str, counts: bool = False) -> Stages:
+    """A model as that partition cuts it."""
+    model, found = model_of(counts), planned(counts, kind)
+    stages = split(trace(model, (X,), {}), found.stage_of, model=model, relief=found.stage_relief)
+    return Stages([materialize(stage, "cpu") for stage in stages], partition=found)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -139,7 +147,7 @@ def test_stages_that_give_segments_up_have_the_bits_of_the_model(run: Run, kind:
     if run in (with_gradients_of_gradients, under_autocast) and kind == "recomputed" and not hasattr(torch, "compiler"):
         pytest.skip("this PyTorch's checkpoints know no gradients of gradients, and forget autocast on the CPU")
     expected = bits(run, model_of())
-    found = bits(run, relieved(model_of(), kind))
+    found = bits(run, relieved(kind))
     assert len(found) == len(expected)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
@@ -151,7 +159,7 @@ def test_what_counts_what_it_saw_is_swapped_but_not_computed_again() -> None:
     assert [one.recomputable for one in counted] == [not any("norm" in name for name in one.names) for one in counted]
     assert not all(one.recomputable for one in counted)
     expected = bits(plainly, model_of(counts=True))
-    found = bits(plainly, relieved(model_of(counts=True), "swapped"))
+    found = bits(plainly, relieved("swapped", counts=True))
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
@@ -176,12 +184,12 @@ def saved_bytes(model: nn.Module) -> int:
 
 
 def test_what_is_computed_again_is_not_kept() -> None:
-    stages = relieved(model_of(), "recomputed")
+    stages = relieved("recomputed")
     assert saved_bytes(stages) < 0.6 * saved_bytes(model_of())
 
 
 def test_segments_are_functions_of_their_own_that_can_be_read() -> None:
-    stages = relieved(model_of(), "recomputed")
+    stages = relieved("recomputed")
     relief = stages.partition.stage_relief  # type: ignore[union-attr]
     for stage, given_up in zip(stages, relief, strict=True):
         assert stage.code.count("def segment_") == len(given_up.recomputed)
@@ -195,7 +203,7 @@ def test_segments_are_functions_of_their_own_that_can_be_read() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_stages_that_give_up_can_be_copied_and_pickled(kind: str) -> None:
-    stages = relieved(model_of(), kind)
+    stages = relieved(kind)
     expected = bits(plainly, stages)
     stages.zero_grad()
     for again in (copy.deepcopy(stages), pickle.loads(pickle.dumps(stages))):
@@ -206,7 +214,7 @@ def test_stages_that_give_up_can_be_copied_and_pickled(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_after_an_error_in_a_segment_the_next_step_is_as_ever(kind: str) -> None:
     expected = bits(plainly, model_of())
-    stages = relieved(model_of(), kind)
+    stages = relieved(kind)
     with pytest.raises((RuntimeError, PartitionError)):
         stages(X[:, :3])
     loss = stages(X).square().mean()
@@ -231,7 +239,7 @@ def with_failing_backward(model: nn.Module) -> None:
 def test_what_a_swapped_segment_saved_leaves_the_device() -> None:
     import torch_lms
 
-    stages = relieved(model_of(), "swapped")
+    stages = relieved("swapped")
     torch_lms.wait()
     before = torch_lms.stats()
     loss = stages(X).square().mean()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,20 @@ def test_partition_shows_and_writes_stages(profile: Path, tmp_path: Path, capsys
     assert document["stage_of"]["layers_3"] == 1
     assert len(document["algorithms"]) == len(algorithm_names())
     assert picture.stat().st_size > 0
+
+
+def test_stages_without_room_give_segments_up(
+    profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    much = Profile.load(profile)
+    replace(much, storage_bytes=dict.fromkeys(much.storage_bytes, 8 << 20)).save(profile)
+    tight = ["partition", str(profile), "--stages=2", "--cap=220MiB", "--schedule=gpipe", f"--json={tmp_path}/cut.json"]
+    assert main(tight) != 0
+    assert "the least cap" in capsys.readouterr().err
+    for words, shown in ((["--relieve"], "computed again"), (["--relieve", "--host-gb-per-s=50"], "swapped")):
+        assert main([*tight, *words]) == 0
+        assert shown in capsys.readouterr().out
+        assert json.loads((tmp_path / "cut.json").read_text())["stage_relief"]
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zero_bubble"])

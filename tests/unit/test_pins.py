@@ -36,6 +36,7 @@ def held_bytes() -> int:
 @pytest.mark.parametrize("chosen", ["aot_eager", "eager"])
 def test_a_function_compiled_for_sizes_that_change_leaves_nothing_pinned(chosen: str, paged: ModuleType) -> None:
     paged.enable({"cpu": 64 * MIB}, min_bytes=MIN_BYTES)
+    before = held_bytes()  # other tests of this process may have left something
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 128))
     torch._dynamo.reset()
@@ -44,10 +45,10 @@ def test_a_function_compiled_for_sizes_that_change_leaves_nothing_pinned(chosen:
     for rows in (100, 130, 70):
         used.append(torch.randn(rows, 128))
         function(used[-1]).square().mean().backward()
-    assert held_bytes() == 0
+    assert held_bytes() <= before
     torch_lms.pageout(used)  # raises for what is pinned
     torch_lms.wait()
-    assert held_bytes() == 0
+    assert held_bytes() <= before
 
 
 # --- exceptions -----------------------------------------------------------------------------------------------------
@@ -146,16 +147,17 @@ def test_what_an_op_that_raised_has_used_can_go_out(
     fail: Callable[[torch.Tensor, BaseException], None], error: type[BaseException], paged: ModuleType
 ) -> None:
     paged.enable({"cpu": 64 * MIB}, min_bytes=MIN_BYTES)
+    before = held_bytes()  # other tests of this process may have left something
     x = torch.full((NUMEL,), 3.0)
     for _ in range(3):
         own = error("the program's own")
         with pytest.raises((error, RuntimeError)):
             fail(x, own)
         own.__traceback__ = None  # its frames hold tensors, and graphs hold the error
-    assert held_bytes() == 0
+    assert held_bytes() <= before
     torch_lms.pageout(x)
     torch_lms.wait()
-    assert held_bytes() == 0
+    assert held_bytes() <= before
     x = x.detach()
     others = [torch.full((NUMEL,), float(number)) for number in range(80)]  # it goes out under pressure as well
     assert x.sum().item() == 3.0 * NUMEL

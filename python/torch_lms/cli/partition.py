@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,15 @@ from rich.console import Console
 
 from torch_lms.errors import ProfileError
 from torch_lms.partition import (
+    KEEP_ALL,
     CostGraph,
     CostModel,
     DeviceSpec,
     LinkSpec,
+    MemoryRelief,
     Partition,
     PartitionProblem,
+    RecomputeAndSwap,
     find_algorithm,
     links_from_profile,
     optimizer_multiplier,
@@ -41,6 +45,8 @@ def add_partition(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--compare", action="store_true", help="show every algorithm")
     devices = parser.add_argument_group("devices", "One value for all, or one for each, comma separated.")
     devices.add_argument("--cap", help="memory of a device, such as 24GiB")
+    devices.add_argument("--relieve", action="store_true", help="stages without room compute segments again")
+    devices.add_argument("--host-gb-per-s", type=float, help="with --relieve: swap as well, over a link this fast")
     devices.add_argument("--speed", default="1", help="times the profiled device's (%(default)s)")
     devices.add_argument("--reorder", action="store_true", help="the devices may change places")
     devices.add_argument("--link-gb-per-s", type=float, help="between devices; by default what the profile measured")
@@ -106,9 +112,17 @@ def _problem(given: argparse.Namespace) -> PartitionProblem:
             optimizer_multiplier=optimizer_multiplier(given.optimizer),
             memory_buffer=given.memory_buffer,
             overlap_communication=not given.no_overlap,
+            relief=_relief(given),
         ),
         reorder_devices=given.reorder,
     )
+
+
+def _relief(given: argparse.Namespace) -> MemoryRelief:
+    if not given.relieve:
+        return KEEP_ALL
+    rate = given.host_gb_per_s
+    return RecomputeAndSwap(host_link=LinkSpec(bytes_per_us=rate * _BYTES_PER_US_OF_GB_PER_S) if rate else None)
 
 
 def _read(path: Path) -> Profile:
@@ -131,10 +145,12 @@ def _lines(problem: PartitionProblem, made: Partition) -> list[str]:
     """For each stage its device, its nodes from first to last, its time and its memory."""
     lines = []
     for stage in range(made.stages):
+        given_up = made.stage_relief[stage] if made.stage_relief else None
         mine = [node.name for node in problem.units.nodes if made.stage_of[node.name] == stage]
         lines.append(
             f"{made.devices[stage]}, {len(mine)} nodes from {mine[0]} to {mine[-1]}, "
             f"{made.stage_time_us[stage] / 1e3:.3f} ms a microbatch, {made.stage_memory_bytes[stage] / 2**20:.1f} MiB"
+            + (f", {given_up}" if given_up else "")
         )
     return lines
 
@@ -147,6 +163,7 @@ def _document(made: Partition, others: list[dict[str, Any]] | None) -> dict[str,
         "stage_of": dict(made.stage_of),
         "stage_time_us": list(made.stage_time_us),
         "stage_memory_bytes": list(made.stage_memory_bytes),
+        "stage_relief": [asdict(one) for one in made.stage_relief],
         "cut_bytes": list(made.cut_bytes),
         "step_us": made.step_us,
         "bubble": made.bubble,

@@ -31,6 +31,7 @@ from torch_lms.pipeline.training import TrainingPipeline, train
 from torch_lms.profile.profiler import ProfileConfig
 from torch_lms.schedules.actions import FORWARD
 from torch_lms.schedules.simulation import Event
+from torch_lms.swap import parse_bytes
 
 __all__ = ["add_pipeline", "main", "run_pipeline"]
 
@@ -48,6 +49,7 @@ def add_pipeline(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--microbatches", type=int, default=4, help="that a batch is cut into (%(default)s)")
     parser.add_argument("--executor", choices=("auto", "torch", "own"), default="auto", help="(%(default)s)")
     parser.add_argument("--algorithm", default="auto", help="of the partition (%(default)s)")
+    parser.add_argument("--cap", help="memory of each device, such as 24GiB; stages without room give up segments")
     parser.add_argument("--steps", type=int, default=8, help="optimizer steps (%(default)s)")
     parser.add_argument("--batch", type=int, default=8, help="excerpts a step (%(default)s)")
     parser.add_argument("--layers", type=int, default=4, help="blocks (%(default)s)")
@@ -106,6 +108,7 @@ def _train(given: argparse.Namespace, device: torch.device) -> None:
         algorithm=given.algorithm,
         executor=given.executor,
         profile=profile,
+        memory_cap_bytes=None if given.cap is None else parse_bytes(given.cap),
         **options,
     ) as pipeline:
         console.print(_stage_table(pipeline))
@@ -131,7 +134,7 @@ def _write_code(folder: Path, pipeline: TrainingPipeline) -> None:
 def _stage_table(pipeline: TrainingPipeline) -> Table:
     found = pipeline.partition
     table = Table(title=f"partition by {found.algorithm}")
-    for heading in ("stage", "nodes", "forward (ms)", "backward (ms)", "memory (MiB)", "sent on (MiB)"):
+    for heading in ("stage", "nodes", "forward (ms)", "backward (ms)", "memory (MiB)", "sent on (MiB)", "gives up"):
         table.add_column(heading, justify="right")
     figures = found.figures
     for stage in range(found.stages):
@@ -143,6 +146,7 @@ def _stage_table(pipeline: TrainingPipeline) -> Table:
             f"{figures.stage_backward_us[stage] / 1e3:.2f}",
             f"{figures.stage_memory_bytes[stage] / _MIB:.1f}",
             sent,
+            str(found.stage_relief[stage]) if found.stage_relief else "",
         )
     return table
 

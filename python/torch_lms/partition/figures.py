@@ -36,8 +36,8 @@ class Figures:
 
     Attributes:
         stage_forward_us: of one microbatch, on the stage's device.
-        stage_backward_us: as ``stage_forward_us``.
-        stage_time_us: both, with what relief adds.
+        stage_backward_us: as ``stage_forward_us``, with what relief adds.
+        stage_time_us: both.
         stage_memory_bytes: at its own worst moment, with what relief takes away.
         cut_forward_bytes: over each border.
         cut_backward_bytes: over each border.
@@ -96,7 +96,6 @@ def measure(
     speeds = np.array([device.speed for device in devices])
     rows[FORWARDS] = np.bincount(stage_of_unit, weights=units.forward_us, minlength=stages) / speeds
     rows[BACKWARDS] = np.bincount(stage_of_unit, weights=units.backward_us, minlength=stages) / speeds
-    own_forward, own_backward = tuple(rows[FORWARDS].tolist()), tuple(rows[BACKWARDS].tolist())
     held, cut_forward, cut_backward = _held_and_sent(units, stage_of_unit, stages)
     memory = _Memory(units, stage_of_unit, stages, held, model)
     taken, device_memory, relief = np.zeros(stages), [], [StageRelief()] * stages
@@ -115,8 +114,8 @@ def measure(
     rows[UPDATE] = [model.update_us(nbytes) for nbytes in memory.states]
     work = rows[FORWARDS] + rows[BACKWARDS]
     return Figures(
-        stage_forward_us=own_forward,
-        stage_backward_us=own_backward,
+        stage_forward_us=tuple(rows[FORWARDS].tolist()),
+        stage_backward_us=tuple(rows[BACKWARDS].tolist()),
         stage_time_us=tuple(work.tolist()),
         stage_memory_bytes=tuple(int(np.ceil(one)) for one in taken),
         cut_forward_bytes=tuple(map(int, cut_forward)),

@@ -98,6 +98,10 @@ class StageRelief:
     def __bool__(self) -> bool:
         return bool(self.recomputed or self.swapped)
 
+    def __str__(self) -> str:
+        counts = (len(self.recomputed), "computed again"), (len(self.swapped), "swapped")
+        return " and ".join(f"{count} segment{'s' * (count > 1)} {what}" for count, what in counts if count)
+
     @classmethod
     def of(cls, offers: Offers, relieved: Relieved) -> StageRelief:
         """What was chosen for one stage."""
