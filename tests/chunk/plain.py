@@ -66,8 +66,13 @@ class Chunked:
     def __init__(self, model: nn.Module, optimize: Optimize, **options: Any) -> None:
         self.model, self.optimizer = torch_lms.chunked(model, optimize(model.parameters()), **options)
         self.parameters = list(self.model.parameters())
-        numbers = self.optimizer._data.numbers
-        self.masters = [self.optimizer._data.masters[numbers[one]] for one in self.parameters]
+
+    @property
+    def masters(self) -> list[torch.Tensor | None]:
+        """After all updates so far: what has been updated last may still be on its way to the host."""
+        data = self.optimizer._data
+        data.settle_masters()
+        return [data.masters[data.numbers[one]] for one in self.parameters]
 
     def zero_grad(self) -> None:
         self.optimizer.zero_grad()

@@ -33,13 +33,14 @@ def batch(step: int) -> Batch:
 
 
 def expected(update_on: str, **chosen: bool) -> list[list[torch.Tensor]]:
+    """On the host, so that the limit is for what is compared with it alone."""
     plain = Plain(make(), partial(ADAMW, **chosen), on="cpu" if update_on == "host" else None)
-    return list(train(plain, batch, STEPS))
+    return [[one.cpu() for one in made] for made in train(plain, batch, STEPS)]
 
 
 @pytest.mark.parametrize("update_on", ["device", "host", "stream"])
 @pytest.mark.parametrize("chosen", [{}, {"fused": True}], ids=str)
-@pytest.mark.parametrize("limit", [None, "800MiB"])
+@pytest.mark.parametrize("limit", [None, "400MiB"])
 def test_training_is_bit_equal(update_on: str, chosen: dict[str, bool], limit: str | None, cleaned: None) -> None:
     wanted = expected(update_on, **chosen)
     if limit is not None:
@@ -48,12 +49,12 @@ def test_training_is_bit_equal(update_on: str, chosen: dict[str, bool], limit: s
     for number, made in enumerate(train(chunked, batch, STEPS)):
         assert len(made) == len(wanted[number])
         for mine, other in zip(made, wanted[number], strict=True):
-            assert torch.equal(mine.cpu(), other.cpu()), f"step {number}"
+            assert torch.equal(mine.cpu(), other), f"step {number}"
     torch_lms.disable()
 
 
 @pytest.mark.parametrize("update_on", ["device", "host", "stream"])
-@pytest.mark.parametrize("limit", [None, "800MiB"])
+@pytest.mark.parametrize("limit", [None, "400MiB"])
 def test_steps_in_backward_are_bit_equal(update_on: str, limit: str | None, cleaned: None) -> None:
     wanted = expected(update_on)
     if limit is not None:
@@ -63,7 +64,7 @@ def test_steps_in_backward_are_bit_equal(update_on: str, limit: str | None, clea
         loss = loss_of(chunked.model, batch(number))
         loss.backward()
         chunked.step()
-        assert torch.equal(loss.detach().cpu(), wanted[number][0].cpu())
+        assert torch.equal(loss.detach().cpu(), wanted[number][0])
     for master, other in zip(chunked.masters, wanted[-1][-len(chunked.masters) :], strict=True):
-        assert torch.equal(master.cpu(), other.cpu())
+        assert torch.equal(master.cpu(), other)
     torch_lms.disable()

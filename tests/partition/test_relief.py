@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.partition.random_graphs import contiguous_placements, make_graph, measured, problems
+from torch_lms.errors import PartitionError
 from torch_lms.partition import (
     KEEP_ALL,
     CostGraph,
@@ -111,6 +112,20 @@ def test_what_a_change_of_memory_ties_together_is_not_computed_again(
 
 
 # --- costs ----------------------------------------------------------------------------------------------------------
+
+
+def test_swaps_that_are_allowed_never_make_a_stage_larger_or_slower() -> None:
+    worse = 0
+    for cap in range(1_000, 16_000, 100):
+        found = []
+        for relief in (RecomputeAndSwap(), RecomputeAndSwap(host_link=HOST)):
+            try:
+                found.append(made(cap, relief).step_us)
+            except PartitionError:
+                found.append(math.inf)
+        assert found[1] <= found[0]
+        worse += found[1] < found[0]
+    assert worse
 
 
 def test_a_stage_that_fits_keeps_all() -> None:

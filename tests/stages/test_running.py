@@ -128,6 +128,13 @@ def test_a_buffer_that_two_stages_read_is_one() -> None:
     assert stages[1].offset is whole.offset
 
 
+def test_parameters_come_in_the_order_of_the_model() -> None:
+    """As optimizers number their state."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(12)))
+    stages = create_balanced_partition(model, ["cpu"] * 3, torch.ones(2, 4), config=QUICK)
+    assert [name for name, _ in stages.named_parameters()] == [name for name, _ in model.named_parameters()]
+
+
 def test_it_is_a_sequence_of_stages() -> None:
     _, stages = made(["cpu", "cpu:1"])
     assert [stage.index for stage in stages] == list(range(len(stages))) == [0, 1]

@@ -8,12 +8,13 @@ Note [What giving up costs]: a segment that is computed again takes its forward 
 while the stage computes forward and comes back while it computes backward; as much as the link moves in half of the
 shorter one of these is free, since copies slow down what runs beside them and nothing says when the link is idle. More
 than that costs the time of both copies. What is given up is there again while its own backward runs: the most of any
-segment that is computed again counts once, that of swapped ones twice, since the next one comes back meanwhile.
+segment that is computed again counts once, that of swapped ones twice, since the next one comes back meanwhile. A
+stage may so fit without swaps alone, or be faster: where both ways are open, both are tried.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,12 @@ class RecomputeAndSwap:
 
     def relieve(self, need: StageNeed, usable_bytes: Any) -> Relieved:
         """See the class; a stage that nothing makes smaller stays as it is."""
+        choice = self._choose(need, usable_bytes)
+        if self.host_link is not None and self.recompute:
+            choice.take_better(replace(self, host_link=None)._choose(need, usable_bytes))
+        return choice.made()
+
+    def _choose(self, need: StageNeed, usable_bytes: Any) -> _Choice:
         choice = _Choice(need, usable_bytes)
         segments = need.offers.segments
         again_us = [one.forward_us / need.speed if self._again(one) else np.inf for one in segments]
@@ -57,7 +64,7 @@ class RecomputeAndSwap:
         for number in _by_bytes(segments, cost_us):
             if cost_us[number] < np.inf:
                 choice.take(number, RECOMPUTED if again_us[number] <= cost_us[number] else SWAPPED, cost_us[number])
-        return choice.made()
+        return choice
 
     def _again(self, segment: Segment) -> bool:
         return self.recompute and segment.recomputable and segment.saved_bytes > segment.entering_bytes
@@ -124,6 +131,21 @@ class _Choice:
         self.kinds[number, at] = kind
         self._left_bytes[at] -= self._need.in_flight * less
         self._back_bytes[kind, at] = np.maximum(self._back_bytes[kind, at], segment.saved_bytes)
+
+    def take_better(self, other: _Choice) -> None:
+        """Takes from another choice of the same stages what fits, or is faster; where neither fits, what is smaller."""
+        every = np.arange(len(self._before))
+        mine, theirs = self._memory(every), other._memory(every)
+        fits, other_fits = mine <= self._usable, theirs <= self._usable
+        less = np.where(fits, other._added_us < self._added_us, theirs < mine)
+        better = (other_fits & ~fits) | ((other_fits == fits) & less)
+        for own, others in (
+            (self.kinds, other.kinds),
+            (self._left_bytes, other._left_bytes),
+            (self._back_bytes, other._back_bytes),
+            (self._added_us, other._added_us),
+        ):
+            own[..., better] = others[..., better]
 
     def made(self) -> Relieved:
         """Times and memory of all stages."""

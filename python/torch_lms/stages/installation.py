@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,8 @@ class Container(nn.Module):
 def install(
     stages: Sequence[Stage], root: nn.Module, nodes: Sequence[Sequence[fx.Node]], model: nn.Module | None
 ) -> None:
-    """Gives each stage what its code reads, and the rest of the model's parameters and buffers to a neighbour."""
+    """Gives each stage what its code reads, in the model's order, and all else that the model holds to a neighbour."""
+    place_of = {name: place for place, name in enumerate(_names_in_order(root if model is None else model))}
     for stage, own in zip(stages, nodes, strict=False):
         targets = {str(node.target) for node in own if node.op == "call_module"}
         sources = {source for node in own for source in node.all_input_nodes}
@@ -29,11 +30,21 @@ def install(
         if stage.index + 1 == stage.count:
             output = list(own[0].graph.nodes)[-1]
             targets |= {str(node.target) for node in output.all_input_nodes if node.op == "get_attr"}
-        for target in sorted(targets, key=lambda target: (target.count("."), target)):
+        for target in sorted(targets, key=lambda target: (place_of.get(target, len(place_of)), target)):
             _put(stage, root, target)
     if model is not None:
         _put_rest(stages, model)
     find_shared(stages)
+
+
+def _names_in_order(module: nn.Module, prefix: str = "") -> Iterator[str]:
+    """Of all that a module holds: each module before what is in it."""
+    for name in (*module._parameters, *module._buffers):
+        yield prefix + name
+    for name, child in module._modules.items():
+        yield prefix + name
+        if child is not None:
+            yield from _names_in_order(child, f"{prefix}{name}.")
 
 
 def _put(stage: Stage, root: nn.Module, target: str) -> None:
