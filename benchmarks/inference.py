@@ -26,7 +26,7 @@ from benchmarks.results import Result
 from benchmarks.streamed_weights import StreamedWeights
 from benchmarks.training import GIB, digest
 from torch_lms.cli.link import LinkRate, measure_link
-from torch_lms.swap import parse_bytes
+from torch_lms.memory_sizes import parse_bytes
 
 COLUMNS = [
     ("mode", "Mode", "{}"),

@@ -15,7 +15,7 @@ from benchmarks.results import Result
 from benchmarks.training import GIB, digest, make_deterministic
 from torch_lms._core import core
 from torch_lms.cli.models import GPT, GPTShape
-from torch_lms.swap import parse_bytes
+from torch_lms.memory_sizes import parse_bytes
 
 SHARE_FOLLOWED = 0.9  # of a step's ops, if it goes by a plan
 COLUMNS = [

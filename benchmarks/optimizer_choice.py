@@ -13,7 +13,7 @@ from benchmarks.model_state import empty, train
 from benchmarks.results import Result
 from benchmarks.training import GIB, make_deterministic
 from torch_lms.cli.models import GPTShape
-from torch_lms.swap import parse_bytes
+from torch_lms.memory_sizes import parse_bytes
 
 MOST_OVER_SINGLE = 1.03
 MOST_OVER_PLAIN = 1.5

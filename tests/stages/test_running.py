@@ -16,6 +16,7 @@ from torch_lms.balanced import BalanceConfig, create_balanced_partition
 from torch_lms.errors import PartitionError
 from torch_lms.partition.costs import CostModel, LinkSpec
 from torch_lms.profile.profiler import ProfileConfig
+from torch_lms.profile.tracing import trace
 from torch_lms.stages import running
 from torch_lms.stages.cutting import split
 from torch_lms.stages.materialize import materialize
@@ -112,6 +113,21 @@ def test_values_move_to_the_device_of_each_stage(monkeypatch: pytest.MonkeyPatch
     assert {index for index, device in moved if device == cpu} == {0, 1}
     assert sum(index == 1 for index, _ in moved) == len(stages[1].inputs + stages[1].feeds) + 1  # and the tied weight
     assert not stages.embed.weight.is_meta
+
+
+@pytest.mark.skipif(not hasattr(torch, "export"), reason="PyTorch 1.12 has no batch norm on the meta device")
+def test_a_device_that_crosses_a_border_is_that_of_the_stage() -> None:
+    model = Small()
+    traced = trace(model, (IDS,), {})
+    assert traced.graph_module is not None
+    names = [node.name for node in traced.graph_module.graph.nodes if node.op.startswith("call_")]
+    first = next(place for place, name in enumerate(names) if name.startswith("arange"))
+    stages = split(traced, {name: int(place >= first) for place, name in enumerate(names)}, model=model)
+    assert "device" in stages[0].code
+    assert "device" in stages[1].code
+    for stage, device in zip(stages, ("cpu", "meta"), strict=True):
+        materialize(stage, device)
+    assert run_stages(stages, IDS).is_meta
 
 
 def test_a_buffer_that_two_stages_read_is_one() -> None:

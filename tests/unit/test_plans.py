@@ -431,7 +431,7 @@ def test_a_plan_is_made_again_with_the_times_of_a_step_that_follows_one() -> Non
     step, expected = plain_training(), plain_training()
     first_us, number, began_s = 0.0, 0, time.monotonic()
     while not core.follows_timed_plan():
-        assert time.monotonic() - began_s < 90
+        assert time.monotonic() - began_s < 150
         assert digest(step(number)) == digest(expected(number)), f"step {number}"
         wait_for_planner()
         plan, number = torch_lms.current_plan(), number + 1

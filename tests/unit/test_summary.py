@@ -39,9 +39,10 @@ def test_the_table_says_what_holds_the_memory(paged: ModuleType) -> None:
     paged.pin(kept[0])
     found = figures(paged.memory_summary("cpu"))
     assert found[_TOTALS["limit_bytes"]] == 64
-    assert found[_PARTS["fixed_bytes"]] - before[_PARTS["fixed_bytes"]] == 4
-    assert found[_PARTS["movable_bytes"]] - before[_PARTS["movable_bytes"]] == 8
-    assert found[_TOTALS["allocated_bytes"]] - before[_TOTALS["allocated_bytes"]] == 12
+    grown = {words: round(found[words] - before[words], 1) for words in found}  # a table has one decimal
+    assert grown[_PARTS["fixed_bytes"]] == 4
+    assert grown[_PARTS["movable_bytes"]] == 8
+    assert grown[_TOTALS["allocated_bytes"]] == 12
     assert all(found[words] == before[words] for words in (_PARTS["leaving_bytes"], _PARTS["in_use_bytes"]))
     paged.swap.unpin(kept[0])
 
@@ -52,7 +53,7 @@ def test_the_table_says_what_is_on_the_host(paged: ModuleType) -> None:
     kept = blocks(2)
     paged.pageout(kept)
     paged.wait()
-    assert figures(paged.memory_summary())["paged out to the host, from all devices"] == before + 8
+    assert figures(paged.memory_summary())["paged out to the host, from all devices"] == pytest.approx(before + 8)
 
 
 def test_the_table_says_whether_automatic_mode_is_on() -> None:

@@ -14,7 +14,7 @@ from torch_lms.chunk.model_data import ModelTensor
 from torch_lms.chunk.ranks import Ranks
 from torch_lms.chunk.trials import state_bytes_each
 from torch_lms.errors import ChunkError
-from torch_lms.swap.limits import parse_bytes
+from torch_lms.memory_sizes import parse_bytes
 from torch_lms.swap.statistics import stats
 
 __all__ = ["Budget", "budget_of", "check_budget", "needed_bytes"]

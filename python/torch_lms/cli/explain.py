@@ -10,10 +10,10 @@ from rich.console import Console
 
 from torch_lms.cli.plan import add_wishes, plan_under
 from torch_lms.errors import PlanError
+from torch_lms.memory_sizes import parse_bytes
 from torch_lms.plan import Plan, Trace
 from torch_lms.plan.explain import draw_plan
 from torch_lms.plan.fields import read_text
-from torch_lms.swap import parse_bytes
 
 __all__ = ["add_explain", "run_explain"]
 

@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from torch_lms.errors import ProfileError
+from torch_lms.memory_sizes import parse_bytes
 from torch_lms.partition import (
     KEEP_ALL,
     CostGraph,
@@ -29,7 +30,6 @@ from torch_lms.partition import (
 from torch_lms.partition.compare import compare
 from torch_lms.profile.document import Profile
 from torch_lms.schedules.rules import SCHEDULES
-from torch_lms.swap import parse_bytes
 
 __all__ = ["add_partition", "run_partition"]
 

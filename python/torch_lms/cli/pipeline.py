@@ -25,13 +25,13 @@ from rich.table import Table
 from torch_lms.cli.models import GPT, GPTShape
 from torch_lms.cli.text import VOCABULARY, TextBatches, read_text
 from torch_lms.errors import LmsError
+from torch_lms.memory_sizes import parse_bytes
 from torch_lms.pipeline.chart import draw_charts, predict
 from torch_lms.pipeline.torch_backend import SCHEDULES
 from torch_lms.pipeline.training import TrainingPipeline, train
 from torch_lms.profile.profiler import ProfileConfig
 from torch_lms.schedules.actions import FORWARD
 from torch_lms.schedules.simulation import Event
-from torch_lms.swap import parse_bytes
 
 __all__ = ["add_pipeline", "main", "run_pipeline"]
 

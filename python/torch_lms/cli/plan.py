@@ -9,9 +9,9 @@ from rich.console import Console
 
 from torch_lms.cli.given_model import add_model, given_model, given_optimizer
 from torch_lms.fitting import DeviceRates, FitConfig, trace_step
+from torch_lms.memory_sizes import parse_bytes
 from torch_lms.plan import Link, Plan, Trace, least_limit, make_plan
 from torch_lms.profile import ProfileConfig
-from torch_lms.swap import parse_bytes
 
 __all__ = ["add_plan", "add_wishes", "plan_under", "run_plan"]
 

@@ -13,6 +13,7 @@ from torch_lms.errors import ProfileError
 from torch_lms.fitting.assembly import assemble_trace
 from torch_lms.fitting.durations import DeviceRates, profiled_us, rated_us
 from torch_lms.fitting.step import record_step
+from torch_lms.memory_sizes import parse_bytes
 from torch_lms.plan.planner import make_plan
 from torch_lms.plan.trace import Link, Trace
 from torch_lms.profile.arguments import Sample, bind_sample
@@ -84,8 +85,8 @@ def fit(
         ProfileError: if the model does not run with the sample, its device is not there, or automatic mode is on.
     """
     config = config or FitConfig()
-    limit_bytes = _bytes(limit)
-    host_limit_bytes = None if config.host_limit is None else _bytes(config.host_limit)
+    limit_bytes = parse_bytes(limit)
+    host_limit_bytes = None if config.host_limit is None else parse_bytes(config.host_limit)
     trace = trace_step(model, *sample, optimizer=optimizer, config=config, **sample_kwargs)
     return make_plan(
         trace, limit_bytes, host_limit_bytes=host_limit_bytes, swap=config.swap, recompute=config.recompute
@@ -117,7 +118,7 @@ def _rated(model: nn.Module, sample: Sample, optimizer: Any, config: FitConfig, 
     device = torch.device("cpu") if home.type == "meta" else home
     step = record_step(TracedModel(None, "runtime", model, sample), device, optimizer, fake=True)
     return assemble_trace(
-        step, rated_us(step, rates), device=str(device), link=rates.link, min_bytes=_bytes(config.min_bytes)
+        step, rated_us(step, rates), device=str(device), link=rates.link, min_bytes=parse_bytes(config.min_bytes)
     )
 
 
@@ -133,7 +134,7 @@ def _profiled(model: nn.Module, sample: Sample, optimizer: Any, config: FitConfi
     latency_us = max(out.latency_us, in_.latency_us)
     link = Link(out_bytes_per_us=out.bytes_per_us, in_bytes_per_us=in_.bytes_per_us, latency_us=latency_us)
     durations_us = profiled_us(step, found, memory_bytes_per_us)
-    return assemble_trace(step, durations_us, device=name, link=link, min_bytes=_bytes(config.min_bytes))
+    return assemble_trace(step, durations_us, device=name, link=link, min_bytes=parse_bytes(config.min_bytes))
 
 
 def _check_automatic_mode() -> None:
@@ -143,12 +144,3 @@ def _check_automatic_mode() -> None:
             "expected automatic mode to be off while a model is measured, found it on, which changes when memory is "
             "freed; plan before torch_lms.enable, or call torch_lms.disable first"
         )
-
-
-def _bytes(size: int | str) -> int:
-    """Of a size as people write it; only texts need the compiled core."""
-    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
-        return size
-    from torch_lms.swap.limits import parse_bytes
-
-    return parse_bytes(size)

@@ -137,7 +137,7 @@ def run_stages(stages: Sequence[Stage], *args: Any, **kwargs: Any) -> Any:
 
 
 def to_stage(value: Any, stage: Stage) -> Any:
-    """Brings the tensors of a value to a stage's device, so that gradients find back.
+    """Brings the tensors of a value to a stage's device, so that gradients find back; a device becomes the stage's own.
 
     Between CUDA devices the host does not wait: both devices' streams do. From and to the host it does, so that nobody
     reads bytes that are still on their way, or writes over them.
@@ -147,6 +147,8 @@ def to_stage(value: Any, stage: Stage) -> Any:
         return value
 
     def move(item: Any) -> Any:
+        if isinstance(item, torch.device):
+            return device
         if not isinstance(item, torch.Tensor) or item.device == device:
             return item
         return item.to(device, non_blocking=item.is_cuda and device.type == "cuda")

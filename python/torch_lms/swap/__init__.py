@@ -5,11 +5,11 @@ from __future__ import annotations
 import atexit
 
 from torch_lms._core import core
+from torch_lms.memory_sizes import parse_bytes
 from torch_lms.swap import mlms
 from torch_lms.swap.automatic import count_cpu_allocations, disable, enable, is_enabled
 from torch_lms.swap.chaos import enable_from_environment
 from torch_lms.swap.environment import SwapEnv
-from torch_lms.swap.limits import parse_bytes
 from torch_lms.swap.manual import is_resident, pageout, pin, prefetch, state, unpin, wait
 from torch_lms.swap.planning import current_plan
 from torch_lms.swap.statistics import SwapStats, stats

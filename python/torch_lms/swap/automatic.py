@@ -10,9 +10,10 @@ import torch
 
 from torch_lms._core import core, need_extension
 from torch_lms.errors import EnvError, LimitError
+from torch_lms.memory_sizes import parse_bytes
 from torch_lms.plan.document import Plan
 from torch_lms.swap import intercepts, optimizers, planning
-from torch_lms.swap.limits import Limit, parse_bytes, parse_limits
+from torch_lms.swap.limits import Limit, parse_limits
 
 __all__ = ["count_cpu_allocations", "disable", "enable", "is_enabled"]
 

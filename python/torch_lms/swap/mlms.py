@@ -15,8 +15,9 @@ import torch
 
 from torch_lms._core import core
 from torch_lms.errors import EnvError
+from torch_lms.memory_sizes import parse_bytes
 from torch_lms.swap import automatic, manual
-from torch_lms.swap.limits import parse_bytes, parse_limits
+from torch_lms.swap.limits import parse_limits
 
 __all__ = ["attach"]
 

@@ -29,6 +29,7 @@ __all__ = ["Wishes", "begin", "current_plan", "end", "given_plan", "last_trace",
 _MARGIN_SHARE = 32  # of the limit, which the allocator's rounding and small differences take
 _MARGIN_BYTES = 1 << 30
 _MOST_MARGIN_SHARE = 8
+_MUCH_SLOWER = 1.1  # than predicted
 _MOST_PLANS = 32  # the core carries out fewer, and compares a few more
 
 
@@ -168,6 +169,7 @@ def start() -> None:
     where.forget()
     with _lock:
         wishes, trace = _wishes, _traces.get(name)
+        is_crowded = recording is None and _takes_much_longer(name)
     make_trace: Callable[[], Trace]
     if wishes is not None and recording is not None:
         make_trace = partial(_recorded, recording, wishes)
@@ -178,7 +180,7 @@ def start() -> None:
     planner = threading.Thread(
         target=_plan_beside,
         args=(make_trace, wishes),
-        kwargs={"timed": recording is None},
+        kwargs={"timed": recording is None, "is_crowded": is_crowded},
         daemon=True,
         name="torch_lms planner",
     )
@@ -187,6 +189,16 @@ def start() -> None:
         if _process is not None:  # of an earlier recording
             _process.kill()
     planner.start()
+
+
+def _takes_much_longer(name: str) -> bool:
+    """Under the lock: whether the steps of a plan have taken much longer than it says.
+
+    Then most of the time goes into looking for memory in one piece, and what has been planned does not hold any more.
+    """
+    measured, step_us, _ = core.measured_plan()
+    plan = _plans.get(name)
+    return plan is not None and measured == name and step_us > plan.predicted.step_us * _MUCH_SLOWER
 
 
 def _name_of(plan: Plan) -> str:
@@ -209,12 +221,12 @@ def _recorded(recording: Mapping[str, Any], wishes: Wishes) -> Trace:
     return trace_of(recording, limit_bytes=wishes.limits[device], link=measure_link(device))
 
 
-def _plan_beside(make_trace: Callable[[], Trace], wishes: Wishes, *, timed: bool) -> None:
+def _plan_beside(make_trace: Callable[[], Trace], wishes: Wishes, *, timed: bool, is_crowded: bool) -> None:
     global _plan, _trace
     made = timed
     try:
         trace = make_trace()
-        for plan in _plans_of(trace, wishes.limits[trace.device], wishes):
+        for plan in _plans_of(trace, wishes.limits[trace.device], wishes, is_crowded=is_crowded):
             name = _name_of(plan)
             compiled = compile_plan(plan, name, timed=timed)
             with _lock:
@@ -231,22 +243,26 @@ def _plan_beside(make_trace: Callable[[], Trace], wishes: Wishes, *, timed: bool
         warnings.warn(f"torch_lms: no plan was made for this program, which pages on demand: {error}", stacklevel=1)
 
 
-def _margins(trace: Trace, limit_bytes: int) -> dict[str, int]:
-    """How far below the limit a plan stays: on CUDA, free memory lies in pieces, and is to hold the largest storage."""
+def _margins(trace: Trace, limit_bytes: int, *, is_crowded: bool) -> dict[str, int]:
+    """How far below the limit a plan stays: on CUDA, free memory lies in pieces, and is to hold the largest storage.
+
+    Where that has turned out to be too little, it is as much as may be.
+    """
     margin_bytes = min(limit_bytes // _MARGIN_SHARE, _MARGIN_BYTES)
     largest_bytes = max((storage.bytes for storage in trace.storages), default=0)
     most_bytes = limit_bytes // _MOST_MARGIN_SHARE - margin_bytes
-    pieces_bytes = min(largest_bytes, most_bytes) if trace.device.startswith("cuda") else 0
+    wanted_bytes = most_bytes if is_crowded else min(largest_bytes, most_bytes)
+    pieces_bytes = wanted_bytes if trace.device.startswith("cuda") else 0
     return {"margin_bytes": margin_bytes, "pieces_bytes": pieces_bytes}
 
 
-def _plans_of(trace: Trace, limit_bytes: int, wishes: Wishes) -> Iterator[Plan]:
+def _plans_of(trace: Trace, limit_bytes: int, wishes: Wishes, *, is_crowded: bool) -> Iterator[Plan]:
     """By a process that `end`, and the next recording, kill."""
     global _process
     request = {
         "trace": json.loads(trace.to_json()),
         "limit_bytes": limit_bytes,
-        **_margins(trace, limit_bytes),
+        **_margins(trace, limit_bytes, is_crowded=is_crowded),
         "host_limit_bytes": wishes.host_limit_bytes,
         "swap": wishes.swap,
         "recompute": wishes.recompute,
