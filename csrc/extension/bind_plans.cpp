@@ -94,6 +94,7 @@ void add_plan(const py::dict& plan) {
     op.inputs = numbers(planned, "inputs", storages);
     op.outputs = numbers(planned, "outputs", storages);
     op.drops = numbers(planned, "drops", storages);
+    op.drops_again = numbers(planned, "drops_again", storages);
     op.pageouts = numbers(planned, "pageouts", storages);
     op.prefetches = numbers(planned, "prefetches", storages);
     op.binds = planned["binds"].cast<bool>();

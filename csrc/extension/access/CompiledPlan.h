@@ -15,6 +15,7 @@ struct PlannedOp {
   std::vector<int32_t> inputs; ///< On the plan's device, in order.
   std::vector<int32_t> outputs;
   std::vector<int32_t> drops;
+  std::vector<int32_t> drops_again; ///< Of `drops`: those that a later op of the cycle drops, too.
   std::vector<int32_t> pageouts;
   std::vector<int32_t> prefetches;
   bool binds = false; ///< Whether any of its storages is named by an action.

@@ -224,7 +224,12 @@ void Executor::end_op(const at::RecordFunction& record, Frame& frame) {
     Bound bound{entity, fresh[i] != nullptr ? recipe : nullptr, i}; // destroyed after unlocking
     std::lock_guard<std::mutex> lock(mutex_);
     if (at < numbers.size() && plan == plan_) {
-      std::swap(bound_[static_cast<size_t>(numbers[at])], bound);
+      Bound& known = bound_[static_cast<size_t>(numbers[at])];
+      const bool same = !known.entity.owner_before(entity) && !entity.owner_before(known.entity);
+      // What an op gives out may be another's, as with _unsafe_view: that one makes it again.
+      if (!same || bound.recipe != nullptr) {
+        std::swap(known, bound);
+      }
     }
     ++at;
   }
@@ -289,8 +294,11 @@ void Executor::after_op(Frame& frame) {
     }
     const PlannedOp& op = plan_->ops[static_cast<size_t>(place)];
     for (const int32_t number : op.drops) {
-      drops.push_back(std::move(bound_[static_cast<size_t>(number)])); // with its recipe
-      bound_[static_cast<size_t>(number)].entity = drops.back().entity;
+      Bound& bound = bound_[static_cast<size_t>(number)];
+      drops.push_back(bound);
+      if (!std::count(op.drops_again.begin(), op.drops_again.end(), number)) {
+        bound.recipe = nullptr; // what it needs may go with the storage
+      }
     }
     for (const int32_t number : op.pageouts) {
       if (EntityPtr entity = bound_[static_cast<size_t>(number)].entity.lock()) {

@@ -197,7 +197,8 @@ def compile_plan(plan: Plan, name: str, *, timed: bool) -> dict[str, Any]:
     """
     actions = plan.actions()
     moving = {one.storage for one in plan.decisions if one.out_after is not None}
-    dropped = {number for after in actions.values() for number in after.drop}
+    dropped = {number: place for place, after in sorted(actions.items()) for number in after.drop}  # the last time
+    made: set[int] = set()  # so far: an op may also give out what another has made, as _unsafe_view does
     ops = []
     for place, op in enumerate(plan.ops):
         after = actions.get(place, Actions())
@@ -207,12 +208,14 @@ def compile_plan(plan: Plan, name: str, *, timed: bool) -> dict[str, Any]:
                 "inputs": op.inputs,
                 "outputs": op.outputs,
                 "drops": after.drop,
+                "drops_again": [number for number in after.drop if dropped[number] > place],
                 "pageouts": after.pageout,
                 "prefetches": after.prefetch,
                 "binds": not moving.isdisjoint((*op.inputs, *op.outputs)),
-                "makes_recipe": not dropped.isdisjoint(op.outputs),
+                "makes_recipe": not dropped.keys().isdisjoint(set(op.outputs) - made),
             }
         )
+        made.update(op.outputs)
     return {
         "signature": name,
         "timed": timed,
