@@ -4,7 +4,8 @@ Source: DawnPiper (arXiv:2505.05856), the section on swap and recomputation: swa
 then whatever saves the most memory for each second that is lost. There a choice is made for each tensor; here for each
 segment (Note [Segments]), as a whole segment is computed again at once.
 
-Note [What giving up costs]: a segment that is computed again takes its forward time once more. What is swapped goes out
+Note [What giving up costs]: a segment that is computed again takes its forward time once more, up to the last node that
+saves something: `torch.utils.checkpoint` stops as soon as backward has all, since PyTorch 2.1. What is swapped goes out
 while the stage computes forward and comes back while it computes backward; as much as the link moves in half of the
 shorter one of these is free, since copies slow down what runs beside them and nothing says when the link is idle. More
 than that costs the time of both copies. What is given up is there again while its own backward runs: the most of any
@@ -53,7 +54,7 @@ class RecomputeAndSwap:
     def _choose(self, need: StageNeed, usable_bytes: Any) -> _Choice:
         choice = _Choice(need, usable_bytes)
         segments = need.offers.segments
-        again_us = [one.forward_us / need.speed if self._again(one) else np.inf for one in segments]
+        again_us = [one.again_us / need.speed if self._again(one) else np.inf for one in segments]
         if self.host_link is not None:
             swap_us = [self.host_link.transfer_us(one.saved_bytes) for one in segments]
             for number in _by_bytes(segments, again_us)[::-1]:

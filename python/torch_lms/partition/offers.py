@@ -19,7 +19,7 @@ class Segment:
     Attributes:
         names: of the nodes.
         units: that they are of.
-        forward_us: on a device of speed 1.
+        again_us: that it takes to be computed again, on a device of speed 1.
         saved_bytes: that are given up for each microbatch in flight.
         entering_bytes: that must be held to compute it again, and are not held else.
         recomputable: whether it finds the same again.
@@ -27,7 +27,7 @@ class Segment:
 
     names: tuple[str, ...]
     units: tuple[int, ...]
-    forward_us: float
+    again_us: float
     saved_bytes: float
     entering_bytes: float
     recomputable: bool

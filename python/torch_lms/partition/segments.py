@@ -17,11 +17,13 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
+from torch_lms.partition.costs import CostNode
 from torch_lms.partition.offers import Offers, Segment
 from torch_lms.partition.sequence import UnitSequence
 from torch_lms.partition.units import MODEL_INPUT, Units, Value
@@ -112,6 +114,15 @@ class _Halving:
         return None if crossing[best] > total * _WIDEST_BORDER else int(first + cuts[best])
 
 
+def _again_us(nodes: Sequence[CostNode]) -> float:
+    """Up to the last node that saves something: without it if that is what comes in, which is saved before it runs."""
+    last = max((index for index, node in enumerate(nodes) if node.saved), default=-1)
+    counted = nodes[: last + 1]
+    if counted and counted[-1].output_storages and not set(counted[-1].saved) & set(counted[-1].output_storages):
+        counted = counted[:-1]
+    return sum(node.forward_us for node in counted)
+
+
 class _Parts:
     """Segments of given parts of an order."""
 
@@ -148,10 +159,11 @@ class _Parts:
             if value.producer != MODEL_INPUT and not any(id_ in self._savers for id_ in value.storages)
         ]
         place = {node.name: index for index, node in enumerate(units.graph.nodes)}
+        names = tuple(sorted((name for unit in own for name in units.members[unit]), key=place.__getitem__))
         return Segment(
-            names=tuple(sorted((name for unit in own for name in units.members[unit]), key=place.__getitem__)),
+            names=names,
             units=tuple(own),
-            forward_us=float(units.forward_us[own].sum()),
+            again_us=_again_us([units.graph.nodes[place[name]] for name in names]),
             saved_bytes=float(sum(sizes[id_] for id_ in given_up)),
             entering_bytes=float(sum(unsaved)),
             recomputable=recomputable,
