@@ -29,6 +29,7 @@ from torch_lms import create_balanced_partition
 from torch_lms.balanced import BalanceConfig
 from torch_lms.partition import KEEP_ALL, CostModel, LinkSpec, MemoryRelief, RecomputeAndSwap
 from torch_lms.profile.profiler import ProfileConfig
+from torch_lms.stages.running import Stages
 
 COLUMNS = [
     ("mode", "Stage", "{}"),
@@ -122,6 +123,7 @@ def as_one_stage(program: Program, *, relief: str, cap_bytes: int | None) -> Non
 
 def facts_of(program: Program, _: object) -> Row:
     """What was predicted of the stage, and what it gives up."""
+    assert isinstance(program.model, Stages)
     found = program.model.partition
     assert found is not None
     given_up = found.stage_relief[0] if found.stage_relief else None
