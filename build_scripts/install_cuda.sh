@@ -67,30 +67,36 @@ unpack() {
   done
 }
 
-# NVIDIA's own layout: nvcc, its profile and its host compiler find one another wherever PREFIX lies.
+# NVIDIA's own layout, but nvcc: a script puts GCC 11 first on the PATH, as nvcc asks the first one for its version.
 lay_out() {
   local debian=$prefix/usr/lib/nvidia-cuda-toolkit program
-  mkdir -p "$prefix/bin" "$prefix/nvvm/bin"
+  mkdir -p "$prefix/bin" "$prefix/nvvm/bin" "$prefix/gcc-11"
   ln -sfn usr/include "$prefix/include"
   ln -sfn usr/lib/x86_64-linux-gnu "$prefix/lib64"
   ln -sfn ../usr/lib/nvidia-cuda-toolkit/libdevice "$prefix/nvvm/libdevice"
   for program in "$prefix"/usr/bin/*; do
-    ln -sf "../usr/bin/$(basename "$program")" "$prefix/bin/"
+    [ "$(basename "$program")" = nvcc ] || ln -sf "../usr/bin/$(basename "$program")" "$prefix/bin/"
   done
-  # Hard links: nvcc looks beside the place where it really is.
-  rm -f "$prefix/bin/nvcc"
-  ln "$debian/bin/nvcc" "$prefix/bin/nvcc"
-  ln -f "$debian/bin/cicc" "$prefix/nvvm/bin/cicc"
-  ln -sfn ../usr/lib/nvidia-cuda-toolkit/bin/crt "$prefix/bin/crt"
-  ln -sf ../../usr/bin/x86_64-linux-gnu-gcc-11 "$prefix/nvvm/bin/gcc"
-  ln -sf ../../usr/bin/x86_64-linux-gnu-g++-11 "$prefix/nvvm/bin/g++"
-  cat >"$prefix/bin/nvcc.profile" <<'PROFILE'
-TOP = $(_HERE_)/..
+  for program in gcc g++; do
+    ln -sf "../usr/bin/x86_64-linux-gnu-$program-11" "$prefix/gcc-11/$program"
+  done
+  # Hard links: nvcc looks for its profile beside the place where it really is.
+  ln -f "$debian/bin/nvcc" "$debian/bin/cicc" "$prefix/nvvm/bin/"
+  ln -sfn ../../usr/lib/nvidia-cuda-toolkit/bin/crt "$prefix/nvvm/bin/crt"
+  cat >"$prefix/nvvm/bin/nvcc.profile" <<'PROFILE'
+TOP = $(_HERE_)/../..
 NVVMIR_LIBRARY_DIR = $(TOP)/nvvm/libdevice
-PATH += $(TOP)/nvvm/bin:$(_HERE_):
+PATH += $(_HERE_):$(TOP)/bin:
 INCLUDES += "-I$(TOP)/include" $(_SPACE_)
 LIBRARIES =+ $(_SPACE_) "-L$(TOP)/lib64/stubs" "-L$(TOP)/lib64"
 PROFILE
+  cat >"$prefix/bin/nvcc.new" <<'SCRIPT'
+#!/bin/sh
+top=$(dirname "$(dirname "$(readlink -f "$0")")")
+PATH=$top/gcc-11:$PATH exec "$top/nvvm/bin/nvcc" "$@"
+SCRIPT
+  chmod +x "$prefix/bin/nvcc.new"
+  mv "$prefix/bin/nvcc.new" "$prefix/bin/nvcc"
 }
 
 # GCC 11's own packages point at run-time libraries that the system has: GCC 12's, which are newer.
