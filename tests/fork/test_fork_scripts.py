@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 PROJECT = Path(__file__).resolve().parents[2]
-SCRIPTS = ("get_source", "apply_patches", "export_patches", "check_patches", "build_c10", "build_wheel", "install_cuda")
+SCRIPTS = ("get_source", "apply_patches", "export_patches", "check_patches", "build_c10", "build_wheel")
+SCRIPTS += ("install_cuda", "cuda_kit")
 BASICS = ("bash", "awk", "basename", "cat", "cmp", "cut", "dirname", "env", "find", "grep", "mkdir", "mktemp")
 BASICS += ("readlink", "rm", "sed", "sha256sum", "sort", "tr", "uname")
 
@@ -68,7 +69,9 @@ def test_an_unknown_option_is_named(name: str) -> None:
     assert "--help" in failed.stderr
 
 
-@pytest.mark.parametrize("name", ["get_source", "apply_patches", "build_c10", "build_wheel", "install_cuda"])
+@pytest.mark.parametrize(
+    "name", ["get_source", "apply_patches", "build_c10", "build_wheel", "install_cuda", "cuda_kit"]
+)
 def test_missing_arguments_are_named(name: str) -> None:
     failed = run(name)
     assert failed.returncode == 1
