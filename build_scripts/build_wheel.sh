@@ -3,10 +3,13 @@
 #
 #   build_scripts/build_wheel.sh TREE [--device cpu|cuda] [--profile lean|full] [--unpatched] [--configure-only]
 #
-# --device cuda     needs the CUDA toolkit (CUDA_HOME) and cuDNN (CUDNN_INCLUDE_PATH, CUDNN_LIBRARY_PATH);
-#                   TORCH_CUDA_ARCH_LIST is passed on, '9.0' for example; without it, the GPU that is there counts
+# --device cuda     needs the CUDA toolkit (CUDA_HOME; install_cuda.sh makes one) and in the profile full cuDNN
+#                   (CUDNN_INCLUDE_PATH, CUDNN_LIBRARY_PATH); TORCH_CUDA_ARCH_LIST is passed on, '9.0' for example;
+#                   without it, the GPU that is there counts
 # --profile lean    -O1, one instruction set, no Caffe2, distributed, MKLDNN, FBGEMM, NNPACK, XNNPACK, Kineto: for
-#                   tests and small machines. full: PyTorch's own choice of everything
+#                   tests and small machines. With CUDA no cuDNN, MAGMA, NCCL, and only the kernels that training a
+#                   GPT and a small CNN needs; the rest throws, and a list of it lies beside the wheel.
+#                   full: PyTorch's own choice of everything
 # --unpatched       of a tree without the fork, with the same options: what benchmarks/fork_steps.py compares with
 # --configure-only  stops when CMake has configured the build
 #
@@ -111,13 +114,16 @@ if [ "$profile" = lean ]; then
   # PyTorch appends -O2 to the flags; those of the build type come later.
   export CMAKE_BUILD_TYPE=Release CMAKE_C_FLAGS_RELEASE='-O1 -DNDEBUG' CMAKE_CXX_FLAGS_RELEASE='-O1 -DNDEBUG'
   export CMAKE_PROJECT_Torch_INCLUDE=$project/build_scripts/lean.cmake
+  # -O1 is for nvcc's host code; kernels are optimized as ever.
+  export USE_CUDNN=0 USE_NCCL=0 USE_FLASH_ATTENTION=0 CMAKE_CUDA_FLAGS_RELEASE='-O1 -DNDEBUG'
 fi
 if [ "$device" = cuda ]; then
   cuda=${CUDA_HOME:-/usr/local/cuda}
   [ -x "$cuda/bin/nvcc" ] || fail "expected the CUDA toolkit (10.2 to 11.8) in '$cuda', found no bin/nvcc; name it with CUDA_HOME="
   release=$("$cuda/bin/nvcc" --version | sed -n 's/.*release \([0-9]*\)\..*/\1/p')
   ((release < 12)) || fail "expected CUDA 10.2 to 11.8 for PyTorch 1.12 and 1.13, found $release in '$cuda'; name another with CUDA_HOME="
-  export USE_CUDA=1 CUDA_HOME=$cuda CMAKE_CUDA_COMPILER_LAUNCHER=ccache
+  # CMake's modules ask for the toolkit by different names; one that lies on PATH must not come first.
+  export USE_CUDA=1 CUDA_HOME=$cuda CUDA_PATH=$cuda CUDACXX=$cuda/bin/nvcc CMAKE_CUDA_COMPILER_LAUNCHER=ccache
   [ -z "${TORCH_CUDA_ARCH_LIST:-}" ] || export TORCH_CUDA_ARCH_LIST
 else
   export USE_CUDA=0 USE_CUDNN=0
@@ -139,6 +145,13 @@ if ((configure_only)); then
 fi
 "$python" setup.py bdist_wheel
 wheel=$(find dist -name 'torch-*.whl' -newer version.txt | sort | tail -n 1)
+if [ "$device-$profile" = cuda-lean ]; then
+  {
+    cat "$project/build_scripts/lean_cuda/left_out.txt"
+    printf '\n# The functions that throw for it\n'
+    cat build/left_out_functions.txt
+  } >"$wheel.left_out.txt"
+fi
 if ((unpatched)); then
   next_step "$python -m pip install $tree/$wheel"
   exit 0

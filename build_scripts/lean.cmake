@@ -6,3 +6,7 @@ foreach(language C CXX)
     endforeach()
   endforeach()
 endforeach()
+
+if(USE_CUDA)
+  include("${CMAKE_CURRENT_LIST_DIR}/lean_cuda/lean_cuda.cmake")
+endif()

@@ -11,6 +11,7 @@ import pytest
 
 PROJECT = Path(__file__).resolve().parents[2]
 SCRIPTS = ("get_source", "apply_patches", "export_patches", "check_patches", "build_c10", "build_wheel")
+SCRIPTS += ("install_cuda", "cuda_kit")
 BASICS = ("bash", "awk", "basename", "cat", "cmp", "cut", "dirname", "env", "find", "grep", "mkdir", "mktemp")
 BASICS += ("readlink", "rm", "sed", "sha256sum", "sort", "tr", "uname")
 
@@ -68,7 +69,9 @@ def test_an_unknown_option_is_named(name: str) -> None:
     assert "--help" in failed.stderr
 
 
-@pytest.mark.parametrize("name", ["get_source", "apply_patches", "build_c10", "build_wheel"])
+@pytest.mark.parametrize(
+    "name", ["get_source", "apply_patches", "build_c10", "build_wheel", "install_cuda", "cuda_kit"]
+)
 def test_missing_arguments_are_named(name: str) -> None:
     failed = run(name)
     assert failed.returncode == 1
@@ -107,6 +110,7 @@ def test_a_way_that_a_version_cannot_be_had_by_is_refused(version: str, way: str
         ("build_c10", "ninja", ("cmake",)),
         ("build_wheel", "cmake", ()),
         ("build_wheel", "ninja", ("cmake",)),
+        ("install_cuda", "apt-get", ()),
     ],
 )
 def test_a_missing_tool_is_named_with_its_package(name: str, tool: str, has: tuple[str, ...], tmp_path: Path) -> None:
@@ -114,6 +118,8 @@ def test_a_missing_tool_is_named_with_its_package(name: str, tool: str, has: tup
         if shutil.which(program) is None:
             pytest.skip(f"needs {program}")
     arguments = {"check_patches": [], "build_c10": ["t"], "build_wheel": ["t"]}.get(name, ["v1.13.1", tmp_path / "t"])
+    if name == "install_cuda":
+        arguments = [tmp_path / "cuda"]
     failed = run(name, *arguments, path=programs(tmp_path / "bin", *has))
     assert failed.returncode == 1
     assert f"expected the program {tool}" in failed.stderr

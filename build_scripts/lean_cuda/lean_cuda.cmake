@@ -1,0 +1,40 @@
+# Takes the files that left_out.txt names out of PyTorch's CUDA libraries, once CMake has read all of PyTorch. What others
+# still call of them is defined by link.py: an error that says so.
+cmake_minimum_required(VERSION 3.19) # DEFER
+set(LEAN_CUDA "${CMAKE_CURRENT_LIST_DIR}")
+
+function(lean_leave_out target)
+  file(STRINGS "${LEAN_CUDA}/left_out.txt" patterns REGEX "^[^#]")
+  get_target_property(sources ${target} SOURCES)
+  set(kept "")
+  foreach(source IN LISTS sources)
+    set(keep TRUE)
+    foreach(pattern IN LISTS patterns)
+      if(source MATCHES "/${pattern}$")
+        set(keep FALSE)
+      endif()
+    endforeach()
+    if(keep)
+      list(APPEND kept "${source}")
+    endif()
+  endforeach()
+  set_target_properties(${target} PROPERTIES SOURCES "${kept}")
+endfunction()
+
+function(lean_cuda)
+  if(NOT TARGET torch_cuda)
+    return()
+  endif()
+  set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS "${LEAN_CUDA}/left_out.txt")
+  lean_leave_out(torch_cuda)
+  lean_leave_out(torch_python)
+  target_sources(torch_cuda PRIVATE "${LEAN_CUDA}/left_out.cpp")
+  # Only libraries that are called.
+  target_link_options(torch_cuda PRIVATE "LINKER:--as-needed")
+  target_link_options(torch_global_deps PRIVATE "LINKER:--as-needed")
+  set_target_properties(torch_cuda PROPERTIES
+    LINK_DEPENDS "${LEAN_CUDA}/link.py"
+    RULE_LAUNCH_LINK "${PYTHON_EXECUTABLE} ${LEAN_CUDA}/link.py ${CMAKE_BINARY_DIR}/left_out_functions.txt")
+endfunction()
+
+cmake_language(DEFER CALL lean_cuda)
