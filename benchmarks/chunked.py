@@ -24,7 +24,7 @@ from benchmarks import peers
 from benchmarks.equal_peak import at_most
 from benchmarks.plan_worker import Paging, Run
 from benchmarks.results import Check, Result
-from benchmarks.sweep import Row, Sweep, add_arguments
+from benchmarks.sweep import Row, Sweep, add_arguments, run_rows
 from benchmarks.training import GIB
 from benchmarks.workloads import Program
 
@@ -199,15 +199,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser, seconds=300)
     given = parser.parse_args()
-    if given.list:
-        print("\n".join(WAYS))
-        return
     title = "GPT 1.3B in mixed precision with AdamW, 16 x 2048 tokens, blocks checkpointed"
-    sweep = Sweep(Result(name="chunked", title=title, columns=COLUMNS), given, list(WAYS), judge)
-    for key in WAYS:
-        if sweep.wants(key):
-            measure_row(sweep, key)
-    sweep.finish()
+    run_rows(Result(name="chunked", title=title, columns=COLUMNS), given, list(WAYS), judge, measure_row)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from benchmarks import peers
 from benchmarks.chunked import in_chunks
 from benchmarks.plan_worker import Run
 from benchmarks.results import Check, Result
-from benchmarks.sweep import Row, Sweep, add_arguments
+from benchmarks.sweep import Row, Sweep, add_arguments, run_rows
 from benchmarks.workloads import Program
 
 COLUMNS = [
@@ -107,15 +107,8 @@ def main() -> None:
     add_arguments(parser, seconds=400)
     parser.set_defaults(steps=3)
     given = parser.parse_args()
-    if given.list:
-        print("\n".join(MODELS))
-        return
     title = "GPTs in mixed precision with AdamW in chunks, blocks checkpointed, updates in backward"
-    sweep = Sweep(Result(name="chunked_large", title=title, columns=COLUMNS), given, list(MODELS), judge)
-    for key in MODELS:
-        if sweep.wants(key):
-            measure_row(sweep, key)
-    sweep.finish()
+    run_rows(Result(name="chunked_large", title=title, columns=COLUMNS), given, list(MODELS), judge, measure_row)
 
 
 if __name__ == "__main__":

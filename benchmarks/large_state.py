@@ -18,7 +18,7 @@ from benchmarks import peers
 from benchmarks.equal_peak import at_most, check_rows
 from benchmarks.plan_worker import Paging, Run
 from benchmarks.results import Check, Result
-from benchmarks.sweep import Row, Sweep, add_arguments
+from benchmarks.sweep import Row, Sweep, add_arguments, run_rows
 from benchmarks.training import GIB
 
 COLUMNS = [
@@ -136,16 +136,10 @@ def main() -> None:
     parser.add_argument("--most-steps", type=int, default=12, help="to wait for a plan (%(default)s)")
     parser.set_defaults(row_seconds=200, steps=4)
     given = parser.parse_args()
-    keys = keys_of(tiny=given.tiny)
-    if given.list:
-        print("\n".join(keys))
-        return
     title = "GPTs in fp32 with AdamW, autocast to bf16, blocks checkpointed, 8 x 2048 tokens"
-    sweep = Sweep(Result(name="large_state", title=title, columns=COLUMNS), given, keys, judge)
-    for key in keys:
-        if sweep.wants(key):
-            measure_row(sweep, key)
-    sweep.finish()
+    run_rows(
+        Result(name="large_state", title=title, columns=COLUMNS), given, keys_of(tiny=given.tiny), judge, measure_row
+    )
 
 
 if __name__ == "__main__":

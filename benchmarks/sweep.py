@@ -20,7 +20,7 @@ from benchmarks.fresh import CallFailedError, FreshProcesses
 from benchmarks.plan_worker import Run, measure
 from benchmarks.results import Check, Result, command, commit
 
-__all__ = ["PRELOAD", "Row", "Sweep", "add_arguments"]
+__all__ = ["PRELOAD", "Row", "Sweep", "add_arguments", "run_rows"]
 
 Row = dict[str, Any]
 _SHORTEST_ROW_S = 10.0
@@ -166,3 +166,29 @@ class Sweep:
 
     def _place(self, row: Row) -> int:
         return self.keys.index(row["key"]) if row["key"] in self.keys else len(self.keys)
+
+
+def run_rows(
+    result: Result,
+    given: argparse.Namespace,
+    keys: Sequence[str],
+    judge: Callable[[Sequence[Row]], Iterable[Check]],
+    measure_row: Callable[[Sweep, str], object],
+) -> None:
+    """Runs the rows that the command line names, one after the other, or prints what rows there are.
+
+    Args:
+        result: the table.
+        given: the command line, with the words of `add_arguments`.
+        keys: of all rows, in their order in the table.
+        judge: the checks of all rows that there are.
+        measure_row: runs one row.
+    """
+    if given.list:
+        print("\n".join(keys))
+        return
+    sweep = Sweep(result, given, keys, judge)
+    for key in sweep.keys:
+        if sweep.wants(key):
+            measure_row(sweep, key)
+    sweep.finish()

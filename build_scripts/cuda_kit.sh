@@ -84,7 +84,7 @@ pack_libraries() {
 
 pack_python
 pack_libraries
-find "$kit" -type f \( -name '*.so' -o -name '*.so.*' \) -exec strip --strip-unneeded {} \; 2>/dev/null || true
+find "$kit" -type f \( -name '*.so' -o -name '*.so.*' \) -exec strip --strip-unneeded {} \;
 cat >"$kit/run" <<'SCRIPT'
 #!/bin/sh
 kit=$(dirname "$(readlink -f "$0")")

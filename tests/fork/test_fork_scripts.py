@@ -117,9 +117,8 @@ def test_a_missing_tool_is_named_with_its_package(name: str, tool: str, has: tup
     for program in has:
         if shutil.which(program) is None:
             pytest.skip(f"needs {program}")
-    arguments = {"check_patches": [], "build_c10": ["t"], "build_wheel": ["t"]}.get(name, ["v1.13.1", tmp_path / "t"])
-    if name == "install_cuda":
-        arguments = [tmp_path / "cuda"]
+    own = {"check_patches": [], "build_c10": ["t"], "build_wheel": ["t"], "install_cuda": [tmp_path / "cuda"]}
+    arguments = own.get(name, ["v1.13.1", tmp_path / "t"])
     failed = run(name, *arguments, path=programs(tmp_path / "bin", *has))
     assert failed.returncode == 1
     assert f"expected the program {tool}" in failed.stderr

@@ -128,6 +128,7 @@ class _Parts:
 
     def __init__(self, units: Units, order: Ints, parts: list[tuple[int, int]]) -> None:
         self._units = units
+        self._place = {node.name: index for index, node in enumerate(units.graph.nodes)}
         self._members = [order[first:end] for first, end in parts]
         self._part_of = {int(unit): index for index, own in enumerate(self._members) for unit in own}
         self._saved = [{id_ for unit in own for id_ in units.nodes[unit].saved} for own in self._members]
@@ -158,12 +159,11 @@ class _Parts:
             for value in self._entering[part]
             if value.producer != MODEL_INPUT and not any(id_ in self._savers for id_ in value.storages)
         ]
-        place = {node.name: index for index, node in enumerate(units.graph.nodes)}
-        names = tuple(sorted((name for unit in own for name in units.members[unit]), key=place.__getitem__))
+        names = tuple(sorted((name for unit in own for name in units.members[unit]), key=self._place.__getitem__))
         return Segment(
             names=names,
             units=tuple(own),
-            again_us=_again_us([units.graph.nodes[place[name]] for name in names]),
+            again_us=_again_us([units.graph.nodes[self._place[name]] for name in names]),
             saved_bytes=float(sum(sizes[id_] for id_ in given_up)),
             entering_bytes=float(sum(unsaved)),
             recomputable=recomputable,
