@@ -14,9 +14,9 @@ from torch import nn
 
 from torch_lms.errors import PartitionError
 from torch_lms.partition.costs import CostGraph, CostModel, DeviceSpec, LinkSpec, optimizer_multiplier
-from torch_lms.partition.giving_up import RecomputeAndSwap
 from torch_lms.partition.interface import Algorithm, Partition, PartitionProblem
 from torch_lms.partition.partitioning import partition
+from torch_lms.partition.recompute_and_swap import RecomputeAndSwap
 from torch_lms.partition.relief import KEEP_ALL, MemoryRelief
 from torch_lms.stages.cutting import split
 from torch_lms.stages.giving_up import can_swap

@@ -203,6 +203,30 @@ def test_only_what_an_op_makes_alike_again_has_a_recipe() -> None:
     assert all(one.recompute is None for one in normed)
 
 
+class DrawsMask(nn.Module):
+    """Dropout as the one op that it is on a GPU."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.linear, self.p = nn.Linear(32, 32), p
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.native_dropout(self.linear(x), self.p, True)[0].square().sum()
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_what_dropout_makes_has_a_recipe_from_its_mask(p: float) -> None:
+    """That is, where it draws one."""
+    trace = trace_step(DrawsMask(p), torch.randn(8, 32), config=RATED)
+    made, *masks = made_by(trace, "native_dropout")
+    assert all(mask.recompute is None and "random" in mask.why_not_recompute for mask in masks)
+    if p == 0:
+        assert made.recompute is None
+    else:
+        assert made.recompute is not None
+        assert [trace.storages[number] for number in made.recompute.inputs] == [*made_by(trace, "addmm"), *masks]
+
+
 def test_small_storages_stay() -> None:
     found = traced(GPT_TRAINING, RATED)
     assert all(one.movable == (one.bytes >= MIN_BYTES) for one in found.storages)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.plan.traces import gpt_trace
+from torch_lms.plan import make_plan, simulate
+from torch_lms.plan.predict import priced_again
 from torch_lms.swap.recording import timed_again
 
 KEYS = 7
@@ -34,3 +36,20 @@ def test_ops_that_have_not_run_keep_their_time() -> None:
     found = timed_again(TRACE, times_us)
     assert [op.duration_us for op in found.ops if op.key == 1] == [5.0] * sum(op.key == 1 for op in TRACE.ops)
     assert [op.duration_us for op in found.ops if op.key != 1] == [op.duration_us for op in TRACE.ops if op.key != 1]
+
+
+def test_a_plan_that_stays_predicts_what_its_own_steps_take() -> None:
+    limit_bytes = simulate(TRACE, []).peak_bytes * 7 // 10
+    plan = make_plan(TRACE, limit_bytes, simply=True)
+    assert priced_again(plan, TRACE).predicted.step_us == plan.predicted.step_us
+    assert priced_again(plan, TRACE).timeline == plan.timeline
+    slower = replace(TRACE, ops=tuple(replace(op, duration_us=2 * op.duration_us) for op in TRACE.ops))
+    found = priced_again(plan, slower)
+    assert found.predicted.plain_us == 2 * plan.predicted.plain_us
+    assert found.predicted.step_us > plan.predicted.step_us
+    assert (found.decisions, found.limit_bytes, found.placeholders) == (
+        plan.decisions,
+        plan.limit_bytes,
+        plan.placeholders,
+    )
+    assert [op.duration_us for op in found.ops] == [op.duration_us for op in slower.ops]

@@ -209,7 +209,7 @@ void Executor::end_op(const at::RecordFunction& record, Frame& frame) {
   }
   const std::vector<at::Tensor> made = tensors_in(outputs_of(record));
   const std::vector<c10::StorageImpl*> fresh =
-      recipe != nullptr && audition_.try_out(*recipe, made).empty()
+      recipe != nullptr && recipes_.finish(recipe, made) && audition_.try_out(*recipe, made).empty()
           ? recipes_.note_made(recipe, made)
           : std::vector<c10::StorageImpl*>(made.size(), nullptr);
   const std::vector<int32_t>& numbers = plan->ops[place].outputs;
@@ -311,7 +311,8 @@ void Executor::after_op(Frame& frame) {
       }
     }
   }
-  if (!in_foreign_call()) {
+  // The stack is looked at only where something leaves: that takes longer than the rest of an op.
+  if (!(drops.empty() && pageouts.empty()) && !in_foreign_call()) {
     for (const Bound& bound : drops) {
       const EntityPtr entity = bound.entity.lock();
       if (entity != nullptr && bound.recipe != nullptr) {

@@ -19,6 +19,8 @@
 namespace torch_lms {
 namespace {
 
+constexpr uint64_t kOpsBetweenSettles = 8;
+
 // The callbacks get nothing but the record.
 std::atomic<Observer*> instance{nullptr};
 
@@ -182,7 +184,8 @@ void Observer::begin_outermost(const at::RecordFunction& record, Frame& frame) {
   if (!frame.given_out.empty() && !in_foreign_call()) {
     take_back();
   }
-  if (pager_.arrivals().any()) {
+  // It asks the device, and nobody waits for what it forgets but who wants ops unobserved again.
+  if (pager_.arrivals().any() && (!policy_->enabled() || frame.now % kOpsBetweenSettles == 0)) {
     pager_.arrivals().settle();
   }
   if (pager_.has_finished()) {
@@ -352,6 +355,9 @@ void Observer::backward_ended() {
 void Observer::note_recipe(const at::RecordFunction& record, Frame& frame) {
   const std::shared_ptr<OpRecipe> recipe = std::move(frame.recipe);
   const std::vector<at::Tensor> made = tensors_in(outputs_of(record));
+  if (!recipes_.finish(recipe, made)) {
+    return;
+  }
   const std::vector<c10::StorageImpl*> storages = recipes_.note_made(recipe, made);
   for (size_t i = 0; i < storages.size(); ++i) {
     Entity* entity = storages[i] != nullptr ? find(*storages[i], frame) : nullptr;

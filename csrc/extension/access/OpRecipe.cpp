@@ -2,7 +2,6 @@
 
 #include <array>
 #include <cstring>
-#include <sstream>
 #include <utility>
 
 #include <ATen/core/enum_tag.h>
@@ -23,6 +22,7 @@ constexpr std::array<const char*, 7> kUnsettled =
     {"empty", "batch_norm", "rnn", "lstm", "gru", "resize", "fused_moving_avg"};
 
 constexpr const char* kDropout = "dropout_p";
+constexpr const char* kNativeDropout = "aten::native_dropout"; // what it makes: an output, a mask
 
 bool is_attention(const std::string& name) {
   return name.find("attention") != std::string::npos;
@@ -54,6 +54,37 @@ bool is_constant(const c10::IValue& value) {
          value.isDevice() || value.isIntList() || value.isDoubleList() || value.isBoolList();
 }
 
+size_t bits_of(double value) {
+  uint64_t bits = 0;
+  std::memcpy(&bits, &value, sizeof(bits));
+  return bits;
+}
+
+/// 1 and 1.0 are not the same, nor are 0.0 and -0.0.
+size_t hash_of_constant(const c10::IValue& value) {
+  if (value.isDouble()) {
+    return c10::hash_combine(1, bits_of(value.toDouble()));
+  }
+  if (value.isComplexDouble()) {
+    const auto number = value.toComplexDouble();
+    return c10::hash_combine(bits_of(number.real()), bits_of(number.imag()));
+  }
+  if (value.isBool()) {
+    return value.toBool() ? 2 : 3;
+  }
+  if (value.isInt()) {
+    return c10::hash_combine(4, static_cast<size_t>(value.toInt()));
+  }
+  if (value.isList()) {
+    size_t hash = 5;
+    for (const c10::IValue& element : value.toListRef()) {
+      hash = c10::hash_combine(hash, hash_of_constant(element));
+    }
+    return hash;
+  }
+  return c10::IValue::hash(value); // none, a string, a device
+}
+
 void append_tensors(const c10::IValue& value, std::vector<at::Tensor>& tensors) {
   if (value.isTensor()) {
     tensors.push_back(value.toTensor());
@@ -66,6 +97,12 @@ void append_tensors(const c10::IValue& value, std::vector<at::Tensor>& tensors) 
       append_tensors(element, tensors);
     }
   }
+}
+
+/// The kernels multiply by the mask and then by this: on CUDA as an accumulation type has it.
+double scale_of_dropout(double p, const at::Tensor& made) {
+  const bool exact = made.is_cpu() || made.scalar_type() == at::kDouble;
+  return exact ? 1.0 / (1.0 - p) : static_cast<double>(1.0f / static_cast<float>(1.0 - p));
 }
 
 } // namespace
@@ -87,7 +124,7 @@ bool OpRecipe::possible(const c10::OperatorHandle& op) {
     }
   }
   if (op.hasTag(at::Tag::nondeterministic_seeded)) {
-    return is_attention(name) && has_argument(schema, kDropout);
+    return name == kNativeDropout || (is_attention(name) && has_argument(schema, kDropout));
   }
   return true;
 }
@@ -102,6 +139,7 @@ std::shared_ptr<OpRecipe> OpRecipe::capture(const at::RecordFunction& record) {
   std::shared_ptr<OpRecipe> recipe(new OpRecipe(*op));
   recipe->state_ = NumericState::now();
   const auto& arguments = op->schema().arguments();
+  recipe->drawn_ = op->schema().name() == kNativeDropout;
   const bool seeded = op->hasTag(at::Tag::nondeterministic_seeded);
   for (size_t i = 0; i < arguments.size(); ++i) {
     const c10::IValue& value = inputs_of(record)[i];
@@ -118,6 +156,25 @@ std::shared_ptr<OpRecipe> OpRecipe::capture(const at::RecordFunction& record) {
     }
   }
   return recipe;
+}
+
+/// `native_dropout_backward(input, mask, scale)` is what `native_dropout` makes of its input.
+bool OpRecipe::finish(const std::vector<at::Tensor>& made) {
+  if (!drawn_) {
+    return true;
+  }
+  if (arguments_.size() != 3 || made.size() != 2 || !made[0].defined() || !made[1].defined()) {
+    return false;
+  }
+  const double p = arguments_[1].toDouble();
+  const bool trains = arguments_[2].isNone() || arguments_[2].toBool();
+  const auto op = c10::Dispatcher::singleton().findOp({"aten::native_dropout_backward", ""});
+  if (!trains || !(p > 0 && p < 1) || !op.has_value() || !take_tensor(made[1])) {
+    return false;
+  }
+  op_ = *op;
+  arguments_ = {at::Tensor(), at::Tensor(), scale_of_dropout(p, made[0])};
+  return true;
 }
 
 bool OpRecipe::take_tensor(const at::Tensor& tensor) {
@@ -218,6 +275,7 @@ std::vector<at::Tensor> OpRecipe::run() const {
 }
 
 std::vector<at::Tensor> OpRecipe::call() const {
+  TORCH_INTERNAL_ASSERT(!drawn_ || storages_.size() == 2, "it would draw other numbers");
   std::vector<c10::IValue> stack;
   size_t next = 0;
   for (const c10::IValue& taken : arguments_) {
@@ -228,14 +286,13 @@ std::vector<at::Tensor> OpRecipe::call() const {
 }
 
 uint64_t OpRecipe::kind() const {
-  size_t kind = std::hash<std::string>()(toString(op_.operator_name()));
-  kind = c10::hash_combine(kind, state_.hash());
+  size_t kind =
+      c10::hash_combine(std::hash<c10::OperatorName>()(op_.operator_name()), state_.hash());
   const auto add = [&kind](size_t value) { kind = c10::hash_combine(kind, value); };
+  add(drawn_ ? 1 : 0); // the op that makes it again is not the one that made it
   for (const c10::IValue& argument : arguments_) {
     if (!argument.isTensor() && !argument.isTensorList() && !argument.isOptionalTensorList()) {
-      std::ostringstream text;
-      text << argument;
-      add(std::hash<std::string>()(text.str()));
+      add(hash_of_constant(argument));
     }
   }
   for (const Meta& meta : metas_) {

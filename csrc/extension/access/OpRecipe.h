@@ -24,6 +24,8 @@ namespace torch_lms {
 ///   - is PyTorch's, has a schema, and its record has all of its arguments;
 ///   - writes to nothing, its outputs are memory of their own, and they are set by its inputs: no
 ///     random numbers (attention without dropout is fine), no running statistics, no `empty`;
+///     `native_dropout` also makes the mask that it has drawn, and its output is made again from
+///     that: the mask has no recipe;
 ///   - takes and makes plain tensors: dense, strided, no wrappers, in PyTorch's own memory. What
 ///     others have the address of (numpy, another process, a file) they may write to unseen.
 /// Its inputs stay as they were: whoever is about to write to one, or to what it made, says so
@@ -44,6 +46,15 @@ class OpRecipe {
   /// From an op that begins; null if it cannot be run again. The record's inputs are valid then
   /// only.
   static std::shared_ptr<OpRecipe> capture(const at::RecordFunction& record);
+
+  /// The op has ended and made `made`. False if it cannot be run again after all. To be called
+  /// before anything below, and before another thread knows of it.
+  bool finish(const std::vector<at::Tensor>& made);
+
+  /// Whether `run` makes no more than the first of what the op made.
+  bool makes_first_only() const noexcept {
+    return drawn_;
+  }
 
   /// All tensors that the op makes, in order, those in lists too; undefined ones as they are.
   /// Throws what the op throws. Its inputs are on the device, and pinned.
@@ -82,13 +93,14 @@ class OpRecipe {
   std::vector<at::Tensor> call() const;
   c10::IValue value(const c10::IValue& taken, size_t* next) const;
 
-  const c10::OperatorHandle op_;
+  c10::OperatorHandle op_;
   std::vector<c10::IValue> arguments_; // with undefined tensors for those of `storages_`
   std::vector<c10::Storage> storages_;
   std::vector<Meta> metas_;
   std::vector<bool> defined_;
   c10::optional<c10::Stream> stream_;
   NumericState state_;
+  bool drawn_ = false; // from random numbers, which are in an input since `finish`
   std::atomic<bool> valid_{true};
 };
 

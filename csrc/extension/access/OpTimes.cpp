@@ -9,6 +9,7 @@ void OpTimes::begin(Device& device, Lead lead) {
   std::lock_guard<std::mutex> lock(mutex_);
   device_ = &device;
   lead_ = lead;
+  waits_ = 0;
   paused_ = false;
   spans_.clear();
   on_.store(true, std::memory_order_release);
@@ -48,7 +49,10 @@ void OpTimes::end_op(int32_t place) {
 
 void OpTimes::pause(Device& device) {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (on() && device_ == &device && !spans_.empty() && spans_.back().end == nullptr) {
+  if (!on() || device_ != &device || waits_++ != 0) {
+    return;
+  }
+  if (!spans_.empty() && spans_.back().end == nullptr) {
     spans_.back().end = device_->mark_time();
     paused_ = true;
   }
@@ -56,7 +60,8 @@ void OpTimes::pause(Device& device) {
 
 void OpTimes::resume(Device& device) noexcept {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (!on() || device_ != &device || !std::exchange(paused_, false)) {
+  if (!on() || device_ != &device || waits_ == 0 || --waits_ != 0 ||
+      !std::exchange(paused_, false)) {
     return;
   }
   try {

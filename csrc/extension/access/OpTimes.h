@@ -30,7 +30,8 @@ class OpTimes {
   /// The op at a place of the cycle begins, and ends.
   void begin_op(int32_t place);
   void end_op(int32_t place);
-  /// The op that runs stops meanwhile, and goes on. No effect where none runs.
+  /// The op that runs stops meanwhile, and goes on when every pause has ended: what is done for
+  /// room while an op waits for it waits for room itself. No effect where none runs.
   void pause(Device& device);
   void resume(Device& device) noexcept;
 
@@ -52,7 +53,8 @@ class OpTimes {
   std::mutex mutex_; // guards what follows
   Device* device_ = nullptr;
   Lead lead_ = Lead::kThere;
-  bool paused_ = false;
+  int waits_ = 0; // pauses that have not ended
+  bool paused_ = false; // the first of them found an op that ran
   std::vector<Span> spans_; // only the last may be open
 };
 

@@ -144,6 +144,17 @@ bool Recipes::reads_only_ours(const OpRecipe& recipe) {
   return true;
 }
 
+/// From now on raw writes to what it reads are noticed, where PyTorch can tell of them.
+void Recipes::look_after(const OpRecipe& recipe) {
+  for (const c10::Storage& input : recipe.inputs()) {
+    const EntityPtr entity =
+        compat::kHasMaterializer && input ? pager_.find(*impl_of(input)) : nullptr;
+    if (entity != nullptr) {
+      entity->watch_writes();
+    }
+  }
+}
+
 std::shared_ptr<OpRecipe> Recipes::capture(const at::RecordFunction& record, bool to_look_at) {
   std::shared_ptr<OpRecipe> recipe = OpRecipe::capture(record);
   if (recipe == nullptr || !reads_only_ours(*recipe)) {
@@ -152,13 +163,7 @@ std::shared_ptr<OpRecipe> Recipes::capture(const at::RecordFunction& record, boo
   if (to_look_at) {
     return recipe;
   }
-  for (const c10::Storage& input : recipe->inputs()) {
-    const EntityPtr entity =
-        compat::kHasMaterializer && input ? pager_.find(*impl_of(input)) : nullptr;
-    if (entity != nullptr) {
-      entity->watch_writes();
-    }
-  }
+  look_after(*recipe);
   std::lock_guard<std::mutex> lock(mutex_);
   forget_dead_locked();
   Known& known = known_[recipe.get()];
@@ -168,6 +173,28 @@ std::shared_ptr<OpRecipe> Recipes::capture(const at::RecordFunction& record, boo
   }
   count_.store(known_.size(), std::memory_order_release);
   return recipe;
+}
+
+bool Recipes::finish(const std::shared_ptr<OpRecipe>& recipe, const std::vector<at::Tensor>& made) {
+  const size_t before = recipe->inputs().size();
+  if (!recipe->finish(made)) {
+    return false;
+  }
+  if (recipe->inputs().size() == before) {
+    return true;
+  }
+  bool looked_after = false;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    looked_after = known_.count(recipe.get()) != 0;
+    for (size_t i = before; looked_after && i < recipe->inputs().size(); ++i) {
+      by_storage_.emplace(impl_of(recipe->inputs()[i]), recipe.get());
+    }
+  }
+  if (looked_after) {
+    look_after(*recipe);
+  }
+  return reads_only_ours(*recipe);
 }
 
 std::vector<c10::StorageImpl*> Recipes::note_made(

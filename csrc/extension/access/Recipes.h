@@ -27,7 +27,11 @@ class Recipes {
   /// tell of raw writes also these, unless it is only `to_look_at`. Null if it cannot be run again.
   std::shared_ptr<OpRecipe> capture(const at::RecordFunction& record, bool to_look_at = false);
 
-  /// The op has ended and made `made`, of which those are left that can be dropped: the rest is
+  /// The op has ended and made `made`. False if it cannot be run again after all. To be called
+  /// before the recipe is tried out or noted.
+  bool finish(const std::shared_ptr<OpRecipe>& recipe, const std::vector<at::Tensor>& made);
+
+  /// What the op has made, of which those are left that can be dropped: the rest is
   /// null. Their place in the list is what `drop` takes.
   std::vector<c10::StorageImpl*> note_made(
       const std::shared_ptr<OpRecipe>& recipe,
@@ -57,6 +61,7 @@ class Recipes {
   class Storage;
 
   bool reads_only_ours(const OpRecipe& recipe);
+  void look_after(const OpRecipe& recipe);
   void bring_ingredients(const EntityPtr& entity);
   void invalidate_readers(const c10::StorageImpl& storage);
   std::shared_ptr<Storage> recipe_of(const EntityPtr& entity);

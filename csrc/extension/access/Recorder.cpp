@@ -144,12 +144,13 @@ void Recorder::note_outputs(const at::RecordFunction& record, Frame& frame, int3
   const std::vector<at::Tensor> made = tensors_in(outputs_of(record));
   std::string verdict = "its op cannot be run again with the same result";
   std::vector<c10::StorageImpl*> fresh(made.size(), nullptr);
-  if (frame.recipe != nullptr) {
+  if (frame.recipe != nullptr && recipes_.finish(frame.recipe, made)) {
     verdict = audition_.try_out(*frame.recipe, made);
     fresh = recipes_.note_made(frame.recipe, made);
   }
   std::pair<std::string, std::string> where;
   bool asked = interpreter().where == nullptr;
+  std::vector<int32_t> remakable; // one may be made from another, so all get their numbers first
   for (size_t i = 0; i < made.size(); ++i) {
     const EntityPtr entity = made[i].defined() && made[i].has_storage()
                                  ? pager_.find(*made[i].storage().unsafeGetStorageImpl())
@@ -175,11 +176,17 @@ void Recorder::note_outputs(const at::RecordFunction& record, Frame& frame, int3
     storage.producer = place;
     storage.output = static_cast<int32_t>(i);
     storage.why_not_recompute =
-        fresh[i] != nullptr || !verdict.empty() ? verdict : "it shares memory";
+        fresh[i] != nullptr || !verdict.empty() ? verdict : "it shares memory, or is random";
     if (storage.why_not_recompute.empty()) {
-      note_recipe(frame, storage);
+      remakable.push_back(number);
     }
     std::tie(storage.module, storage.line) = where;
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (records_locked(frame)) {
+    for (const int32_t number : remakable) {
+      note_recipe(frame, cycle_->storages[static_cast<size_t>(number)]);
+    }
   }
 }
 

@@ -115,29 +115,37 @@ std::shared_ptr<const CodeMap> map_code() {
   return map;
 }
 
-/// Code that belongs to no library is foreign: somebody has generated it.
-Owner owner_of_code(uintptr_t address) {
+/// The map of all threads, once `stale` is no longer it.
+std::shared_ptr<const CodeMap> current_map(const std::shared_ptr<const CodeMap>& stale) {
   static auto* mutex = new std::mutex();
   static auto* current = new std::shared_ptr<const CodeMap>();
-  std::shared_ptr<const CodeMap> map;
   {
     std::lock_guard<std::mutex> lock(*mutex);
-    map = *current;
+    if (*current != stale) {
+      return *current;
+    }
   }
-  const CodeRange* range = map == nullptr ? nullptr : find(*map, address);
-  if (range == nullptr) { // a library may have been loaded since
-    map = map_code();
-    range = find(*map, address);
-    std::lock_guard<std::mutex> lock(*mutex);
-    *current = map;
-  }
-  return range == nullptr ? Owner::kForeign : range->owner;
+  std::shared_ptr<const CodeMap> map = map_code();
+  std::lock_guard<std::mutex> lock(*mutex);
+  *current = map;
+  return map;
 }
 
 struct Walk {
   uintptr_t outside_of; // frames further in are an op's own
+  std::shared_ptr<const CodeMap> map;
   bool foreign = false;
 };
+
+/// Code that belongs to no library is foreign: somebody has generated it.
+Owner owner_of_code(uintptr_t address, Walk& walk) {
+  const CodeRange* range = find(*walk.map, address);
+  if (range == nullptr) { // a library may have been loaded since
+    walk.map = current_map(walk.map);
+    range = find(*walk.map, address);
+  }
+  return range == nullptr ? Owner::kForeign : range->owner;
+}
 
 _Unwind_Reason_Code visit(_Unwind_Context* frame, void* context) {
   auto& walk = *static_cast<Walk*>(context);
@@ -145,7 +153,7 @@ _Unwind_Reason_Code visit(_Unwind_Context* frame, void* context) {
   if (address == 0 || _Unwind_GetCFA(frame) <= walk.outside_of) {
     return _URC_NO_REASON;
   }
-  const Owner owner = owner_of_code(address - 1); // of the call, not of what follows it
+  const Owner owner = owner_of_code(address - 1, walk); // of the call, not of what follows it
   walk.foreign = owner == Owner::kForeign;
   return owner == Owner::kKnown ? _URC_NO_REASON : _URC_END_OF_STACK;
 }
@@ -153,8 +161,9 @@ _Unwind_Reason_Code visit(_Unwind_Context* frame, void* context) {
 } // namespace
 
 bool in_foreign_call() noexcept {
-  Walk walk{reinterpret_cast<uintptr_t>(this_thread().op)};
+  Walk walk{reinterpret_cast<uintptr_t>(this_thread().op), nullptr};
   try {
+    walk.map = current_map(nullptr);
     _Unwind_Backtrace(&visit, &walk);
   } catch (const std::bad_alloc&) {
     return true; // Not to know is no leave to vacate.

@@ -377,6 +377,7 @@ void Policy::make_contiguous(Device& device, size_t nbytes) {
   if (!may_vacate()) {
     return;
   }
+  RECORD_USER_SCOPE("torch_lms::make_contiguous");
   const WithoutGil no_gil;
   const OpWaits waits(*feed_, device);
   const auto deadline = Clock::now() + options_.patience;

@@ -59,10 +59,9 @@ def _storage(
 ) -> TraceStorage:
     place, recipe, why_not = storage.producer, None, "no op of the step made it"
     if place is not None:
-        op = step.ops[place]
-        why_not = op.why_not_again
+        made_from, why_not = step.ops[place].makes_again_from(storage)
         if not why_not:
-            recipe = Recipe(duration_us=durations_us[place], inputs=tuple(numbers[one] for one in op.inputs))
+            recipe = Recipe(duration_us=durations_us[place], inputs=tuple(numbers[one] for one in made_from))
     movable = storage.bytes >= min_bytes
     return TraceStorage(
         bytes=storage.bytes,

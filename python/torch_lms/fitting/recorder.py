@@ -24,6 +24,8 @@ from torch_lms.profile.storages import dense_parts
 
 __all__ = ["RecordedOp", "RecordedStorage", "StepRecorder"]
 
+_DROPOUT = "aten::native_dropout"
+_DRAWS = "its op draws random numbers"
 # Their results are not set by their inputs alone, though no schema says so.
 _UNSETTLED = ("empty", "batch_norm", "rnn", "lstm", "gru", "resize", "fused_moving_avg")
 _SUM = "aten::add"
@@ -73,6 +75,16 @@ class RecordedOp:
     flops: int
     other_bytes: int
     why_not_again: str
+
+    def makes_again_from(self, storage: RecordedStorage) -> tuple[list[RecordedStorage], str]:
+        """What one of its outputs can be made again from, and why it cannot be, or nothing.
+
+        Dropout's result is made from the mask that it drew, which is its last output.
+        """
+        if self.why_not_again or self.name != _DROPOUT:
+            return self.inputs, self.why_not_again
+        mask = self.outputs[-1]
+        return [*self.inputs, mask], _DRAWS if storage is mask else ""
 
 
 class StepRecorder(TorchDispatchMode):
@@ -223,8 +235,10 @@ def _why_not_again(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return "its op has a state, or leaves memory as it found it"
     if torch.Tag.nondeterministic_seeded in func.tags:
         by_name = dict(zip((one.name for one in schema.arguments), args, strict=False)) | kwargs
+        if schema.name == _DROPOUT:
+            return "" if 0 < by_name["p"] < 1 and by_name.get("train") is not False else _DRAWS
         if "attention" not in schema.name or by_name.get("dropout_p", 0.0) != 0.0:
-            return "its op draws random numbers"
+            return _DRAWS
     return ""
 
 

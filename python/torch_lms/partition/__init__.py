@@ -15,9 +15,9 @@ from torch_lms.partition.costs import (
     links_from_profile,
     optimizer_multiplier,
 )
-from torch_lms.partition.giving_up import RecomputeAndSwap
 from torch_lms.partition.interface import Algorithm, Partition, PartitionProblem
 from torch_lms.partition.partitioning import partition
+from torch_lms.partition.recompute_and_swap import RecomputeAndSwap
 from torch_lms.partition.relief import KEEP_ALL, MemoryRelief, Relieved, StageNeed, StageRelief
 from torch_lms.partition.units import check_partition
 

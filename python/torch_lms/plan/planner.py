@@ -6,15 +6,15 @@ from collections.abc import Iterator, Sequence
 
 from torch_lms.errors import LimitError
 from torch_lms.plan.decision import KEEP, Decision
-from torch_lms.plan.document import MethodResult, Plan, PlanTimeline, Predicted
+from torch_lms.plan.document import MethodResult, Plan
 from torch_lms.plan.least import least_choices, least_limit, pressed, with_served
 from torch_lms.plan.linear import linear_bound_us, scipy_is_there
 from torch_lms.plan.methods import Method, carry_through, linear_methods, simple_methods
+from torch_lms.plan.predict import drawn, predicted_of
 from torch_lms.plan.problem import Choices, Problem
 from torch_lms.plan.reasons import explain_decisions
 from torch_lms.plan.repair import Timed, host_fits, take_back, time_choices
 from torch_lms.plan.simulator import simulate
-from torch_lms.plan.timeline import Timeline
 from torch_lms.plan.trace import Trace
 
 __all__ = ["make_plan"]
@@ -147,44 +147,19 @@ class _Planning:
     def plan(self, method: str, timed: Timed) -> Plan:
         """The document."""
         trace, found = self.problem.trace, timed.timeline
-        predicted = Predicted(
-            plain_us=self.plain.step_us,
-            step_us=found.step_us,
-            lower_bound_us=min(self.bound_us, found.step_us),
-            peak_bytes=found.peak_bytes,
-            plain_peak_bytes=self.plain.peak_bytes,
-            out_bytes=found.out_bytes,
-            in_bytes=found.in_bytes,
-            recompute_us=found.recompute_us,
-            waits_us=found.waits_us,
-            host_peak_bytes=found.host_peak_bytes,
-        )
         return Plan(
             signature=trace.signature,
             device=trace.device,
             limit_bytes=self.problem.limit_bytes,
-            predicted=predicted,
+            predicted=predicted_of(found, self.plain, self.bound_us),
             method=method,
             methods=tuple(self.results),
             decisions=tuple(explain_decisions(self.problem, _leaving(timed.decisions), found)),
             ops=trace.ops,
             recurring=tuple(storage.recurring for storage in trace.storages),
-            timeline=_drawn(found, self.plain),
+            timeline=drawn(found, self.plain),
         )
 
 
 def _leaving(decisions: Sequence[Decision]) -> list[Decision]:
     return [one for one in decisions if one.decision != KEEP]
-
-
-def _drawn(found: Timeline, plain: Timeline) -> PlanTimeline:
-    return PlanTimeline(
-        start_us=tuple(found.start_us),
-        end_us=tuple(found.end_us),
-        replay_us=tuple(found.replay_us),
-        memory_bytes=tuple(found.memory_bytes),
-        swapped_bytes=tuple(found.swapped_bytes),
-        dropped_bytes=tuple(found.dropped_bytes),
-        plain_bytes=tuple(plain.memory_bytes),
-        copies=tuple(found.copies),
-    )

@@ -18,6 +18,7 @@ from torch_lms._core import core
 from torch_lms.errors import PlanError
 from torch_lms.plan.decision import DROP_UNCHANGED, HOST, RECOMPUTE, SWAP
 from torch_lms.plan.document import Measured, Plan
+from torch_lms.plan.predict import priced_again
 from torch_lms.plan.trace import Trace
 from torch_lms.swap import where
 from torch_lms.swap.link import measure_link
@@ -180,7 +181,7 @@ def start() -> None:
     planner = threading.Thread(
         target=_plan_beside,
         args=(make_trace, wishes),
-        kwargs={"timed": recording is None, "is_crowded": is_crowded},
+        kwargs={"followed": name if recording is None else "", "is_crowded": is_crowded},
         daemon=True,
         name="torch_lms planner",
     )
@@ -221,11 +222,21 @@ def _recorded(recording: Mapping[str, Any], wishes: Wishes) -> Trace:
     return trace_of(recording, limit_bytes=wishes.limits[device], link=measure_link(device))
 
 
-def _plan_beside(make_trace: Callable[[], Trace], wishes: Wishes, *, timed: bool, is_crowded: bool) -> None:
+def _plan_beside(make_trace: Callable[[], Trace], wishes: Wishes, *, followed: str, is_crowded: bool) -> None:
+    """Plans, on a thread of its own.
+
+    Args:
+        make_trace: of the cycle.
+        wishes: of the user.
+        followed: the name of the plan that has been followed while the cycle was timed; empty for a recording.
+        is_crowded: see `_margins`.
+    """
     global _plan, _trace
-    made = timed
+    made = timed = followed != ""
     try:
         trace = make_trace()
+        if timed:
+            _price_again(followed, trace)
         for plan in _plans_of(trace, wishes.limits[trace.device], wishes, is_crowded=is_crowded):
             name = _name_of(plan)
             compiled = compile_plan(plan, name, timed=timed)
@@ -241,6 +252,21 @@ def _plan_beside(make_trace: Callable[[], Trace], wishes: Wishes, *, timed: bool
             if made or not _is_wanted(wishes):
                 return
         warnings.warn(f"torch_lms: no plan was made for this program, which pages on demand: {error}", stacklevel=1)
+
+
+def _price_again(name: str, trace: Trace) -> None:
+    """A plan may stay that was made of the recording's times: what it predicts is for those of its own steps then."""
+    global _plan
+    with _lock:
+        plan = _plans.get(name)
+    if plan is None:
+        return
+    again = priced_again(plan, trace)
+    with _lock:
+        if _plans.get(name) is plan:
+            _plans[name] = again
+        if _plan is plan:
+            _plan = again
 
 
 def _margins(trace: Trace, limit_bytes: int, *, is_crowded: bool) -> dict[str, int]:

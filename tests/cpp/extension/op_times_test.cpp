@@ -40,6 +40,34 @@ TEST(an_op_takes_what_it_does_not_wait) {
   CHECK(!times.on());
 }
 
+TEST(a_wait_inside_of_a_wait_does_not_end_it) {
+  AsyncDevice* const device = clock_of_device();
+  if (device == nullptr) {
+    return;
+  }
+  OpTimes times;
+  times.begin(*device, Lead::kThere);
+  times.begin_op(0);
+  device->ticks += 5;
+  times.pause(*device);
+  device->ticks += 100;
+  times.pause(*device); // for room to move a block to
+  device->ticks += 100;
+  times.resume(*device);
+  device->ticks += 100;
+  times.resume(*device);
+  device->ticks += 7;
+  times.end_op(0);
+  times.pause(*device); // between ops
+  times.pause(*device);
+  times.resume(*device);
+  times.resume(*device);
+  times.begin_op(1);
+  device->ticks += 2;
+  times.end_op(1);
+  CHECK(times.end(2) == std::vector<double>({12, 2}));
+}
+
 TEST(what_happens_outside_of_ops_is_not_counted) {
   AsyncDevice* const device = clock_of_device();
   if (device == nullptr) {

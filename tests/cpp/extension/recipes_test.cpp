@@ -4,6 +4,7 @@
 #include <ATen/ops/_weight_norm_interface.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/ops/native_dropout.h>
 #include <ATen/ops/rand_like.h>
 #include <c10/core/DefaultDtype.h>
 #include <entity/Error.h>
@@ -106,6 +107,61 @@ TEST(it_comes_back_before_what_it_is_made_from_is_written) {
   CHECK(holds(made.tensor, 15));
   CHECK(holds(input, 4));
   CHECK(!made.drop()); // it cannot be made again any more
+}
+
+struct DroppedOut {
+  Made made;
+  at::Tensor mask;
+  bool finished;
+};
+
+DroppedOut drop_out(const at::Tensor& input, double p, c10::optional<bool> train) {
+  DroppedOut found;
+  {
+    NextRecipe next;
+    std::tie(found.made.tensor, found.mask) = at::native_dropout(input, p, train);
+    found.made.recipe = next.take();
+  }
+  const auto track = [](const at::Tensor& tensor) {
+    c10::StorageImpl& storage = *tensor.storage().unsafeGetStorageImpl();
+    return lms().pager.find_or_track(storage, /*by_hand=*/true);
+  };
+  found.made.entity = track(found.made.tensor);
+  track(found.mask);
+  const std::vector<at::Tensor> both{found.made.tensor, found.mask};
+  found.finished = lms().recipes.finish(found.made.recipe, both);
+  if (found.finished) {
+    const auto storages = lms().recipes.note_made(found.made.recipe, both);
+    found.finished = storages[0] != nullptr && storages[1] == nullptr;
+  }
+  return found;
+}
+
+TEST(what_dropout_made_comes_back_from_its_mask) {
+  const Observed observed;
+  const at::Tensor input = tensor_of(3).to(at::kFloat);
+  const DroppedOut found = drop_out(input, 0.3, c10::nullopt);
+  REQUIRE(found.finished);
+  const at::Tensor expected = found.made.tensor.clone();
+  CHECK(!at::equal(expected, input));
+  for (int i = 0; i < 2; ++i) {
+    REQUIRE(found.made.drop());
+    CHECK_EQ(state(found.made.tensor), "dropped");
+    CHECK(at::equal(found.made.tensor, expected));
+  }
+  REQUIRE(found.made.drop());
+  found.mask.logical_not_();
+  CHECK_EQ(state(found.made.tensor), "resident"); // before the write
+  CHECK(at::equal(found.made.tensor, expected));
+  CHECK(!found.made.drop());
+}
+
+TEST(dropout_that_draws_nothing_is_no_recipe) {
+  const Observed observed;
+  const at::Tensor input = tensor_of(3).to(at::kFloat);
+  CHECK(!drop_out(input, 0.0, true).finished);
+  CHECK(!drop_out(input, 1.0, true).finished);
+  CHECK(!drop_out(input, 0.5, false).finished);
 }
 
 TEST(what_nobody_has_observed_for_a_while_is_not_dropped) {

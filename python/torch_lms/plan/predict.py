@@ -1,0 +1,64 @@
+"""What a plan says of its cycle: how long it takes, how much memory, and when."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch_lms.plan.decision import KEEP
+from torch_lms.plan.document import Plan, PlanTimeline, Predicted
+from torch_lms.plan.placeholders import with_placeholders
+from torch_lms.plan.simulator import simulate
+from torch_lms.plan.timeline import Timeline
+from torch_lms.plan.trace import Trace
+
+__all__ = ["drawn", "predicted_of", "priced_again"]
+
+
+def priced_again(plan: Plan, trace: Trace) -> Plan:
+    """The plan as it is, with what it says of its cycle in other times.
+
+    Args:
+        plan: of the same cycle.
+        trace: with the times of a step that followed it.
+    """
+    leaving = [one for one in plan.decisions if one.decision != KEEP]
+    plain = simulate(trace, [])
+    found = simulate(with_placeholders(trace, plan.placeholders), leaving, plan.limit_bytes)
+    ops = tuple(replace(op, duration_us=timed.duration_us) for op, timed in zip(plan.ops, trace.ops, strict=True))
+    return replace(plan, predicted=predicted_of(found, plain, trace.plain_us), timeline=drawn(found, plain), ops=ops)
+
+
+def predicted_of(found: Timeline, plain: Timeline, bound_us: float) -> Predicted:
+    """What a plan says of its cycle.
+
+    Args:
+        found: the cycle with the plan.
+        plain: without one.
+        bound_us: no plan is faster.
+    """
+    return Predicted(
+        plain_us=plain.step_us,
+        step_us=found.step_us,
+        lower_bound_us=min(bound_us, found.step_us),
+        peak_bytes=found.peak_bytes,
+        plain_peak_bytes=plain.peak_bytes,
+        out_bytes=found.out_bytes,
+        in_bytes=found.in_bytes,
+        recompute_us=found.recompute_us,
+        waits_us=found.waits_us,
+        host_peak_bytes=found.host_peak_bytes,
+    )
+
+
+def drawn(found: Timeline, plain: Timeline) -> PlanTimeline:
+    """The same as curves and bars."""
+    return PlanTimeline(
+        start_us=tuple(found.start_us),
+        end_us=tuple(found.end_us),
+        replay_us=tuple(found.replay_us),
+        memory_bytes=tuple(found.memory_bytes),
+        swapped_bytes=tuple(found.swapped_bytes),
+        dropped_bytes=tuple(found.dropped_bytes),
+        plain_bytes=tuple(plain.memory_bytes),
+        copies=tuple(found.copies),
+    )
