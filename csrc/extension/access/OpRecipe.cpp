@@ -105,7 +105,14 @@ double scale_of_dropout(double p, const at::Tensor& made) {
   return exact ? 1.0 / (1.0 - p) : static_cast<double>(1.0f / static_cast<float>(1.0 - p));
 }
 
+uint64_t next_id() {
+  static std::atomic<uint64_t> next{0};
+  return next.fetch_add(1, std::memory_order_relaxed);
+}
+
 } // namespace
+
+OpRecipe::OpRecipe(const c10::OperatorHandle& op) : id_(next_id()), op_(op) {}
 
 bool OpRecipe::possible(const c10::OperatorHandle& op) {
   const c10::FunctionSchema& schema = op.schema();

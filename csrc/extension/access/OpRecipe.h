@@ -60,6 +60,11 @@ class OpRecipe {
   /// Throws what the op throws. Its inputs are on the device, and pinned.
   std::vector<at::Tensor> run() const;
 
+  /// Never another recipe's, as its address may be one day.
+  uint64_t id() const noexcept {
+    return id_;
+  }
+
   /// Of its tensors, in the order of the op's arguments; some may be there twice.
   const std::vector<c10::Storage>& inputs() const noexcept {
     return storages_;
@@ -86,13 +91,14 @@ class OpRecipe {
     int64_t offset = 0;
     bool wrapped_number = false;
   };
-  explicit OpRecipe(const c10::OperatorHandle& op) : op_(op) {}
+  explicit OpRecipe(const c10::OperatorHandle& op);
   bool take(const c10::IValue& value);
   bool take_tensor(const at::Tensor& tensor);
   at::Tensor tensor(size_t index) const;
   std::vector<at::Tensor> call() const;
   c10::IValue value(const c10::IValue& taken, size_t* next) const;
 
+  const uint64_t id_;
   c10::OperatorHandle op_;
   std::vector<c10::IValue> arguments_; // with undefined tensors for those of `storages_`
   std::vector<c10::Storage> storages_;

@@ -166,10 +166,9 @@ std::shared_ptr<OpRecipe> Recipes::capture(const at::RecordFunction& record, boo
   look_after(*recipe);
   std::lock_guard<std::mutex> lock(mutex_);
   forget_dead_locked();
-  Known& known = known_[recipe.get()];
-  known = Known{recipe, {}}; // at the address of one that has gone, perhaps
+  known_[recipe->id()].recipe = recipe;
   for (const c10::Storage& input : recipe->inputs()) {
-    by_storage_.emplace(impl_of(input), recipe.get());
+    by_storage_.emplace(impl_of(input), recipe->id());
   }
   count_.store(known_.size(), std::memory_order_release);
   return recipe;
@@ -186,9 +185,9 @@ bool Recipes::finish(const std::shared_ptr<OpRecipe>& recipe, const std::vector<
   bool looked_after = false;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    looked_after = known_.count(recipe.get()) != 0;
+    looked_after = known_.count(recipe->id()) != 0;
     for (size_t i = before; looked_after && i < recipe->inputs().size(); ++i) {
-      by_storage_.emplace(impl_of(recipe->inputs()[i]), recipe.get());
+      by_storage_.emplace(impl_of(recipe->inputs()[i]), recipe->id());
     }
   }
   if (looked_after) {
@@ -202,7 +201,7 @@ std::vector<c10::StorageImpl*> Recipes::note_made(
     const std::vector<at::Tensor>& made) {
   std::vector<c10::StorageImpl*> storages;
   std::lock_guard<std::mutex> lock(mutex_);
-  const bool looked_after = known_.count(recipe.get()) != 0;
+  const bool looked_after = known_.count(recipe->id()) != 0;
   for (const at::Tensor& tensor : made) {
     c10::StorageImpl* storage = tensor.defined() && tensor.has_storage()
                                     ? tensor.storage().unsafeGetStorageImpl()
@@ -215,7 +214,7 @@ std::vector<c10::StorageImpl*> Recipes::note_made(
         });
     storages.push_back(fresh ? storage : nullptr);
     if (fresh && looked_after) {
-      by_storage_.emplace(storage, recipe.get());
+      by_storage_.emplace(storage, recipe->id());
     }
   }
   return storages;
@@ -228,7 +227,7 @@ bool Recipes::drop(
   auto made_again = std::make_shared<Storage>(pager_, recipe, output, entity->nbytes());
   // Under the mutex, so that who is about to write finds either nothing dropped or all of it.
   std::lock_guard<std::mutex> lock(mutex_);
-  const auto known = known_.find(recipe.get());
+  const auto known = known_.find(recipe->id());
   if (known == known_.end() || !recipe->valid()) {
     return false;
   }

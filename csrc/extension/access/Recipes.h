@@ -75,8 +75,8 @@ class Recipes {
 
   Pager& pager_;
   std::mutex mutex_; // guards what follows; nothing is called under it
-  std::unordered_map<const OpRecipe*, Known> known_;
-  std::unordered_multimap<const c10::StorageImpl*, const OpRecipe*> by_storage_;
+  std::unordered_map<uint64_t, Known> known_; // by the recipe's id
+  std::unordered_multimap<const c10::StorageImpl*, uint64_t> by_storage_;
   std::unordered_map<const Entity*, std::weak_ptr<Storage>> of_dropped_;
   size_t forget_at_ = 1024; // entries of `by_storage_`
   std::atomic<size_t> count_{0};

@@ -109,6 +109,23 @@ TEST(it_comes_back_before_what_it_is_made_from_is_written) {
   CHECK(!made.drop()); // it cannot be made again any more
 }
 
+TEST(a_write_to_what_an_earlier_recipe_at_its_address_has_read_does_not_bring_it_back) {
+  const Observed observed;
+  const at::Tensor other = tensor_of(4);
+  const at::Tensor input = tensor_of(3);
+  const OpRecipe* earlier = made_by([&] { return other.mul(5); }).recipe.get(); // dead by now
+  std::vector<Made> made;
+  do {
+    made.push_back(made_by([&] { return input.mul(5); }));
+  } while (made.back().recipe.get() != earlier && made.size() < 100);
+  if (made.back().recipe.get() != earlier) {
+    return; // memory that is freed is not used again: under a sanitizer
+  }
+  REQUIRE(made.back().drop());
+  other.add_(1);
+  CHECK_EQ(state(made.back().tensor), "dropped");
+}
+
 struct DroppedOut {
   Made made;
   at::Tensor mask;
