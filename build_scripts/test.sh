@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Checks everything that needs no GPU: style and types, the C++ core under sanitizers, the Python tests,
 # and these once more in chaos mode. Arguments go to pytest.
-# shellcheck source-path=SCRIPTDIR source=common.sh
+# shellcheck source-path=SCRIPTDIR source=common.sh disable=SC2329 # `phase` calls the functions
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 trap show_phases EXIT
 
@@ -9,11 +9,19 @@ phase "tools" need_tools
 phase "environment" make_environment build_scripts/requirements-dev.txt
 phase "build" build_extension
 
+# Several at once, which leave the cores to one another between an op's parts.
+run_tests() {
+  OMP_WAIT_POLICY=passive "$venv/bin/python" -m pytest -n "$MAX_JOBS" --dist worksteal "$@"
+}
+run_chaos() {
+  TORCH_LMS_CHAOS=1 run_tests -m "not slow" "$@"
+}
+
 failed=0
 phase "lint" bash build_scripts/lint.sh || failed=1
-phase "C++ core" bash tests/cpp/run.sh || failed=1
-phase "pytest" "$venv/bin/python" -m pytest "$@" || failed=1
+phase "C++ core" bash tests/cpp/run.sh asan tsan || failed=1
+phase "pytest" run_tests "$@" || failed=1
 # Only what pages: planners and partitions are arithmetic.
 [[ $# -gt 0 ]] || set -- tests/unit tests/chunk tests/pipeline
-phase "pytest in chaos mode" env TORCH_LMS_CHAOS=1 "$venv/bin/python" -m pytest -m "not slow" "$@" || failed=1
+phase "pytest in chaos mode" run_chaos "$@" || failed=1
 exit "$failed"

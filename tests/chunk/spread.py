@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import torch
@@ -438,7 +439,7 @@ def memory(rank: int, world: int) -> None:
 
 
 def save_path() -> str:
-    return str(Path(sys.argv[4]).with_name("checkpoint"))
+    return str(Path(urlsplit(sys.argv[4]).path).with_name("checkpoint"))
 
 
 def saving(rank: int, world: int) -> None:

@@ -11,6 +11,7 @@
 #   LMS_STRESS_SECONDS=60 ...         how long the extension's stress test takes on each device
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+project=$PWD
 
 modes=("$@")
 [[ $# -gt 0 ]] || modes=(plain asan tsan)
@@ -33,18 +34,17 @@ make --silent -j "${JOBS:-2}" -f tests/cpp/Makefile BUILD="$build" TORCH="$torch
 
 export UBSAN_OPTIONS=${UBSAN_OPTIONS:-print_stacktrace=1}
 core_tsan_options=second_deadlock_stack=1
-export LSAN_OPTIONS=${LSAN_OPTIONS:-suppressions=$PWD/tests/cpp/lsan_suppressions.txt:print_suppressions=0}
+export LSAN_OPTIONS=${LSAN_OPTIONS:-suppressions=$project/tests/cpp/lsan_suppressions.txt:print_suppressions=0}
 # The thread sanitizer of older compilers cannot live with much address randomization.
 fixed_addresses=()
 if setarch -R true 2>/dev/null; then
   fixed_addresses=(setarch -R)
 fi
 
-failed=()
-ran=0
-log=$build/log
-logs_of_failed=$build/logs_of_failed
-: >"$logs_of_failed"
+build=$(realpath "$build")
+results=$build/results # a folder for each program, which runs in it: its log, its status, its stacks if it crashed
+rm -rf "$results"
+mkdir -p "$results"
 
 # The stacks of a program that has just crashed, if the system leaves a core here and there is a debugger.
 ulimit -c unlimited 2>/dev/null || true
@@ -54,7 +54,6 @@ print_stacks() {
     if [[ -f $core ]] && command -v gdb >/dev/null; then
       gdb --batch --nx --ex 'thread apply all backtrace 30' "$program" "$core" 2>/dev/null | tail -n 150
     fi
-    rm -f -- "$core"
   done
 }
 
@@ -62,42 +61,58 @@ print_stacks() {
 run_program() {
   local mode=$1 name=$2 device=${3:-} status=0 runner=() options=$core_tsan_options
   local label="$mode $name${device:+ ($device)}"
+  local result=$results/${label//\//-}
   [[ $mode != tsan ]] || runner=("${fixed_addresses[@]}")
   # PyTorch is not instrumented: see the file of suppressions.
   [[ -z $device ]] ||
-    options+=:ignore_noninstrumented_modules=1:suppressions=$PWD/tests/cpp/tsan_suppressions.txt
+    options+=:ignore_noninstrumented_modules=1:suppressions=$project/tests/cpp/tsan_suppressions.txt
+  mkdir -p "$result"
+  cd "$result"
   LMS_TEST_DEVICE=$device TSAN_OPTIONS=${TSAN_OPTIONS:-$options} \
-    timeout --signal=ABRT --kill-after=10 600 "${runner[@]}" "$build/$mode/$name" ${FILTER:+"$FILTER"} 2>&1 | sed -u "s|^|$label: |" | tee "$log" ||
+    timeout --signal=ABRT --kill-after=10 600 "${runner[@]}" "$build/$mode/$name" ${FILTER:+"$FILTER"} 2>&1 | sed -u "s|^|$label: |" | tee log ||
     status=${PIPESTATUS[0]}
-  case $status in
-    0) ran=$((ran + 1)) ;;
-    77) ;; # has no such test
-    *)
-      failed+=("$label")
-      {
-        tail -n 20 "$log"
-        print_stacks "$build/$mode/$name"
-      } >>"$logs_of_failed"
-      ;;
-  esac
+  print_stacks "$build/$mode/$name" >stacks
+  echo "$status" >status
+}
+
+# Runs a program beside the others, as soon as there is room for it.
+start_program() {
+  while (($(jobs -rp | wc -l) >= ${JOBS:-2})); do
+    wait -n || true
+  done
+  run_program "$@" &
 }
 
 shopt -s nullglob
 for mode in "${modes[@]}"; do
   for source in tests/cpp/*"${TESTS:-}"*_test.cpp; do
-    run_program "$mode" "$(basename "$source" .cpp)"
+    start_program "$mode" "$(basename "$source" .cpp)"
   done
   [[ -n $torch ]] || continue
   for source in tests/cpp/extension/*"${TESTS:-}"*_test.cpp; do
     for device in fake cpu; do
-      run_program "$mode" "extension/$(basename "$source" .cpp)" "$device"
+      start_program "$mode" "extension/$(basename "$source" .cpp)" "$device"
     done
   done
 done
+wait
 
+failed=()
+ran=0
+for result in "$results"/*/; do
+  status=$(cat "$result/status")
+  case $status in
+    0) ran=$((ran + 1)) ;;
+    77) ;; # has no such test
+    *)
+      echo "the last lines of one that failed with status $status:"
+      tail -n 20 "$result/log"
+      cat "$result/stacks"
+      failed+=("$(basename "$result")")
+      ;;
+  esac
+done
 if [[ ${#failed[@]} -gt 0 ]]; then
-  echo "the last lines of each that failed:"
-  cat "$logs_of_failed"
   printf 'FAILED: %s\n' "${failed[@]}"
   exit 1
 fi
