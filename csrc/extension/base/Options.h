@@ -29,6 +29,9 @@ struct PolicyOptions {
   /// Ops after which a storage has cooled: what was used later is likely to be used again soon.
   uint64_t ops_to_cool = 6;
 
+  /// Ops for which an order of what goes out serves: see Note [The order that is kept].
+  uint64_t ops_to_keep_order = 16;
+
   /// Ops between two looks for what may come back: to ask the allocator takes as long as many ops.
   uint64_t ops_between_prefetches = 4;
 

@@ -1,6 +1,7 @@
 #include <extension/policy/DeviceWatch.h>
 
 #include <algorithm>
+#include <numeric>
 #include <unordered_set>
 #include <utility>
 
@@ -24,6 +25,7 @@ void DeviceWatch::end() {
   std::lock_guard<std::mutex> lock(mutex_);
   resident_.clear();
   paged_out_.clear();
+  order_ = {};
   paged_out_count_.store(0);
   recent_bytes_ = {};
   plan_ = {};
@@ -130,6 +132,59 @@ std::vector<Victim> DeviceWatch::resident_by_next_use(
   std::stable_partition(
       victims.begin(), soon, [](const Victim& victim) { return victim.entity->keeps_copy(); });
   return victims;
+}
+
+/// Under the mutex. `passed_over` is destroyed after unlocking.
+std::vector<EntityPtr> DeviceWatch::take_kept_locked(
+    size_t nbytes,
+    std::vector<EntityPtr>& passed_over) {
+  std::vector<EntityPtr> taken;
+  for (size_t found = 0; found < nbytes && !order_.rest.empty(); order_.rest.pop_back()) {
+    EntityPtr entity = order_.rest.back().lock();
+    const bool as_it_was = entity != nullptr && entity->state() == EntityState::kResident &&
+                           !entity->gone() && !entity->pinned() && entity->uses.last() <= order_.op;
+    if (as_it_was) {
+      found += entity->nbytes();
+    }
+    (as_it_was ? taken : passed_over).push_back(std::move(entity));
+  }
+  return taken;
+}
+
+std::vector<EntityPtr> DeviceWatch::choose_victims(
+    const CycleTracker& cycles,
+    uint64_t eligible_from,
+    size_t nbytes) {
+  const uint64_t now = cycles.now();
+  const uint64_t cycle = cycles.shape().number;
+  std::vector<EntityPtr> passed_over; // destroyed after unlocking
+  const auto take_kept = [&] {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return take_kept_locked(nbytes, passed_over);
+  };
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (now - order_.op > options().ops_to_keep_order || cycle != order_.cycle ||
+        eligible_from != order_.eligible_from) {
+      order_.rest.clear();
+    }
+  }
+  std::vector<EntityPtr> chosen = take_kept();
+  const auto add = [](size_t sum, const EntityPtr& entity) { return sum + entity->nbytes(); };
+  if (std::accumulate(chosen.begin(), chosen.end(), size_t{0}, add) >= nbytes) {
+    return chosen;
+  }
+  std::vector<Victim> victims = resident_by_next_use(cycles, eligible_from);
+  KeptOrder order{{}, now, cycle, eligible_from};
+  order.rest.assign(victims.size(), {});
+  std::transform(victims.rbegin(), victims.rend(), order.rest.begin(), [](const Victim& victim) {
+    return victim.entity;
+  });
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    order_ = std::move(order);
+  }
+  return take_kept();
 }
 
 EntityPtr DeviceWatch::next_prefetch(

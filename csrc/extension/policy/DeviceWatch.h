@@ -16,6 +16,12 @@
 
 namespace torch_lms {
 
+/// Note [The order that is kept]
+/// To look at all residents and put them in order takes as long as many ops, and under pressure
+/// each allocation asks for a few of them. The order changes little from op to op: so it serves for
+/// a few ops, and who has been used meanwhile is passed over. Who has become resident meanwhile was
+/// needed now, and would come late in it.
+
 /// A resident entity that may go out.
 struct Victim {
   uint64_t next_use;
@@ -72,6 +78,13 @@ class DeviceWatch {
   /// unless it is needed soon, and of the rest that which is needed last.
   std::vector<Victim> resident_by_next_use(const CycleTracker& cycles, uint64_t eligible_from);
 
+  /// The first of these, by an order that may be some ops old, which have `nbytes` together, or all.
+  /// See Note [The order that is kept].
+  std::vector<EntityPtr> choose_victims(
+      const CycleTracker& cycles,
+      uint64_t eligible_from,
+      size_t nbytes);
+
   /// The entity that should come back first, of those that are expected before `horizon`;
   /// null if there is none, or it is larger than `room_bytes`.
   EntityPtr next_prefetch(const CycleTracker& cycles, uint64_t horizon, size_t room_bytes);
@@ -91,6 +104,15 @@ class DeviceWatch {
  private:
   static constexpr size_t kSweepAtLeast = 4096;
 
+  /// What is left of `resident_by_next_use`'s order; the first is the last.
+  struct KeptOrder {
+    std::vector<std::weak_ptr<Entity>> rest;
+    uint64_t op = 0;
+    uint64_t cycle = 0;
+    uint64_t eligible_from = 0;
+  };
+
+  std::vector<EntityPtr> take_kept_locked(size_t nbytes, std::vector<EntityPtr>& passed_over);
   void sweep_locked(std::vector<EntityPtr>& dropped);
   const PolicyOptions& options() const noexcept {
     return *options_.load(std::memory_order_acquire);
@@ -107,6 +129,7 @@ class DeviceWatch {
   // Both may hold entities that are elsewhere by now: checked when they come up.
   std::unordered_map<const Entity*, std::weak_ptr<Entity>> resident_;
   std::multimap<uint64_t, std::weak_ptr<Entity>> paged_out_; // by next use
+  KeptOrder order_;
   size_t sweep_at_ = kSweepAtLeast;
   std::array<size_t, 32> recent_bytes_{};
   size_t recent_at_ = 0;

@@ -156,16 +156,7 @@ size_t Policy::page_out(Device& device, const std::vector<EntityPtr>& entities) 
 }
 
 size_t Policy::request_pageouts(Device& device, size_t nbytes) {
-  size_t wanted = 0;
-  std::vector<EntityPtr> chosen;
-  for (Victim& victim : watch_of(device).resident_by_next_use(cycles_, eligible_from_.load())) {
-    if (wanted >= nbytes) {
-      break;
-    }
-    wanted += victim.entity->nbytes();
-    chosen.push_back(std::move(victim.entity));
-  }
-  return page_out(device, chosen);
+  return page_out(device, watch_of(device).choose_victims(cycles_, eligible_from_.load(), nbytes));
 }
 
 /// Whether a page-out has failed since the last call.
