@@ -17,7 +17,9 @@ from tests.unit.test_plans import Step, gradients_of, limit_for, on, run, wait_f
 from tests.unit.trainings import MIN_BYTES, one_thread
 from torch_lms._core import core
 from torch_lms.plan.decision import RECOMPUTE
+from torch_lms.plan.trace import Link, Recipe
 from torch_lms.swap.planning import last_trace
+from torch_lms.swap.recording import trace_of
 
 WIDTH, SIDE, ROWS, BLOCKS = 8, 16, 8, 5
 PLANNED_WITHIN_S = 200
@@ -103,3 +105,34 @@ def test_training_under_a_limit_is_bit_equal() -> None:
     expected = list(run(training))
     torch_lms.enable({"cpu": limit_bytes}, min_bytes=MIN_BYTES)
     assert list(run(training)) == expected
+
+
+def op_that(writes: bool, inputs: list[int], outputs: list[int]) -> dict[str, object]:
+    return {
+        "name": "op", "key": len(inputs), "backward": False, "duration_us": 1.0, "allocated_bytes": 0,
+        "paged_out_bytes": 0, "peak_bytes": 0, "inputs": inputs, "written": [writes] + [False] * (len(inputs) - 1),
+        "outputs": outputs,
+    }  # fmt: skip
+
+
+def recorded(number: int, **facts: object) -> dict[str, object]:
+    return {
+        "bytes": 8, "recurring": number == 0, "producer": number - 1, "released": -1, "movable": True,
+        "raw_access": False, "ingredients": [], "rewrites": [], "outside_bytes": 0, "why_not_recompute": "",
+        "module": "", "line": "", **facts,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("rewrites", "why_not"),
+    [([1, 2], ""), ([1], "cannot be run again"), ([2], "cannot be run again"), ([], "cannot be run again")],
+)
+def test_a_recipe_runs_all_writes_or_there_is_none(rewrites: list[int], why_not: str) -> None:
+    ops = [op_that(False, [0], [1]), op_that(True, [1], [1]), op_that(True, [1, 0], [1]), op_that(False, [1], [])]
+    storages = [recorded(0, why_not_recompute="no op made it"), recorded(1, ingredients=[0, 0], rewrites=rewrites)]
+    recording = {"device": "cpu", "ops": ops, "storages": storages}
+    trace = trace_of(recording, limit_bytes=1, link=Link(out_bytes_per_us=1.0, in_bytes_per_us=1.0))
+    made = trace.storages[1]
+    assert made.writes == (1, 2)
+    assert why_not in made.why_not_recompute
+    assert made.recompute == (None if why_not else Recipe(duration_us=3.0, inputs=(0,), rewrites=(1, 2)))

@@ -14,8 +14,8 @@ namespace torch_lms {
 /// What an op's schema says is not enough to trust it: a kernel may add up in an order that varies,
 /// or choose its algorithm anew. So each kind of op (its name, its tensors' sizes and dtypes, its
 /// numbers) is run again once, while the cycle is recorded, and what it makes is compared bit for
-/// bit. A kind that fails makes no recipes. What an op overwrites is copied before, and the op is run
-/// again on the copy.
+/// bit. A kind that fails makes no recipes. What an op overwrites is copied before, and the op is
+/// run again on the copy.
 
 /// The kinds of op that have been auditioned.
 ///

@@ -221,7 +221,8 @@ void OpRecipe::take_stream() {
 }
 
 bool OpRecipe::follow(const std::shared_ptr<const OpRecipe>& earlier, size_t output) {
-  if (earlier->steps_ >= kMostSteps || (earlier->stream_.has_value() && earlier->stream_ != stream_)) {
+  if (earlier->steps_ >= kMostSteps ||
+      (earlier->stream_.has_value() && earlier->stream_ != stream_)) {
     return false;
   }
   earlier_ = earlier;
@@ -346,10 +347,8 @@ at::Tensor OpRecipe::tensor(size_t index, const c10::Storage& overwritten) const
   return tensor;
 }
 
-c10::IValue OpRecipe::value(
-    const c10::IValue& taken,
-    const c10::Storage& overwritten,
-    size_t* next) const {
+c10::IValue OpRecipe::value(const c10::IValue& taken, const c10::Storage& overwritten, size_t* next)
+    const {
   if (taken.isTensor()) {
     return tensor((*next)++, overwritten);
   }
@@ -363,7 +362,8 @@ c10::IValue OpRecipe::value(
   if (taken.isOptionalTensorList()) {
     c10::List<c10::optional<at::Tensor>> tensors;
     for (const c10::IValue& element : taken.toListRef()) {
-      tensors.push_back(element.isNone() ? c10::nullopt : c10::make_optional(tensor((*next)++, overwritten)));
+      tensors.push_back(
+          element.isNone() ? c10::nullopt : c10::make_optional(tensor((*next)++, overwritten)));
     }
     return tensors;
   }

@@ -263,11 +263,10 @@ std::vector<c10::StorageImpl*> Recipes::note_made(
     c10::StorageImpl* storage = tensor.defined() && tensor.has_storage()
                                     ? tensor.storage().unsafeGetStorageImpl()
                                     : nullptr;
-    const bool fresh =
-        storage != nullptr && tensor.layout() == at::kStrided &&
-        (tensor.storage_offset() == 0 || storage == recipe->overwrites()) &&
-        std::find(storages.begin(), storages.end(), storage) == storages.end() &&
-        !reads(*recipe, *storage);
+    const bool fresh = storage != nullptr && tensor.layout() == at::kStrided &&
+                       (tensor.storage_offset() == 0 || storage == recipe->overwrites()) &&
+                       std::find(storages.begin(), storages.end(), storage) == storages.end() &&
+                       !reads(*recipe, *storage);
     storages.push_back(fresh ? storage : nullptr);
     if (looked_after) {
       known->second.made.push_back(fresh ? entities[storages.size() - 1] : nullptr);

@@ -121,7 +121,10 @@ def _storage(
         producer = uses[0]  # made where no op was seen to make it, before it was used first
     uses = [place for place in uses if producer is None or place > producer]
     released = _released(storage["released"], uses[-1] if uses else producer or 0)
+    writes = [place for place in writes if place in set(uses)]
     why_not = storage["why_not_recompute"]
+    if writes != storage["rewrites"]:
+        why_not = why_not or "an op writes to it that cannot be run again with the same result"
     if storage["raw_access"]:
         why_not = "its address was taken outside of ops"
     return TraceStorage(
@@ -130,7 +133,7 @@ def _storage(
         producer=producer,
         released=released,
         uses=tuple(uses),
-        writes=tuple(place for place in writes if place in set(uses)),
+        writes=tuple(writes),
         movable=storage["movable"],
         why_not_movable="" if storage["movable"] else "it is pinned",
         recompute=None
@@ -155,10 +158,10 @@ def _released(noticed: int, last_access: int) -> int | None:
 
 
 def _checked_recipe(storage: TraceStorage, storages: Sequence[TraceStorage]) -> TraceStorage:
-    """Without its recipe if what it is made from, or itself, is written before it is used last."""
+    """Without its recipe if what it is made from is written before it is used last."""
     if storage.recompute is None:
         return storage
-    why_not = "an op writes to it that is not run again" if storage.writes != storage.recompute.rewrites else ""
+    why_not = ""
     first, last = storage.producer or 0, storage.last_access or 0
     for number in storage.recompute.inputs:
         if any(first < place <= last for place in storages[number].writes):

@@ -168,7 +168,9 @@ TEST(a_write_to_a_part_is_run_again_on_that_part) {
   const Observed observed;
   const at::Tensor input = tensor_of(3);
   const Made made = made_by([&] { return input.mul(5); });
-  const auto part = [](const at::Tensor& tensor) { return tensor.view({64, 128}).slice(1, 5, 77, 3).t(); };
+  const auto part = [](const at::Tensor& tensor) {
+    return tensor.view({64, 128}).slice(1, 5, 77, 3).t();
+  };
   const Made written = then(made, [&](const at::Tensor& tensor) { return part(tensor).add_(1); });
   const at::Tensor expected = made.tensor.clone();
   REQUIRE(written.drop());
@@ -319,8 +321,7 @@ struct Normalized {
 
   Made made(bool training) const {
     return made_by([&] {
-      return std::get<0>(
-          at::native_batch_norm(input, {}, {}, mean, variance, training, 0.1, 1e-5));
+      return std::get<0>(at::native_batch_norm(input, {}, {}, mean, variance, training, 0.1, 1e-5));
     });
   }
 };
