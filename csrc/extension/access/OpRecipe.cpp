@@ -36,9 +36,11 @@ bool is_batch_norm(const std::string& name) {
 
 /// Whether the op updates running statistics, which none of its results depends on then.
 bool updates_statistics(const c10::FunctionSchema& schema, Values values) {
+  if (!is_batch_norm(schema.name())) {
+    return false;
+  }
   const auto training = schema.argumentIndexWithName("training");
-  return is_batch_norm(schema.name()) && training.has_value() &&
-         values[static_cast<size_t>(*training)].toBool();
+  return training.has_value() && values[static_cast<size_t>(*training)].toBool();
 }
 
 /// What batch norm that trains is given for an argument when it is run again.

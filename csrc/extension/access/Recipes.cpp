@@ -59,13 +59,6 @@ c10::StorageImpl* impl_of(const c10::Storage& storage) {
   return storage ? storage.unsafeGetStorageImpl() : nullptr;
 }
 
-bool reads(const OpRecipe& recipe, const c10::StorageImpl& storage) {
-  const auto& inputs = recipe.inputs();
-  return std::any_of(inputs.begin(), inputs.end(), [&storage](const c10::Storage& input) {
-    return impl_of(input) == &storage;
-  });
-}
-
 } // namespace
 
 /// One output of an op, while it is dropped.
@@ -115,7 +108,7 @@ void Recipes::forget_dead_locked() {
     return;
   }
   for (auto at = by_storage_.begin(); at != by_storage_.end();) {
-    const auto known = known_.find(at->second);
+    const auto known = known_.find(at->second.recipe);
     at = known == known_.end() || known->second.recipe.expired() ? by_storage_.erase(at)
                                                                  : std::next(at);
   }
@@ -192,7 +185,7 @@ std::shared_ptr<OpRecipe> Recipes::capture(const at::RecordFunction& record, boo
   forget_dead_locked();
   known_[recipe->id()].recipe = recipe;
   for (const c10::Storage& input : recipe->inputs()) {
-    by_storage_.emplace(impl_of(input), recipe->id());
+    by_storage_.emplace(impl_of(input), Use{recipe->id(), false});
   }
   count_.store(known_.size(), std::memory_order_release);
   return recipe;
@@ -209,8 +202,8 @@ bool Recipes::follow_locked(
   };
   const auto earlier = by_storage_.equal_range(recipe.overwrites());
   for (auto at = earlier.first; overwritten != nullptr && at != earlier.second; ++at) {
-    const auto found = known_.find(at->second);
-    if (found == known_.end() || found->second.spoilt) {
+    const auto found = known_.find(at->second.recipe);
+    if (!at->second.made || found == known_.end() || found->second.spoilt) {
       continue;
     }
     const Known& known = found->second;
@@ -238,7 +231,7 @@ bool Recipes::finish(const std::shared_ptr<OpRecipe>& recipe, const std::vector<
     std::lock_guard<std::mutex> lock(mutex_);
     looked_after = known_.count(recipe->id()) != 0;
     for (size_t i = before; looked_after && i < recipe->inputs().size(); ++i) {
-      by_storage_.emplace(impl_of(recipe->inputs()[i]), recipe->id());
+      by_storage_.emplace(impl_of(recipe->inputs()[i]), Use{recipe->id(), false});
     }
   }
   if (looked_after) {
@@ -250,6 +243,7 @@ bool Recipes::finish(const std::shared_ptr<OpRecipe>& recipe, const std::vector<
 std::vector<c10::StorageImpl*> Recipes::note_made(
     const std::shared_ptr<OpRecipe>& recipe,
     const std::vector<at::Tensor>& made) {
+  const auto& inputs = recipe->inputs();
   std::vector<c10::StorageImpl*> storages;
   std::vector<EntityPtr> entities;
   for (const at::Tensor& tensor : made) {
@@ -266,13 +260,15 @@ std::vector<c10::StorageImpl*> Recipes::note_made(
     const bool fresh = storage != nullptr && tensor.layout() == at::kStrided &&
                        (tensor.storage_offset() == 0 || storage == recipe->overwrites()) &&
                        std::find(storages.begin(), storages.end(), storage) == storages.end() &&
-                       !reads(*recipe, *storage);
+                       std::none_of(inputs.begin(), inputs.end(), [&](const auto& input) {
+                         return impl_of(input) == storage;
+                       });
     storages.push_back(fresh ? storage : nullptr);
     if (looked_after) {
       known->second.made.push_back(fresh ? entities[storages.size() - 1] : nullptr);
     }
     if (fresh && looked_after) {
-      by_storage_.emplace(storage, recipe->id());
+      by_storage_.emplace(storage, Use{recipe->id(), true});
     }
   }
   return storages;
@@ -301,13 +297,13 @@ void Recipes::invalidate_readers(const c10::StorageImpl& storage) {
     std::lock_guard<std::mutex> lock(mutex_);
     const auto readers = by_storage_.equal_range(&storage);
     for (auto at = readers.first; at != readers.second; ++at) {
-      const auto known = known_.find(at->second);
+      const auto known = known_.find(at->second.recipe);
       auto recipe = known != known_.end() ? known->second.recipe.lock() : nullptr;
       if (recipe == nullptr) {
         continue;
       }
       recipes.push_back(recipe);
-      if (reads(*recipe, storage)) {
+      if (!at->second.made) {
         known->second.spoilt = true;
       } else if (recipe->valid()) {
         known->second.ended_by = number_of_op();

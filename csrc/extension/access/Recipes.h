@@ -79,12 +79,17 @@ class Recipes {
     bool spoilt = false; // what it reads has been written since
     uint64_t ended_by = 0; // the op that has written to what it made, by number
   };
+  /// By whose recipe a storage is read or has been made.
+  struct Use {
+    uint64_t recipe; // by its id
+    bool made;
+  };
   void forget_dead_locked();
 
   Pager& pager_;
   std::mutex mutex_; // guards what follows; nothing is called under it
   std::unordered_map<uint64_t, Known> known_; // by the recipe's id
-  std::unordered_multimap<const c10::StorageImpl*, uint64_t> by_storage_;
+  std::unordered_multimap<const c10::StorageImpl*, Use> by_storage_;
   std::unordered_map<const Entity*, std::weak_ptr<Storage>> of_dropped_;
   size_t forget_at_ = 1024; // entries of `by_storage_`
   std::atomic<size_t> count_{0};
