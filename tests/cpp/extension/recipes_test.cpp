@@ -240,7 +240,13 @@ TEST(a_write_of_chance_or_without_an_earlier_recipe_has_none) {
   const auto none_after = [&](const auto& op) {
     return then(made_by([&] { return input.mul(5); }), op).recipe == nullptr;
   };
-  CHECK(none_after([](at::Tensor tensor) { return tensor.bernoulli_(0.5); }));
+  const auto bernoulli =
+      c10::Dispatcher::singleton().findSchemaOrThrow("aten::bernoulli_", "float");
+  CHECK(none_after([&](const at::Tensor& tensor) {
+    std::vector<c10::IValue> stack{tensor, 0.5, c10::IValue()};
+    bernoulli.callBoxed(&stack);
+    return stack[0].toTensor();
+  }));
   CHECK(none_after([](at::Tensor tensor) { return at::dropout_(tensor, 0.5, true); }));
   CHECK(none_after([](at::Tensor tensor) { return tensor.t_(); }));
   CHECK(made_by([&] { return input.add_(1); }).recipe == nullptr);
