@@ -42,6 +42,7 @@ py::dict as_dict(const TraceStorage& storage) {
   values["movable"] = storage.movable;
   values["raw_access"] = storage.raw_access;
   values["ingredients"] = storage.ingredients;
+  values["rewrites"] = storage.rewrites;
   values["outside_bytes"] = storage.outside_bytes;
   values["why_not_recompute"] = storage.why_not_recompute;
   values["module"] = storage.module;

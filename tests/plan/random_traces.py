@@ -46,9 +46,10 @@ def _storage(random: Random, count: int, earlier: list[TraceStorage]) -> TraceSt
     if producer is not None and random.random() < 0.7:
         released = random.choice([last, random.randint(last, count - 1)])
     recipe = None
-    if producer is not None and not writes and random.random() < 0.7:
-        inputs = [number for number, one in enumerate(earlier) if _held(one, producer) and random.random() < 0.6]
-        recipe = Recipe(duration_us=float(random.randint(0, 30)), inputs=tuple(inputs), outside_bytes=0)
+    if producer is not None and random.random() < 0.7:
+        settled = writes[-1] if writes else producer
+        inputs = [number for number, one in enumerate(earlier) if _held(one, settled) and random.random() < 0.6]
+        recipe = Recipe(duration_us=float(random.randint(0, 30)), inputs=tuple(inputs), rewrites=tuple(writes))
     return TraceStorage(
         bytes=random.randint(1, 100),
         recurring=producer is None or random.random() < 0.1,

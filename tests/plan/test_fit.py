@@ -198,9 +198,13 @@ def test_only_what_an_op_makes_alike_again_has_a_recipe() -> None:
     assert gelu.recompute is not None
     assert gelu.module == "inner.blocks.0.feed_forward.2"
     assert all(one.recompute is None for one in made_by(gpt, "empty_like"))  # of a drop-out's mask
-    normed = made_by(resnet, "native_batch_norm")
-    assert normed
-    assert all(one.recompute is None for one in normed)
+    normed = [one.recompute for one in made_by(resnet, "native_batch_norm")]
+    assert all(one is not None for one in normed)
+    rewrites = [[resnet.ops[place].name for place in one.rewrites] for one in normed if one is not None]
+    assert rewrites.count(["aten::relu_"]) == 5  # of the stem, and inside of each block
+    sums = [one.recompute for one in made_by(resnet, "add") if one.writes and one.module]
+    assert sums
+    assert all(one is not None and resnet.ops[one.rewrites[-1]].name == "aten::relu_" for one in sums)
 
 
 class DrawsMask(nn.Module):

@@ -177,6 +177,32 @@ def test_an_op_that_writes_its_own_input_has_no_recipe() -> None:
     assert simulate(trace, [drop(1, 0)]).memory_bytes == [18, 18, 18]
 
 
+# Storage 1 is made at 0 and written at 1 and 3, last with what 0 is, which the program has released then.
+REWRITTEN = trace_of(
+    [1, 1, 1, 1, 5, 1],
+    made(1, 4, 3, released=3),
+    TraceStorage(
+        bytes=10,
+        producer=0,
+        uses=(1, 3, 5),
+        writes=(1, 3),
+        recompute=Recipe(duration_us=6, inputs=(0,), rewrites=(1, 3)),
+    ),
+)
+
+
+def test_what_is_written_in_place_is_dropped_after_the_last_write_of_its_recipe() -> None:
+    assert REWRITTEN.storages[1].settled == 3
+    found = simulate(REWRITTEN, [drop(1, 3)])
+    assert found.memory_bytes == [10, 14, 14, 14, 4, 14]  # 0 stays for the recipe
+    assert found.replayed[5] == [1]
+    assert found.recompute_us == 6
+    with pytest.raises(PlanError, match="expected a drop after place 3, where its recipe begins"):
+        simulate(REWRITTEN, [drop(1, 1)])
+    replays = {one.out_after: one.replay is not None for one in Problem(REWRITTEN, 0).candidates if one.storage == 1}
+    assert replays == {1: False, 3: True}
+
+
 def test_a_storage_may_be_dropped_twice() -> None:
     trace = trace_of([1, 5, 1, 5, 1], made(0, 10, 2, 4, recipe=Recipe(duration_us=2)))
     found = simulate(trace, [drop(0, 0), drop(0, 2)])

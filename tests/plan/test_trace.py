@@ -41,7 +41,7 @@ DOCUMENT: dict[str, Any] = {
         {
             "bytes": 4096, "recurring": False, "producer": 0, "released": 2, "uses": [1, 2], "writes": [],
             "movable": True, "why_not_movable": "", "why_not_recompute": "", "module": "up", "line": "model.py:3",
-            "recompute": {"duration_us": 12.5, "inputs": [0], "outside_bytes": 7},
+            "recompute": {"duration_us": 12.5, "inputs": [0], "outside_bytes": 7, "rewrites": []},
         },
     ],
 }  # fmt: skip
@@ -107,9 +107,14 @@ def test_a_trace_is_saved_and_loaded(tmp_path: Path) -> None:
         ("storages.1.released", 3, "expected a place from 0 to 2 at storages[1].released, found 3"),
         ("storages.1.recompute.inputs", [5], "expected storages from 0 to 1 at storages[1].recompute.inputs, found 5"),
         ("storages.1.recompute.inputs", [1], "expected storages made before place 0"),
+        ("storages.1.recompute.rewrites", [1], "expected the first of the writes () as recompute.rewrites, found (1,)"),
         ("storages.1.unknown", 1, "expected no field torch_lms.trace.storages[1].unknown, found one"),
         ("storages.1.recompute", [], "expected an object at torch_lms.trace.storages[1].recompute, found []"),
-        ("storages.0.recompute", {"duration_us": 1, "inputs": [], "outside_bytes": 0}, "without a producer"),
+        (
+            "storages.0.recompute",
+            {"duration_us": 1, "inputs": [], "outside_bytes": 0, "rewrites": []},
+            "without a producer",
+        ),
     ],
 )
 def test_errors_name_the_field(path: str, value: Any, message: str) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from tests.plan.traces import gpt_trace
 from torch_lms.plan import make_plan, simulate
 from torch_lms.plan.predict import priced_again
+from torch_lms.plan.trace import Recipe, TraceOp, TraceStorage
 from torch_lms.swap.recording import timed_again
 
 KEYS = 7
@@ -27,6 +28,14 @@ def test_ops_take_the_median_of_those_alike_and_recipes_as_long_as_their_ops() -
     assert replace(found, ops=TRACE.ops, storages=TRACE.storages, link=TRACE.link) == TRACE
     assert found.link.out_bytes_per_us < TRACE.link.out_bytes_per_us
     assert found.link.in_bytes_per_us < TRACE.link.in_bytes_per_us
+
+
+def test_recipes_take_as_long_as_their_op_and_those_that_wrote_in_place() -> None:
+    recipe = Recipe(duration_us=9.0, rewrites=(1, 3))
+    storage = TraceStorage(bytes=1, producer=0, uses=(1, 2, 3, 4), writes=(1, 3, 4), recompute=recipe)
+    ops = tuple(TraceOp(name="op", phase="forward", duration_us=1.0, key=place) for place in range(5))
+    found = timed_again(replace(TRACE, ops=ops, storages=(storage,)), [10.0 * 2**place for place in range(5)])
+    assert found.storages[0].recompute == replace(recipe, duration_us=10.0 + 20.0 + 80.0)
 
 
 def test_ops_that_have_not_run_keep_their_time() -> None:

@@ -52,22 +52,43 @@ std::string compare(
 
 } // namespace
 
-std::string Audition::try_out(const OpRecipe& recipe, const std::vector<at::Tensor>& made) {
+c10::optional<std::string> Audition::verdict_on(uint64_t kind) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto at = verdicts_.find(kind);
+  return at == verdicts_.end() ? c10::nullopt : c10::make_optional(at->second);
+}
+
+c10::Storage Audition::copy_overwritten(const OpRecipe& recipe) {
+  if (recipe.overwrites() == nullptr || verdict_on(recipe.kind()).has_value()) {
+    return c10::Storage();
+  }
+  try {
+    const BelowAutograd ours;
+    return recipe.overwritten_bytes().clone().storage();
+  } catch (const c10::OutOfMemoryError&) {
+    return c10::Storage();
+  }
+}
+
+std::string Audition::try_out(
+    const OpRecipe& recipe,
+    const std::vector<at::Tensor>& made,
+    const c10::Storage& before) {
   const uint64_t kind = recipe.kind();
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    const auto at = verdicts_.find(kind);
-    if (at != verdicts_.end()) {
-      return at->second;
-    }
+  if (const auto known = verdict_on(kind)) {
+    return *known;
+  }
+  constexpr const char* kNoRoom = "there was no room to try whether it makes the same again";
+  if (recipe.overwrites() != nullptr && !before) {
+    return kNoRoom;
   }
   std::string verdict;
   bool remember = true;
   try {
     const BelowAutograd ours;
-    verdict = compare(made, recipe.run(), recipe.makes_first_only());
+    verdict = compare(made, recipe.run_op(before), recipe.makes_first_only());
   } catch (const c10::OutOfMemoryError&) {
-    verdict = "there was no room to try whether it makes the same again";
+    verdict = kNoRoom;
     remember = false;
   } catch (const std::exception& error) {
     verdict = "it failed when it was run again: " + text_of(error);

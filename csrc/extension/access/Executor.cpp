@@ -194,6 +194,9 @@ void Executor::begin_op(const at::RecordFunction& record, Frame& frame) {
   if (makes_recipe && frame.sealed) {
     frame.recipe = recipes_.capture(record);
   }
+  if (frame.recipe != nullptr) {
+    frame.before = audition_.copy_overwritten(*frame.recipe);
+  }
 }
 
 void Executor::end_op(const at::RecordFunction& record, Frame& frame) {
@@ -209,7 +212,8 @@ void Executor::end_op(const at::RecordFunction& record, Frame& frame) {
   }
   const std::vector<at::Tensor> made = tensors_in(outputs_of(record));
   const std::vector<c10::StorageImpl*> fresh =
-      recipe != nullptr && recipes_.finish(recipe, made) && audition_.try_out(*recipe, made).empty()
+      recipe != nullptr && recipes_.finish(recipe, made) &&
+              audition_.try_out(*recipe, made, frame.before).empty()
           ? recipes_.note_made(recipe, made)
           : std::vector<c10::StorageImpl*>(made.size(), nullptr);
   const std::vector<int32_t>& numbers = plan->ops[place].outputs;

@@ -54,6 +54,7 @@ struct Frame {
   uint64_t recording = 0; ///< In which the outermost op began.
   int32_t place = -1; ///< Of the outermost op in the cycle, if it has one.
   std::shared_ptr<OpRecipe> recipe; ///< Of the outermost op, if somebody wants it.
+  c10::Storage before; ///< What it overwrites, as it was, if it is to be auditioned.
   std::vector<EntityPtr> given_out; ///< Whose addresses the thread has been given, and pinned.
   std::vector<EntityPtr> given_out_on_host; ///< Of these, those in their host copies.
   RecentEntities recent;

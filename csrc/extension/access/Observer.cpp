@@ -192,6 +192,7 @@ void Observer::begin_outermost(const at::RecordFunction& record, Frame& frame) {
     pager_.commit_finished();
   }
   this_thread().op = &record;
+  this_thread().op_number = 0;
   this_thread().op_name = record.name();
 }
 
@@ -409,6 +410,7 @@ void Observer::end(const at::RecordFunction& record) {
   release_pinned(frame);
   frame.wrote.clear();
   frame.recipe = nullptr;
+  frame.before = c10::Storage();
   if (failed != nullptr) {
     std::rethrow_exception(failed); // PyTorch logs it
   }

@@ -1,5 +1,6 @@
 #include <extension/access/OpRecipe.h>
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 #include <utility>
@@ -18,6 +19,7 @@ namespace {
 
 /// Ops whose results are not set by their inputs, though nothing in their schema says so: they
 /// leave memory as they found it, update running statistics, or keep a state of their own.
+/// `is_batch_norm` is an exception.
 constexpr std::array<const char*, 7> kUnsettled =
     {"empty", "batch_norm", "rnn", "lstm", "gru", "resize", "fused_moving_avg"};
 
@@ -26,6 +28,44 @@ constexpr const char* kNativeDropout = "aten::native_dropout"; // what it makes:
 
 bool is_attention(const std::string& name) {
   return name.find("attention") != std::string::npos;
+}
+
+bool is_batch_norm(const std::string& name) {
+  return name == "aten::native_batch_norm" || name == "aten::cudnn_batch_norm";
+}
+
+/// Whether the op updates running statistics, which none of its results depends on then.
+bool updates_statistics(const c10::FunctionSchema& schema, Values values) {
+  if (!is_batch_norm(schema.name())) {
+    return false;
+  }
+  const auto training = schema.argumentIndexWithName("training");
+  return training.has_value() && values[static_cast<size_t>(*training)].toBool();
+}
+
+/// What batch norm that trains is given for an argument when it is run again.
+c10::IValue without_statistics(const std::string& argument, const c10::IValue& value) {
+  if (argument == "running_mean" || argument == "running_var") {
+    return c10::IValue();
+  }
+  // It may be another in each step.
+  return argument == "momentum" || argument == "exponential_average_factor" ? c10::IValue(0.0)
+                                                                            : value;
+}
+
+/// Whether the op writes to one tensor and returns it, and does nothing else with its arguments.
+bool overwrites_one(const c10::OperatorHandle& op) {
+  const c10::FunctionSchema& schema = op.schema();
+  int64_t aliased = 0;
+  for (const c10::Argument& argument : schema.arguments()) {
+    if (argument.alias_info() != nullptr) {
+      const bool in_place = argument.alias_info()->isWrite() && !argument.is_out() &&
+                            *argument.type() == *c10::TensorType::get();
+      aliased += in_place ? 1 : 2;
+    }
+  }
+  return aliased == 1 && schema.returns().size() == 1 &&
+         schema.returns()[0].alias_info() != nullptr && !op.hasTag(at::Tag::inplace_view);
 }
 
 bool has_argument(const c10::FunctionSchema& schema, const char* name) {
@@ -117,13 +157,18 @@ OpRecipe::OpRecipe(const c10::OperatorHandle& op) : id_(next_id()), op_(op) {}
 bool OpRecipe::possible(const c10::OperatorHandle& op) {
   const c10::FunctionSchema& schema = op.schema();
   const std::string& name = schema.name();
-  if (name.rfind("aten::", 0) != 0 || schema.is_mutable() || schema.returns().empty()) {
+  if (name.rfind("aten::", 0) != 0 || schema.returns().empty()) {
     return false;
   }
-  for (const c10::Argument& argument : schema.arguments()) {
-    if (argument.alias_info() != nullptr) {
-      return false;
-    }
+  const bool aliases = std::any_of(
+      schema.arguments().begin(), schema.arguments().end(), [](const c10::Argument& argument) {
+        return argument.alias_info() != nullptr;
+      });
+  if (aliases && !overwrites_one(op)) {
+    return false;
+  }
+  if (is_batch_norm(name)) {
+    return true;
   }
   for (const char* unsettled : kUnsettled) {
     if (name.find(unsettled) != std::string::npos) {
@@ -148,25 +193,53 @@ std::shared_ptr<OpRecipe> OpRecipe::capture(const at::RecordFunction& record) {
   const auto& arguments = op->schema().arguments();
   recipe->drawn_ = op->schema().name() == kNativeDropout;
   const bool seeded = op->hasTag(at::Tag::nondeterministic_seeded);
+  const bool updates = updates_statistics(op->schema(), inputs_of(record));
   for (size_t i = 0; i < arguments.size(); ++i) {
-    const c10::IValue& value = inputs_of(record)[i];
-    if (!recipe->take(value) || (seeded && arguments[i].name() == kDropout &&
-                                 !(value.isDouble() && value.toDouble() == 0))) {
+    const c10::IValue& given = inputs_of(record)[i];
+    const c10::IValue value = updates ? without_statistics(arguments[i].name(), given) : given;
+    const bool taken = arguments[i].alias_info() != nullptr
+                           ? recipe->take_overwritten(value.toTensor())
+                           : recipe->take(value);
+    if (!taken || (seeded && arguments[i].name() == kDropout &&
+                   !(value.isDouble() && value.toDouble() == 0))) {
       return nullptr;
     }
   }
   for (const c10::Storage& storage : recipe->storages_) {
-    if (storage && storage.device_type() == c10::kCUDA) {
-      const c10::impl::VirtualGuardImpl device(c10::kCUDA);
-      recipe->stream_ = device.getStream(storage.device());
-      break;
+    if (storage && storage.unsafeGetStorageImpl() == recipe->overwrites_) {
+      return nullptr; // it reads elsewhere what it writes
     }
   }
+  recipe->take_stream();
   return recipe;
+}
+
+void OpRecipe::take_stream() {
+  const auto on_cuda = [](const Meta& meta) { return meta.device.is_cuda(); };
+  const auto first = std::find_if(metas_.begin(), metas_.end(), on_cuda);
+  if (first != metas_.end()) {
+    stream_ = c10::impl::VirtualGuardImpl(c10::kCUDA).getStream(first->device);
+  }
+}
+
+bool OpRecipe::follow(const std::shared_ptr<const OpRecipe>& earlier, size_t output) {
+  if (earlier->steps_ >= kMostSteps ||
+      (earlier->stream_.has_value() && earlier->stream_ != stream_)) {
+    return false;
+  }
+  earlier_ = earlier;
+  earlier_output_ = output;
+  steps_ = earlier->steps_ + 1;
+  storages_.insert(storages_.end(), earlier->storages_.begin(), earlier->storages_.end());
+  return true;
 }
 
 /// `native_dropout_backward(input, mask, scale)` is what `native_dropout` makes of its input.
 bool OpRecipe::finish(const std::vector<at::Tensor>& made) {
+  if (overwrites_ != nullptr) {
+    return made.size() == 1 && made[0].defined() && made[0].has_storage() &&
+           made[0].unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl() == overwrites_;
+  }
   if (!drawn_) {
     return true;
   }
@@ -198,11 +271,24 @@ bool OpRecipe::take_tensor(const at::Tensor& tensor) {
   storages_.back() = impl.unsafe_storage();
   Meta& meta = metas_.back();
   meta.keys = impl.key_set() - c10::autograd_dispatch_keyset_with_ADInplaceOrView;
+  meta.device = impl.device();
   meta.dtype = impl.dtype();
   meta.sizes = {impl.sizes().begin(), impl.sizes().end()};
   meta.strides = {impl.strides().begin(), impl.strides().end()};
   meta.offset = impl.storage_offset();
   meta.wrapped_number = impl.is_wrapped_number();
+  return true;
+}
+
+/// What the op writes to is kept by nothing of the recipe's: it may be dropped.
+bool OpRecipe::take_overwritten(const at::Tensor& tensor) {
+  overwritten_ = storages_.size();
+  arguments_.emplace_back(at::Tensor());
+  if (!tensor.defined() || !take_tensor(tensor)) {
+    return false;
+  }
+  overwrites_ = storages_.back().unsafeGetStorageImpl();
+  storages_.back() = c10::Storage();
   return true;
 }
 
@@ -234,13 +320,27 @@ bool OpRecipe::take(const c10::IValue& value) {
   return is_constant(value);
 }
 
-at::Tensor OpRecipe::tensor(size_t index) const {
+at::Tensor OpRecipe::overwritten_bytes() const {
+  const Meta& meta = metas_[overwritten_];
+  auto storage = c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(
+      const_cast<c10::StorageImpl*>(overwrites_));
+  const auto nbytes = static_cast<int64_t>(storage->nbytes());
+  at::Tensor bytes = at::detail::make_tensor<at::TensorImpl>(
+      c10::Storage(std::move(storage)),
+      meta.keys - c10::DispatchKeySet({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative}),
+      caffe2::TypeMeta::Make<uint8_t>());
+  bytes.unsafeGetTensorImpl()->set_sizes_contiguous(nbytes);
+  return bytes;
+}
+
+at::Tensor OpRecipe::tensor(size_t index, const c10::Storage& overwritten) const {
   if (!defined_[index]) {
     return at::Tensor();
   }
   const Meta& meta = metas_[index];
+  const bool is_overwritten = overwrites_ != nullptr && index == overwritten_;
   at::Tensor tensor = at::detail::make_tensor<at::TensorImpl>(
-      c10::Storage(storages_[index]), meta.keys, meta.dtype);
+      c10::Storage(is_overwritten ? overwritten : storages_[index]), meta.keys, meta.dtype);
   at::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
   impl.set_sizes_and_strides(meta.sizes, meta.strides, meta.offset);
   if (meta.wrapped_number) {
@@ -249,21 +349,23 @@ at::Tensor OpRecipe::tensor(size_t index) const {
   return tensor;
 }
 
-c10::IValue OpRecipe::value(const c10::IValue& taken, size_t* next) const {
+c10::IValue OpRecipe::value(const c10::IValue& taken, const c10::Storage& overwritten, size_t* next)
+    const {
   if (taken.isTensor()) {
-    return tensor((*next)++);
+    return tensor((*next)++, overwritten);
   }
   if (taken.isTensorList()) {
     c10::List<at::Tensor> tensors;
     for (size_t i = taken.toListRef().size(); i > 0; --i) {
-      tensors.push_back(tensor((*next)++));
+      tensors.push_back(tensor((*next)++, overwritten));
     }
     return tensors;
   }
   if (taken.isOptionalTensorList()) {
     c10::List<c10::optional<at::Tensor>> tensors;
     for (const c10::IValue& element : taken.toListRef()) {
-      tensors.push_back(element.isNone() ? c10::nullopt : c10::make_optional(tensor((*next)++)));
+      tensors.push_back(
+          element.isNone() ? c10::nullopt : c10::make_optional(tensor((*next)++, overwritten)));
     }
     return tensors;
   }
@@ -271,22 +373,33 @@ c10::IValue OpRecipe::value(const c10::IValue& taken, size_t* next) const {
 }
 
 std::vector<at::Tensor> OpRecipe::run() const {
+  if (earlier_ == nullptr) {
+    return run_op(c10::Storage());
+  }
+  c10::OptionalStreamGuard on_stream; // where the earlier op had none
+  if (stream_.has_value()) {
+    on_stream.reset_stream(*stream_);
+  }
+  const std::vector<at::Tensor> made = earlier_->run();
+  TORCH_CHECK(
+      earlier_output_ < made.size() && made[earlier_output_].defined(),
+      "the earlier op made something else");
+  return run_op(made[earlier_output_].storage());
+}
+
+std::vector<at::Tensor> OpRecipe::run_op(const c10::Storage& overwritten) const {
   const BelowAutograd ours;
   const Replaying scope;
   const WithNumericState as_then(state_);
-  if (!stream_.has_value()) {
-    return call();
+  c10::OptionalStreamGuard on_stream;
+  if (stream_.has_value()) {
+    on_stream.reset_stream(*stream_);
   }
-  const c10::StreamGuard on_stream(*stream_);
-  return call();
-}
-
-std::vector<at::Tensor> OpRecipe::call() const {
   TORCH_INTERNAL_ASSERT(!drawn_ || storages_.size() == 2, "it would draw other numbers");
   std::vector<c10::IValue> stack;
   size_t next = 0;
   for (const c10::IValue& taken : arguments_) {
-    stack.push_back(value(taken, &next));
+    stack.push_back(value(taken, overwritten, &next));
   }
   op_.callBoxed(&stack);
   return tensors_in(Values(stack.data(), stack.size()));

@@ -23,14 +23,19 @@ namespace torch_lms {
 /// would keep autograd's graph alive. Such an op
 ///   - is PyTorch's, has a schema, and its record has all of its arguments;
 ///   - writes to nothing, its outputs are memory of their own, and they are set by its inputs: no
-///     random numbers (attention without dropout is fine), no running statistics, no `empty`;
+///     random numbers (attention without dropout is fine), no state, no `empty`;
 ///     `native_dropout` also makes the mask that it has drawn, and its output is made again from
-///     that: the mask has no recipe;
+///     that: the mask has no recipe; batch norm that trains is run again without its running
+///     statistics, which it has updated;
 ///   - takes and makes plain tensors: dense, strided, no wrappers, in PyTorch's own memory. What
 ///     others have the address of (numpy, another process, a file) they may write to unseen.
 /// Its inputs stay as they were: whoever is about to write to one, or to what it made, says so
-/// first
-/// (`Recipes::before_write`), and what has been dropped then comes back before the write.
+/// first (`Recipes::before_write`), and what has been dropped then comes back before the write.
+///
+/// An op that writes to one of its arguments in place, and to nothing else, makes a longer recipe
+/// of the one by which that storage was made (the earlier one): make it so, then run the op on what
+/// has been made. The earlier recipe ends with the write, since what it made is gone, but its
+/// inputs are those of the longer one, too. The storage itself is an input of neither.
 ///
 /// The op is run again below autograd and autocast, on the stream of its first time, with nobody
 /// recording it, and with the switches of PyTorch as they were (`NumericState`).
@@ -40,6 +45,9 @@ namespace torch_lms {
 /// Thread-safe: every method may be called from any thread. `run` runs an op; nothing else blocks.
 class OpRecipe {
  public:
+  /// Ops in a recipe. Each is run inside of the next one's `run`.
+  static constexpr size_t kMostSteps = 16;
+
   /// Whether ops of this kind can be run again, as far as that can be said without their inputs.
   static bool possible(const c10::OperatorHandle& op);
 
@@ -51,6 +59,19 @@ class OpRecipe {
   /// before anything below, and before another thread knows of it.
   bool finish(const std::vector<at::Tensor>& made);
 
+  /// The storage that the op writes to in place, to be compared only; null for an op that makes
+  /// its outputs. Such a recipe can be run once it has an earlier one.
+  const c10::StorageImpl* overwrites() const noexcept {
+    return overwrites_;
+  }
+
+  /// What the op writes to, byte by byte; only while it runs.
+  at::Tensor overwritten_bytes() const;
+
+  /// `run` makes what the op writes to as the `output`-th tensor of `earlier`. False if that cannot
+  /// be. To be called before another thread knows of it.
+  bool follow(const std::shared_ptr<const OpRecipe>& earlier, size_t output);
+
   /// Whether `run` makes no more than the first of what the op made.
   bool makes_first_only() const noexcept {
     return drawn_;
@@ -60,17 +81,21 @@ class OpRecipe {
   /// Throws what the op throws. Its inputs are on the device, and pinned.
   std::vector<at::Tensor> run() const;
 
+  /// The same for the op alone, which writes to `overwritten` if it writes in place.
+  std::vector<at::Tensor> run_op(const c10::Storage& overwritten) const;
+
   /// Never another recipe's, as its address may be one day.
   uint64_t id() const noexcept {
     return id_;
   }
 
-  /// Of its tensors, in the order of the op's arguments; some may be there twice.
+  /// Of its tensors, in the order of the op's arguments, and of those of the earlier one; some may
+  /// be there twice, or null.
   const std::vector<c10::Storage>& inputs() const noexcept {
     return storages_;
   }
 
-  /// Of ops that differ in their tensors' bytes alone.
+  /// Of ops that differ in their tensors' bytes alone, whatever came earlier.
   uint64_t kind() const;
 
   /// The bytes that it reads or has made have been written since: it cannot be run any more.
@@ -85,6 +110,7 @@ class OpRecipe {
   /// What of an input is no reference to the tensor itself. The storage is `storages_`'s.
   struct Meta {
     c10::DispatchKeySet keys;
+    c10::Device device{c10::kCPU};
     caffe2::TypeMeta dtype;
     c10::SmallVector<int64_t, 5> sizes;
     c10::SmallVector<int64_t, 5> strides;
@@ -94,9 +120,10 @@ class OpRecipe {
   explicit OpRecipe(const c10::OperatorHandle& op);
   bool take(const c10::IValue& value);
   bool take_tensor(const at::Tensor& tensor);
-  at::Tensor tensor(size_t index) const;
-  std::vector<at::Tensor> call() const;
-  c10::IValue value(const c10::IValue& taken, size_t* next) const;
+  bool take_overwritten(const at::Tensor& tensor);
+  void take_stream();
+  at::Tensor tensor(size_t index, const c10::Storage& overwritten) const;
+  c10::IValue value(const c10::IValue& taken, const c10::Storage& overwritten, size_t* next) const;
 
   const uint64_t id_;
   c10::OperatorHandle op_;
@@ -104,6 +131,11 @@ class OpRecipe {
   std::vector<c10::Storage> storages_;
   std::vector<Meta> metas_;
   std::vector<bool> defined_;
+  const c10::StorageImpl* overwrites_ = nullptr;
+  size_t overwritten_ = 0; // by number of its tensor, if there is one
+  std::shared_ptr<const OpRecipe> earlier_;
+  size_t earlier_output_ = 0;
+  size_t steps_ = 1;
   c10::optional<c10::Stream> stream_;
   NumericState state_;
   bool drawn_ = false; // from random numbers, which are in an input since `finish`

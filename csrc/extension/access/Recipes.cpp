@@ -6,6 +6,7 @@
 #include <entity/Error.h>
 
 #include <extension/base/Compat.h>
+#include <extension/base/ThreadContext.h>
 
 namespace torch_lms {
 namespace {
@@ -43,6 +44,16 @@ class Ingredients {
   std::vector<EntityPtr> pinned_;
   std::vector<EntityPtr> served_;
 };
+
+/// The outermost op that the calling thread runs. 0: none.
+uint64_t number_of_op() {
+  static std::atomic<uint64_t> last{0};
+  ThreadContext& thread = this_thread();
+  if (thread.op != nullptr && thread.op_number == 0) {
+    thread.op_number = last.fetch_add(1, std::memory_order_relaxed) + 1;
+  }
+  return thread.op != nullptr ? thread.op_number : 0;
+}
 
 c10::StorageImpl* impl_of(const c10::Storage& storage) {
   return storage ? storage.unsafeGetStorageImpl() : nullptr;
@@ -97,7 +108,7 @@ void Recipes::forget_dead_locked() {
     return;
   }
   for (auto at = by_storage_.begin(); at != by_storage_.end();) {
-    const auto known = known_.find(at->second);
+    const auto known = known_.find(at->second.recipe);
     at = known == known_.end() || known->second.recipe.expired() ? by_storage_.erase(at)
                                                                  : std::next(at);
   }
@@ -164,14 +175,47 @@ std::shared_ptr<OpRecipe> Recipes::capture(const at::RecordFunction& record, boo
     return recipe;
   }
   look_after(*recipe);
+  const EntityPtr overwritten =
+      recipe->overwrites() != nullptr ? pager_.find(*recipe->overwrites()) : nullptr;
+  std::vector<std::shared_ptr<OpRecipe>> garbage; // destroyed after unlocking
   std::lock_guard<std::mutex> lock(mutex_);
+  if (recipe->overwrites() != nullptr && !follow_locked(*recipe, overwritten, garbage)) {
+    return nullptr;
+  }
   forget_dead_locked();
   known_[recipe->id()].recipe = recipe;
   for (const c10::Storage& input : recipe->inputs()) {
-    by_storage_.emplace(impl_of(input), recipe->id());
+    by_storage_.emplace(impl_of(input), Use{recipe->id(), false});
   }
   count_.store(known_.size(), std::memory_order_release);
   return recipe;
+}
+
+/// Under the mutex. Whether the recipe has found the one by which what its op overwrites was made
+/// until now: the op has ended that one already, or is about to.
+bool Recipes::follow_locked(
+    OpRecipe& recipe,
+    const EntityPtr& overwritten,
+    std::vector<std::shared_ptr<OpRecipe>>& garbage) {
+  const auto is_it = [&overwritten](const std::weak_ptr<Entity>& made) {
+    return !made.owner_before(overwritten) && !overwritten.owner_before(made);
+  };
+  const auto earlier = by_storage_.equal_range(recipe.overwrites());
+  for (auto at = earlier.first; overwritten != nullptr && at != earlier.second; ++at) {
+    const auto found = known_.find(at->second.recipe);
+    if (!at->second.made || found == known_.end() || found->second.spoilt) {
+      continue;
+    }
+    const Known& known = found->second;
+    const auto output = std::find_if(known.made.begin(), known.made.end(), is_it);
+    garbage.push_back(known.recipe.lock());
+    const std::shared_ptr<OpRecipe>& op = garbage.back();
+    if (output != known.made.end() && op != nullptr &&
+        (op->valid() || (known.ended_by != 0 && known.ended_by == number_of_op()))) {
+      return recipe.follow(op, static_cast<size_t>(output - known.made.begin()));
+    }
+  }
+  return false;
 }
 
 bool Recipes::finish(const std::shared_ptr<OpRecipe>& recipe, const std::vector<at::Tensor>& made) {
@@ -187,7 +231,7 @@ bool Recipes::finish(const std::shared_ptr<OpRecipe>& recipe, const std::vector<
     std::lock_guard<std::mutex> lock(mutex_);
     looked_after = known_.count(recipe->id()) != 0;
     for (size_t i = before; looked_after && i < recipe->inputs().size(); ++i) {
-      by_storage_.emplace(impl_of(recipe->inputs()[i]), recipe->id());
+      by_storage_.emplace(impl_of(recipe->inputs()[i]), Use{recipe->id(), false});
     }
   }
   if (looked_after) {
@@ -199,22 +243,32 @@ bool Recipes::finish(const std::shared_ptr<OpRecipe>& recipe, const std::vector<
 std::vector<c10::StorageImpl*> Recipes::note_made(
     const std::shared_ptr<OpRecipe>& recipe,
     const std::vector<at::Tensor>& made) {
+  const auto& inputs = recipe->inputs();
   std::vector<c10::StorageImpl*> storages;
+  std::vector<EntityPtr> entities;
+  for (const at::Tensor& tensor : made) {
+    const bool there = tensor.defined() && tensor.has_storage();
+    entities.push_back(there ? pager_.find(*impl_of(tensor.storage())) : nullptr);
+  }
   std::lock_guard<std::mutex> lock(mutex_);
-  const bool looked_after = known_.count(recipe->id()) != 0;
+  const auto known = known_.find(recipe->id());
+  const bool looked_after = known != known_.end();
   for (const at::Tensor& tensor : made) {
     c10::StorageImpl* storage = tensor.defined() && tensor.has_storage()
                                     ? tensor.storage().unsafeGetStorageImpl()
                                     : nullptr;
-    const bool fresh =
-        storage != nullptr && tensor.layout() == at::kStrided && tensor.storage_offset() == 0 &&
-        std::find(storages.begin(), storages.end(), storage) == storages.end() &&
-        std::none_of(recipe->inputs().begin(), recipe->inputs().end(), [&](const auto& input) {
-          return impl_of(input) == storage;
-        });
+    const bool fresh = storage != nullptr && tensor.layout() == at::kStrided &&
+                       (tensor.storage_offset() == 0 || storage == recipe->overwrites()) &&
+                       std::find(storages.begin(), storages.end(), storage) == storages.end() &&
+                       std::none_of(inputs.begin(), inputs.end(), [&](const auto& input) {
+                         return impl_of(input) == storage;
+                       });
     storages.push_back(fresh ? storage : nullptr);
+    if (looked_after) {
+      known->second.made.push_back(fresh ? entities[storages.size() - 1] : nullptr);
+    }
     if (fresh && looked_after) {
-      by_storage_.emplace(storage, recipe->id());
+      by_storage_.emplace(storage, Use{recipe->id(), true});
     }
   }
   return storages;
@@ -243,9 +297,18 @@ void Recipes::invalidate_readers(const c10::StorageImpl& storage) {
     std::lock_guard<std::mutex> lock(mutex_);
     const auto readers = by_storage_.equal_range(&storage);
     for (auto at = readers.first; at != readers.second; ++at) {
-      const auto known = known_.find(at->second);
+      const auto known = known_.find(at->second.recipe);
       auto recipe = known != known_.end() ? known->second.recipe.lock() : nullptr;
-      if (recipe == nullptr || !recipe->valid()) {
+      if (recipe == nullptr) {
+        continue;
+      }
+      recipes.push_back(recipe);
+      if (!at->second.made) {
+        known->second.spoilt = true;
+      } else if (recipe->valid()) {
+        known->second.ended_by = number_of_op();
+      }
+      if (!recipe->valid()) {
         continue;
       }
       recipe->invalidate();
@@ -254,7 +317,6 @@ void Recipes::invalidate_readers(const c10::StorageImpl& storage) {
           dropped.push_back(std::move(entity));
         }
       }
-      recipes.push_back(std::move(recipe));
     }
   }
   for (const EntityPtr& entity : dropped) {

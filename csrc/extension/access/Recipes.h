@@ -24,7 +24,8 @@ class Recipes {
   explicit Recipes(Pager& pager);
 
   /// An op that begins, as a recipe: what it reads is looked after from now on, where PyTorch can
-  /// tell of raw writes also these, unless it is only `to_look_at`. Null if it cannot be run again.
+  /// tell of raw writes also these, unless it is only `to_look_at`. Null if it cannot be run again,
+  /// or overwrites what no recipe has made; one `to_look_at` has no earlier one and cannot be run.
   std::shared_ptr<OpRecipe> capture(const at::RecordFunction& record, bool to_look_at = false);
 
   /// The op has ended and made `made`. False if it cannot be run again after all. To be called
@@ -62,21 +63,33 @@ class Recipes {
 
   bool reads_only_ours(const OpRecipe& recipe);
   void look_after(const OpRecipe& recipe);
+  bool follow_locked(
+      OpRecipe& recipe,
+      const EntityPtr& overwritten,
+      std::vector<std::shared_ptr<OpRecipe>>& garbage);
   void bring_ingredients(const EntityPtr& entity);
   void invalidate_readers(const c10::StorageImpl& storage);
   std::shared_ptr<Storage> recipe_of(const EntityPtr& entity);
 
-  /// One op's, with what has been dropped of what it made.
+  /// One op's, with what it has made, and what has been dropped of that.
   struct Known {
     std::weak_ptr<OpRecipe> recipe;
+    std::vector<std::weak_ptr<Entity>> made; // as in the op's list of tensors
     std::vector<std::weak_ptr<Entity>> dropped;
+    bool spoilt = false; // what it reads has been written since
+    uint64_t ended_by = 0; // the op that has written to what it made, by number
+  };
+  /// By whose recipe a storage is read or has been made.
+  struct Use {
+    uint64_t recipe; // by its id
+    bool made;
   };
   void forget_dead_locked();
 
   Pager& pager_;
   std::mutex mutex_; // guards what follows; nothing is called under it
   std::unordered_map<uint64_t, Known> known_; // by the recipe's id
-  std::unordered_multimap<const c10::StorageImpl*, uint64_t> by_storage_;
+  std::unordered_multimap<const c10::StorageImpl*, Use> by_storage_;
   std::unordered_map<const Entity*, std::weak_ptr<Storage>> of_dropped_;
   size_t forget_at_ = 1024; // entries of `by_storage_`
   std::atomic<size_t> count_{0};

@@ -76,6 +76,9 @@ int32_t Recorder::number_of(const EntityPtr& entity) {
 
 void Recorder::begin_op(const at::RecordFunction& record, Frame& frame) {
   frame.recipe = frame.sealed ? recipes_.capture(record, /*to_look_at=*/true) : nullptr;
+  if (frame.recipe != nullptr) {
+    frame.before = audition_.copy_overwritten(*frame.recipe);
+  }
   std::lock_guard<std::mutex> lock(mutex_);
   if (cycle_ == nullptr) {
     return;
@@ -123,9 +126,12 @@ void Recorder::end_op(const at::RecordFunction& record, Frame& frame, bool backw
     TraceOp& op = cycle_->ops[static_cast<size_t>(place)];
     times_.end_op(place);
     op.backward = backward;
-    op.allocated_bytes = device_->use().allocated_bytes;
+    const bool copied = frame.before && frame.before.device() == device_->device();
+    const size_t ours = copied ? frame.before.nbytes() : 0;
+    op.allocated_bytes = device_->use().allocated_bytes - ours;
     op.paged_out_bytes = static_cast<size_t>(pager_.paged_out_bytes());
-    op.peak_bytes = take_peak_bytes_();
+    const size_t peak_bytes = take_peak_bytes_();
+    op.peak_bytes = peak_bytes - std::min(peak_bytes, ours);
     const uint64_t thread = backward ? 0 : OpClock::this_thread();
     several_threads_ = several_threads_ || (thread != 0 && thread_ != 0 && thread != thread_);
     thread_ = thread != 0 ? thread : thread_;
@@ -145,7 +151,7 @@ void Recorder::note_outputs(const at::RecordFunction& record, Frame& frame, int3
   std::string verdict = "its op cannot be run again with the same result";
   std::vector<c10::StorageImpl*> fresh(made.size(), nullptr);
   if (frame.recipe != nullptr && recipes_.finish(frame.recipe, made)) {
-    verdict = audition_.try_out(*frame.recipe, made);
+    verdict = audition_.try_out(*frame.recipe, made, frame.before);
     fresh = recipes_.note_made(frame.recipe, made);
   }
   std::pair<std::string, std::string> where;
@@ -169,14 +175,19 @@ void Recorder::note_outputs(const at::RecordFunction& record, Frame& frame, int3
     const int32_t number = number_of(entity);
     cycle_->ops[static_cast<size_t>(place)].outputs.push_back(number);
     TraceStorage& storage = cycle_->storages[static_cast<size_t>(number)];
+    const bool overwritten = fresh[i] != nullptr && frame.recipe->overwrites() == fresh[i];
     if (!is_new) {
+      if (overwritten && verdict.empty()) {
+        note_rewrite(frame, storage, place);
+      }
       continue;
     }
     storage.recurring = false;
     storage.producer = place;
     storage.output = static_cast<int32_t>(i);
-    storage.why_not_recompute =
-        fresh[i] != nullptr || !verdict.empty() ? verdict : "it shares memory, or is random";
+    storage.why_not_recompute = (fresh[i] != nullptr && !overwritten) || !verdict.empty()
+                                    ? verdict
+                                    : "it shares memory, or is random";
     if (storage.why_not_recompute.empty()) {
       remakable.push_back(number);
     }
@@ -199,6 +210,15 @@ void Recorder::note_recipe(Frame& frame, TraceStorage& storage) {
     } else if (input) {
       storage.outside_bytes += input.nbytes();
     }
+  }
+}
+
+/// Under the mutex.
+void Recorder::note_rewrite(Frame& frame, TraceStorage& storage, int32_t place) {
+  if (storage.producer >= 0 && storage.why_not_recompute.empty() &&
+      storage.rewrites.size() + 1 < OpRecipe::kMostSteps) {
+    storage.rewrites.push_back(place);
+    note_recipe(frame, storage);
   }
 }
 

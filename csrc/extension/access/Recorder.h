@@ -42,6 +42,7 @@ struct TraceStorage {
   bool movable = true;
   bool raw_access = false; ///< Somebody took its address.
   std::vector<int32_t> ingredients; ///< What its recipe reads, by number.
+  std::vector<int32_t> rewrites; ///< Places of ops that overwrite it and belong to its recipe.
   size_t outside_bytes = 0; ///< What it reads besides.
   std::string why_not_recompute; ///< Empty if it has a recipe.
   std::string module; ///< Of the program, where Python knows.
@@ -97,6 +98,7 @@ class Recorder {
   int32_t number_of(const EntityPtr& entity);
   void note_outputs(const at::RecordFunction& record, Frame& frame, int32_t place);
   void note_recipe(Frame& frame, TraceStorage& storage);
+  void note_rewrite(Frame& frame, TraceStorage& storage, int32_t place);
   void note_released(int32_t place);
 
   Pager& pager_;

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 
 namespace torch_lms {
 
@@ -10,6 +11,8 @@ struct ThreadContext {
   const void* op = nullptr;
   /// The name of that op.
   const char* op_name = nullptr;
+  /// A number that no other op has, once somebody has needed one; else 0.
+  uint64_t op_number = 0;
   /// Of what it has pinned.
   size_t op_input_bytes = 0;
   /// Whether an allocation has been refused in it, or made beyond the limit for want of room.

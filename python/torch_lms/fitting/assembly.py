@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from torch_lms.fitting.recorder import RecordedStorage
+from torch_lms.fitting.recorder import RecordedOp, RecordedStorage
 from torch_lms.fitting.step import RecordedStep
 from torch_lms.plan.trace import Cycle, Link, Recipe, Trace, TraceOp, TraceStorage
 
@@ -60,8 +60,15 @@ def _storage(
     place, recipe, why_not = storage.producer, None, "no op of the step made it"
     if place is not None:
         made_from, why_not = step.ops[place].makes_again_from(storage)
+        if not all(_is_run_again(step.ops[one], storage) for one in storage.writes):
+            why_not = why_not or "an op writes to it that cannot be run again with the same result"
         if not why_not:
-            recipe = Recipe(duration_us=durations_us[place], inputs=tuple(numbers[one] for one in made_from))
+            read = (given for one in storage.writes for given in step.ops[one].inputs if given is not storage)
+            recipe = Recipe(
+                duration_us=sum(durations_us[one] for one in (place, *storage.writes)),
+                inputs=tuple(dict.fromkeys(numbers[one] for one in (*made_from, *read))),
+                rewrites=tuple(storage.writes),
+            )
     movable = storage.bytes >= min_bytes
     return TraceStorage(
         bytes=storage.bytes,
@@ -78,12 +85,16 @@ def _storage(
     )
 
 
+def _is_run_again(op: RecordedOp, storage: RecordedStorage) -> bool:
+    return op.rewrites is storage and not op.why_not_again
+
+
 def _checked(storage: TraceStorage, storages: Sequence[TraceStorage]) -> TraceStorage:
-    """Without its recipe if it, or what it is made from, is written before it is used last."""
+    """Without its recipe if what it is made from is written before it is used last."""
     if storage.recompute is None or storage.producer is None:
         return storage
     last = storage.last_access or 0
-    why_not = "an op writes to it" if storage.writes else ""
+    why_not = ""
     for number in storage.recompute.inputs:
         if any(storage.producer < place <= last for place in storages[number].writes):
             why_not = f"storage {number}, from which it is made, is written before it is used last"

@@ -26,6 +26,8 @@ __all__ = ["RecordedOp", "RecordedStorage", "StepRecorder"]
 
 _DROPOUT = "aten::native_dropout"
 _DRAWS = "its op draws random numbers"
+# They are run again without the running statistics that they have updated.
+_BATCH_NORMS = ("aten::native_batch_norm", "aten::cudnn_batch_norm")
 # Their results are not set by their inputs alone, though no schema says so.
 _UNSETTLED = ("empty", "batch_norm", "rnn", "lstm", "gru", "resize", "fused_moving_avg")
 _SUM = "aten::add"
@@ -65,6 +67,7 @@ class RecordedOp:
         flops: of products of matrices and the like; 0 where nobody has counted them.
         other_bytes: its working space, where the device tells it.
         why_not_again: why it cannot be run again with the same result; empty if it can.
+        rewrites: the storage that it writes in place, and to nothing else, reading no other part of it; else None.
     """
 
     name: str
@@ -75,6 +78,7 @@ class RecordedOp:
     flops: int
     other_bytes: int
     why_not_again: str
+    rewrites: RecordedStorage | None = None
 
     def makes_again_from(self, storage: RecordedStorage) -> tuple[list[RecordedStorage], str]:
         """What one of its outputs can be made again from, and why it cannot be, or nothing.
@@ -139,6 +143,7 @@ class StepRecorder(TorchDispatchMode):
                 flops=_flops(func, args, kwargs, value),
                 other_bytes=working_space.bytes(),
                 why_not_again=_why_not_again(func, args, kwargs),
+                rewrites=written[0] if _is_in_place(func) and inputs.count(written[0]) == 1 else None,
             )
         )
         return value
@@ -227,11 +232,20 @@ def _written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     return [value for name, value in by_name.items() if infos.get(name) is not None and infos[name].is_write]
 
 
+@cache
+def _is_in_place(func: Any) -> bool:
+    """Whether it writes to one tensor and gives it back as it lies."""
+    aliased = [one for one in func._schema.arguments if one.alias_info is not None]
+    plain = torch.Tag.inplace_view not in func.tags and len(func._schema.returns) == 1
+    return plain and len(aliased) == 1 and aliased[0].alias_info.is_write and not aliased[0].is_out
+
+
 def _why_not_again(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     schema = func._schema
-    if not schema.name.startswith("aten::") or schema.is_mutable or any(one.alias_info for one in schema.arguments):
+    aliases = any(one.alias_info for one in schema.arguments)
+    if not schema.name.startswith("aten::") or (aliases and not _is_in_place(func)):
         return "its op cannot be run again with the same result"
-    if any(word in schema.name for word in _UNSETTLED):
+    if schema.name not in _BATCH_NORMS and any(word in schema.name for word in _UNSETTLED):
         return "its op has a state, or leaves memory as it found it"
     if torch.Tag.nondeterministic_seeded in func.tags:
         by_name = dict(zip((one.name for one in schema.arguments), args, strict=False)) | kwargs

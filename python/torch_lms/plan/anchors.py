@@ -90,7 +90,7 @@ class _Chains:
                 chain.early_bytes += self._problem.candidates[number].bytes
             for given in self._inputs(storage):
                 if given not in seen and (self._dropped_at(given, place) is not None or self._spent_at(given, place)):
-                    heappush(heap, (-(self._trace.storages[given].producer or 0), given))
+                    heappush(heap, (-(self._trace.storages[given].settled or 0), given))
                 seen.add(given)
         return chain
 

@@ -105,12 +105,17 @@ def find_candidates(trace: Trace, *, swap: bool, recompute: bool) -> list[Candid
         if not storage.movable or not storage.bytes:
             continue
         stretches = list(_stretches(trace, storage))
-        longest = max((end - out_after for out_after, back_at, end, _ in stretches if back_at is not None), default=0)
+        settled = storage.settled or 0
+        longest = max(
+            (end - before for before, back_at, end, _ in stretches if back_at is not None and before >= settled),
+            default=0,
+        )
         for out_after, back_at, end, wrapped_end in stretches:
             # A tail of a storage that is never released may be read after the cycle. Short stretches are not worth a
             # replay, which would take its inputs along.
             worth = end - out_after == longest if back_at is not None else storage.released is not None
-            replay = _replay(trace, number, out_after, back_at, end) if recompute and worth else None
+            able = recompute and worth and out_after >= settled
+            replay = _replay(trace, number, back_at, end) if able else None
             if swap or replay is not None:
                 unchanged = storage.lasting and not storage.writes
                 found.append(
@@ -138,7 +143,7 @@ def _stretches(trace: Trace, storage: TraceStorage) -> Iterator[tuple[int, int |
             yield places[-1], None, end, -1
 
 
-def _replay(trace: Trace, number: int, out_after: int, back_at: int | None, end: int) -> Replay | None:
+def _replay(trace: Trace, number: int, back_at: int | None, end: int) -> Replay | None:
     recipe = trace.storages[number].recompute
     if recipe is None or not recipe_lasts(trace, number, end):
         return None

@@ -72,5 +72,7 @@ def check_decisions(trace: Trace, decisions: Iterable[Decision]) -> None:
             raise PlanError(f"expected a storage that can leave, found {given}: {storage.why_not_movable}; keep it")
         if given.decision == RECOMPUTE and storage.recompute is None:
             raise PlanError(f"expected a storage with a recipe, found {given}: {storage.why_not_recompute}; swap it")
+        if given.decision == RECOMPUTE and (given.out_after or 0) < (storage.settled or 0):
+            raise PlanError(f"expected a drop after place {storage.settled}, where its recipe begins, found {given}")
         if given.decision == DROP_UNCHANGED and (not storage.lasting or storage.writes):
             raise PlanError(f"expected a storage that lasts and that nothing writes, found {given}; swap it instead")

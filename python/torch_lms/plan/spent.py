@@ -51,7 +51,7 @@ def earliest_replays(problem: Problem) -> list[int]:
     places = len(trace.ops)
     found = [places if one.back_at is None else min(one.back_at, places) for one in problem.candidates]
     passed: dict[int, list[int]] = {}  # places at which each storage may be made again
-    order = sorted(consumers.keys() | by_storage.keys(), key=lambda number: -(trace.storages[number].producer or 0))
+    order = sorted(consumers.keys() | by_storage.keys(), key=lambda number: -(trace.storages[number].settled or 0))
     for made in order:
         later = [place for consumer in consumers.get(made, ()) for place in passed.get(consumer, ())]
         own = by_storage.get(made, ())

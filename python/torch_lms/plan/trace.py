@@ -111,14 +111,16 @@ class Recipe:
     """How a storage is made again.
 
     Attributes:
-        duration_us: of the op.
-        inputs: storages that it reads.
+        duration_us: of its ops.
+        inputs: storages that they read.
         outside_bytes: of inputs that are no storages of the trace and that the recipe keeps alive.
+        rewrites: places of the ops that write the storage in place, which are run again after its producer, in order.
     """
 
     duration_us: float
     inputs: tuple[int, ...] = ()
     outside_bytes: int = 0
+    rewrites: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,11 +168,19 @@ class TraceStorage:
             )
         if self.recompute is not None and self.producer is None:
             raise PlanError("expected no recompute of a storage without a producer, found one; set it to null")
+        rewrites = () if self.recompute is None else self.recompute.rewrites
+        if rewrites != self.writes[: len(rewrites)]:
+            raise PlanError(f"expected the first of the writes {self.writes} as recompute.rewrites, found {rewrites}")
 
     @property
     def last_access(self) -> int | None:
         """The last place that makes, reads or writes it."""
         return self.uses[-1] if self.uses else self.producer
+
+    @property
+    def settled(self) -> int | None:
+        """The place from which on its recipe makes it: of the last op that the recipe runs, else its producer."""
+        return self.recompute.rewrites[-1] if self.recompute is not None and self.recompute.rewrites else self.producer
 
     @property
     def lasting(self) -> bool:
@@ -261,13 +271,14 @@ class Trace(Document):
         if storage.recompute is None:
             return
         assert storage.producer is not None
+        assert storage.settled is not None
         where = f"storages[{number}].recompute.inputs"
         check_storages(storage.recompute.inputs, len(self.storages), where)
         for given in storage.recompute.inputs:
             source = self.storages[given]
             # The same op may have made it, as dropout its mask, if it stays as it is.
-            last = storage.producer if source.recompute is None and given != number else storage.producer - 1
-            if source.producer is not None and source.producer > last:
-                raise PlanError(f"expected storages made before place {storage.producer} at {where}, found {given}")
+            last = storage.settled if source.recompute is None and given != number else storage.settled - 1
+            if source.producer is not None and (source.producer > last or given == number):
+                raise PlanError(f"expected storages made before place {storage.settled} at {where}, found {given}")
             if source.released is not None and source.released < storage.producer:
                 raise PlanError(f"expected storages held at place {storage.producer} at {where}, found {given}")

@@ -73,7 +73,13 @@ def timed_again(trace: Trace, times_us: Sequence[float]) -> Trace:
     storages = tuple(
         storage
         if storage.recompute is None or storage.producer is None
-        else replace(storage, recompute=replace(storage.recompute, duration_us=ops[storage.producer].duration_us))
+        else replace(
+            storage,
+            recompute=replace(
+                storage.recompute,
+                duration_us=sum(ops[place].duration_us for place in (storage.producer, *storage.recompute.rewrites)),
+            ),
+        )
         for storage in trace.storages
     )
     link = replace(
@@ -115,7 +121,10 @@ def _storage(
         producer = uses[0]  # made where no op was seen to make it, before it was used first
     uses = [place for place in uses if producer is None or place > producer]
     released = _released(storage["released"], uses[-1] if uses else producer or 0)
+    writes = [place for place in writes if place in set(uses)]
     why_not = storage["why_not_recompute"]
+    if writes != storage["rewrites"]:
+        why_not = why_not or "an op writes to it that cannot be run again with the same result"
     if storage["raw_access"]:
         why_not = "its address was taken outside of ops"
     return TraceStorage(
@@ -124,15 +133,16 @@ def _storage(
         producer=producer,
         released=released,
         uses=tuple(uses),
-        writes=tuple(place for place in writes if place in set(uses)),
+        writes=tuple(writes),
         movable=storage["movable"],
         why_not_movable="" if storage["movable"] else "it is pinned",
         recompute=None
         if why_not or producer is None
         else Recipe(
-            duration_us=durations_us[ops[producer]["key"]],
+            duration_us=sum(durations_us[ops[place]["key"]] for place in (producer, *storage["rewrites"])),
             inputs=tuple(dict.fromkeys(storage["ingredients"])),
             outside_bytes=storage["outside_bytes"],
+            rewrites=tuple(storage["rewrites"]),
         ),
         why_not_recompute=why_not,
         module=storage["module"],
@@ -148,10 +158,10 @@ def _released(noticed: int, last_access: int) -> int | None:
 
 
 def _checked_recipe(storage: TraceStorage, storages: Sequence[TraceStorage]) -> TraceStorage:
-    """Without its recipe if what it is made from, or itself, is written before it is used last."""
+    """Without its recipe if what it is made from is written before it is used last."""
     if storage.recompute is None:
         return storage
-    why_not = "an op writes to it" if storage.writes else ""
+    why_not = ""
     first, last = storage.producer or 0, storage.last_access or 0
     for number in storage.recompute.inputs:
         if any(first < place <= last for place in storages[number].writes):
@@ -198,7 +208,6 @@ def compile_plan(plan: Plan, name: str, *, timed: bool) -> dict[str, Any]:
     actions = plan.actions()
     moving = {one.storage for one in plan.decisions if one.out_after is not None}
     dropped = {number: place for place, after in sorted(actions.items()) for number in after.drop}  # the last time
-    made: set[int] = set()  # so far: an op may also give out what another has made, as _unsafe_view does
     ops = []
     for place, op in enumerate(plan.ops):
         after = actions.get(place, Actions())
@@ -212,10 +221,10 @@ def compile_plan(plan: Plan, name: str, *, timed: bool) -> dict[str, Any]:
                 "pageouts": after.pageout,
                 "prefetches": after.prefetch,
                 "binds": not moving.isdisjoint((*op.inputs, *op.outputs)),
-                "makes_recipe": not dropped.keys().isdisjoint(set(op.outputs) - made),
+                # Also where it gives out what there was: it may have written to that.
+                "makes_recipe": any(dropped.get(number, -1) >= place for number in op.outputs),
             }
         )
-        made.update(op.outputs)
     return {
         "signature": name,
         "timed": timed,

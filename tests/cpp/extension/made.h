@@ -1,5 +1,6 @@
 #pragma once
 
+#include <functional>
 #include <utility>
 
 #include <ATen/record_function.h>
@@ -33,9 +34,15 @@ class NextRecipe {
   ~NextRecipe() {
     at::removeCallback(handle_);
     recipe() = nullptr;
+    see() = nullptr;
   }
   NextRecipe(const NextRecipe&) = delete;
   NextRecipe& operator=(const NextRecipe&) = delete;
+
+  /// Shows it before the op begins.
+  void at_begin(std::function<void(const torch_lms::OpRecipe&)> see_it) {
+    see() = std::move(see_it);
+  }
 
   std::shared_ptr<torch_lms::OpRecipe> take() {
     return std::exchange(recipe(), nullptr);
@@ -50,9 +57,16 @@ class NextRecipe {
     static thread_local std::shared_ptr<torch_lms::OpRecipe> recipe;
     return recipe;
   }
+  static std::function<void(const torch_lms::OpRecipe&)>& see() {
+    static thread_local std::function<void(const torch_lms::OpRecipe&)> see;
+    return see;
+  }
   static std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& record) {
     if (depth()++ == 0) {
       recipe() = lms().recipes.capture(record);
+      if (recipe() != nullptr && see() != nullptr) {
+        see()(*recipe());
+      }
     }
     return nullptr;
   }
