@@ -78,8 +78,8 @@ class DeviceWatch {
   /// unless it is needed soon, and of the rest that which is needed last.
   std::vector<Victim> resident_by_next_use(const CycleTracker& cycles, uint64_t eligible_from);
 
-  /// The first of these, by an order that may be some ops old, which have `nbytes` together, or all.
-  /// See Note [The order that is kept].
+  /// The first of these, by an order that may be some ops old, which have `nbytes` together, or
+  /// all. See Note [The order that is kept].
   std::vector<EntityPtr> choose_victims(
       const CycleTracker& cycles,
       uint64_t eligible_from,

@@ -4,8 +4,8 @@ Source: Peng et al., "DawnPiper: a memory-scalable pipeline parallel training fr
 cut in two halves again and again. The best cut of a range lies between the one that balances time and the one that
 balances memory: beyond either, both grow on one side. Some cuts between these two are tried, of each share of the way
 the one that the fewest bytes cross, and the one with the smallest largest stage time that fits is kept; if none fits,
-the one that comes closest. A stage that has no room gives up what costs it the least time (`recompute_and_swap`), and its time
-with that counts. Here stages that share a device have equal parts of its memory.
+the one that comes closest. A stage that has no room gives up what costs it the least time (`recompute_and_swap`), and
+its time with that counts. Here stages that share a device have equal parts of its memory.
 """
 
 from __future__ import annotations
