@@ -63,6 +63,46 @@ TEST(more_than_fits_is_right_within_the_limit) {
   tensors.clear();
 }
 
+std::vector<size_t> resident(const std::vector<at::Tensor>& tensors) {
+  std::vector<size_t> found;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    if (state(tensors[i]) == "resident") {
+      found.push_back(i);
+    }
+  }
+  return found;
+}
+
+TEST(what_is_used_after_an_order_was_made_is_passed_over) {
+  const Limited limited(8 * kMiB);
+  std::vector<at::Tensor> tensors;
+  for (int i = 0; i < 28; ++i) {
+    tensors.push_back(tensor_of(i, kElements));
+  }
+  std::vector<at::Tensor> more{tensor_of(28, 8 * kElements)}; // an order is made, some of it serves
+  lms().manual.wait_pageouts();
+  const std::vector<size_t> before = resident(tensors);
+  REQUIRE(before.size() < tensors.size() && before.size() > 16);
+  // Which would go out next nobody says: half of them, wherever they are in the order.
+  std::vector<size_t> used;
+  for (size_t i = 0; i < 8; ++i) {
+    used.push_back(before[2 * i]);
+    tensors[used.back()].add_(1);
+  }
+  more.push_back(tensor_of(29, 4 * kElements));
+  more.push_back(tensor_of(30, 4 * kElements));
+  lms().manual.wait_pageouts();
+  CHECK(resident(tensors).size() + 8 <= before.size());
+  for (const size_t i : used) {
+    CHECK_EQ(state(tensors[i]), std::string("resident"));
+  }
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const bool added = std::find(used.begin(), used.end(), i) != used.end();
+    CHECK(holds(tensors[i], static_cast<int64_t>(i) + (added ? 1 : 0)));
+  }
+  CHECK(limited.kept());
+}
+
 void hold(const std::vector<std::pair<size_t, int32_t>>& blocks) {
   for (const auto& block : blocks) {
     lms().policy.placeholders().want(block.first, block.second);
