@@ -127,14 +127,30 @@ TEST(a_forward_that_is_repeated_without_backwards_is_a_cycle_and_its_layers_are_
   CHECK(forward(finder, 32) == ends);
 }
 
-TEST(a_short_forward_is_a_cycle_once_it_has_held_on) {
+TEST(some_short_forwards_are_a_cycle_once_they_have_held_on) {
   CycleFinder finder;
-  size_t ended = 0;
+  std::vector<int> ended; // forwards, of 9 ops each
   for (int i = 0; i < 1000; ++i) {
-    ended += forward(finder, 1).size();
+    for (const int op : forward(finder, 1)) {
+      CHECK_EQ(op, 9);
+      ended.push_back(i);
+    }
   }
-  CHECK(ended > 400);
-  CHECK(ended < 900);
+  REQUIRE(ended.size() > 50);
+  CHECK(ended.front() > 400);
+  for (size_t i = 1; i < ended.size(); ++i) {
+    CHECK_EQ(ended[i] - ended[i - 1], 8);
+  }
+}
+
+TEST(an_op_that_is_repeated_is_no_cycle_by_itself) {
+  CycleFinder finder;
+  int ended = 0;
+  for (int i = 0; i < 64 * 100; ++i) {
+    ended += finder.note_op(7) ? 1 : 0;
+  }
+  CHECK(ended > 30);
+  CHECK(ended < 40); // from 4096 names on
 }
 
 TEST(a_program_that_becomes_another_is_found_again_without_backwards) {

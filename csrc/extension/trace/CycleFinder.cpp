@@ -124,16 +124,25 @@ bool CycleFinder::look_for_repetition(uint64_t name) {
   borders_.push_back(border);
   const size_t length = names_.size() - border;
   if (border >= length && names_.size() % length == 0 && length > too_short_) {
-    repetition_ = length;
-    held_ = names_.size();
-    at_ = 0;
-    return holds_on();
+    repeat(length);
+    return at_ == 0 && holds_on();
   }
   if (names_.size() == room_) { // what came first may never come again
     too_short_ = room_ == kMostNames ? 0 : too_short_;
     look_anew(room_ == kMostNames ? kFewestNames : 2 * room_);
   }
   return false;
+}
+
+/// As often as makes a cycle.
+void CycleFinder::repeat(size_t length) {
+  held_ = names_.size();
+  repetition_ = (kFewestInCycle + length - 1) / length * length;
+  at_ = held_ % repetition_;
+  names_.reserve(repetition_);
+  while (names_.size() < repetition_) {
+    names_.push_back(names_[names_.size() - length]);
+  }
 }
 
 void CycleFinder::look_anew(size_t room) {

@@ -19,7 +19,8 @@ namespace torch_lms {
 ///
 /// Where no backward ends for long (inference), the names themselves are looked through for the
 /// shortest sequence that has come twice in a row, and holds on: the layers of a model repeat, too,
-/// but do not go on.
+/// but do not go on. What comes after fewer ops than are worth the end of a cycle is one cycle
+/// together with as many more.
 
 /// Finds where the cycles of a program end, from the names of its outermost ops.
 ///
@@ -47,6 +48,7 @@ class CycleFinder {
   static constexpr size_t kMostSegments = 16; // in a cycle
   static constexpr size_t kMostUncertain = 8; // segments, before no order is expected
   static constexpr size_t kFewestNames = 256;
+  static constexpr size_t kFewestInCycle = 64; // names
   static constexpr size_t kNamesToHold = 4096;
   static constexpr size_t kMostNames = size_t{1} << 16;
 
@@ -60,6 +62,7 @@ class CycleFinder {
   bool note_name(uint64_t name);
   bool holds_on();
   bool look_for_repetition(uint64_t name);
+  void repeat(size_t length);
   void look_anew(size_t room);
 
   // Segments.
