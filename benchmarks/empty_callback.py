@@ -1,4 +1,4 @@
-"""The least that seeing an op costs: a callback of PyTorch's that gets inputs and outputs, and does nothing with them."""
+"""The least that seeing an op costs: a callback of PyTorch's that gets inputs and outputs, and does nothing."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 A callback that sees an op's inputs refers to them. For a tensor that nothing but a Python variable refers to, this is a
 first reference from C++, for which PyTorch takes Python's lock, twice. Tensors that a graph keeps for backward have one
-already. So both are measured; and a view of a storage that is known, which has to be found. What PyTorch itself takes for
-a callback that does nothing stands beside each.
+already. So both are measured; and a view of a storage that is known, which has to be found. What PyTorch itself takes
+for a callback that does nothing stands beside each.
 """
 
 from __future__ import annotations
