@@ -51,10 +51,10 @@ def training(p: float, train: bool = True) -> Step:
 
 
 @one_thread()
-def made_again(begin: Callable[[], Step], swap: bool) -> tuple[list[str], bool]:
-    """The ops whose results a plan makes again, and whether a run was as without a limit."""
+def made_again(begin: Callable[[], Step], swap: bool, share: float = 0.6) -> tuple[list[str], bool]:
+    """The ops whose results a plan makes again within a share of the peak, and whether a run was as without a limit."""
     expected = [begin()(number) for number in (5, 6)]
-    on(limit_for(begin, 0.6), swap=swap)
+    on(limit_for(begin, share), swap=swap)
     step = begin()
     while not core.follows_timed_plan():
         step(0)

@@ -69,12 +69,6 @@ Frame& frame_of_thread() {
   return this_frame != nullptr ? *this_frame : make_frame();
 }
 
-/// Whether the calling thread is about to have tensors cast: not inside of what casts them.
-bool autocasts() {
-  return !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::AutocastCPU) ||
-         !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::AutocastCUDA);
-}
-
 bool is_on_main_thread(Frame& frame) {
   if (frame.on_main_thread < 0) {
     const auto ask = interpreter().on_main_thread;
@@ -127,7 +121,7 @@ void Observer::begin(const at::RecordFunction& record) {
     }
     return;
   }
-  const OpTraits op = frame.kinds.of(record);
+  const OpTraits op = frame.kinds.now(record);
   const OpKind kind = op.kind;
   if (kind <= OpKind::kComposite) {
     if (kind == OpKind::kNode) {
@@ -152,7 +146,7 @@ void Observer::begin(const at::RecordFunction& record) {
     frame.depth = 0;
     return;
   }
-  frame.sealed = kind == OpKind::kSealed && !(op.casts && autocasts());
+  frame.sealed = kind == OpKind::kSealed;
   if (at::in_parallel_region()) { // a kernel's own threads: part of another op
     frame.inside_kernel = true;
   } else if (planning_.wants_ops()) {

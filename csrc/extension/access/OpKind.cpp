@@ -4,6 +4,9 @@
 #include <cstring>
 
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <extension/access/Storages.h>
 
 namespace torch_lms {
 namespace {
@@ -51,24 +54,55 @@ bool is_view(const c10::OperatorHandle& op) {
   return any;
 }
 
-bool casts_under_autocast(const c10::OperatorHandle& op) {
-  return op.hasKernelForDispatchKey(c10::DispatchKey::AutocastCPU) ||
-         op.hasKernelForDispatchKey(c10::DispatchKey::AutocastCUDA);
+c10::DispatchKeySet casts_of(const c10::OperatorHandle& op) {
+  c10::DispatchKeySet casts;
+  for (const auto key : {c10::DispatchKey::AutocastCPU, c10::DispatchKey::AutocastCUDA}) {
+    casts = op.hasKernelForDispatchKey(key) ? casts.add(key) : casts;
+  }
+  return casts;
+}
+
+c10::DispatchKeySet keys_of(const c10::IValue& value) {
+  if (value.isTensor()) {
+    return value.unsafeToTensorImpl()->key_set();
+  }
+  c10::DispatchKeySet keys;
+  if (value.isList()) {
+    for (const c10::IValue& element : value.toListRef()) {
+      if (!element.isTensor() && !element.isNone()) {
+        break; // a list of numbers
+      }
+      keys = keys | keys_of(element);
+    }
+  }
+  return keys;
+}
+
+/// Whether autocast's kernel is about to run: not inside of what it calls.
+bool casts_now(const at::RecordFunction& record, c10::DispatchKeySet casts) {
+  const c10::DispatchKeySet here = casts - c10::impl::tls_local_dispatch_key_set().excluded_;
+  if (here.empty()) {
+    return false;
+  }
+  const Values inputs = inputs_of(record);
+  return std::any_of(inputs.begin(), inputs.end(), [here](const c10::IValue& value) {
+    return keys_of(value).has_any(here);
+  });
 }
 
 OpTraits traits_of_pytorchs(const char* name, const char* overload) {
   if (std::strcmp(name, "aten::record_stream") == 0 ||
       std::strcmp(name, "aten::_lazy_clone") == 0) {
-    return {OpKind::kInspecting, kAll, false};
+    return {OpKind::kInspecting, kAll, {}};
   }
   const auto op = c10::Dispatcher::singleton().findOp({name, overload});
   if (!op.has_value()) {
-    return {OpKind::kSealed, kAll, false};
+    return {OpKind::kSealed, kAll, {}};
   }
   const OpKind kind = is_composite(*op) ? OpKind::kComposite
                       : is_view(*op)    ? OpKind::kView
                                         : OpKind::kSealed;
-  return {kind, written_arguments(*op), casts_under_autocast(*op)};
+  return {kind, written_arguments(*op), casts_of(*op)};
 }
 
 OpTraits find_traits(const char* name, const char* overload) {
@@ -76,15 +110,15 @@ OpTraits find_traits(const char* name, const char* overload) {
     return traits_of_pytorchs(name, overload);
   }
   if (starts_with(name, "autograd::engine::evaluate_function")) {
-    return {OpKind::kNode, 0, false};
+    return {OpKind::kNode, 0, {}};
   }
   // Ops have qualified names. Records of Python's autograd Functions and other regions do not;
   // the engine's are its own. Whole programs run inside of them (a checkpoint's forward).
   if (std::strchr(name, ':') == nullptr || starts_with(name, "autograd::")) {
-    return {OpKind::kTransparent, 0, false};
+    return {OpKind::kTransparent, 0, {}};
   }
   const bool collective = starts_with(name, "c10d::") || starts_with(name, "_c10d");
-  return {collective ? OpKind::kCollective : OpKind::kHolding, kAll, false};
+  return {collective ? OpKind::kCollective : OpKind::kHolding, kAll, {}};
 }
 
 } // namespace
@@ -102,6 +136,14 @@ OpTraits OpKinds::of(const at::RecordFunction& record) {
     known.traits = traits;
   }
   return traits;
+}
+
+OpTraits OpKinds::now(const at::RecordFunction& record) {
+  OpTraits op = of(record);
+  if (op.kind == OpKind::kSealed && !op.casts.empty() && casts_now(record, op.casts)) {
+    op.kind = OpKind::kComposite;
+  }
+  return op;
 }
 
 } // namespace torch_lms

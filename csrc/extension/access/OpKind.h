@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include <ATen/record_function.h>
+#include <c10/core/DispatchKeySet.h>
 
 namespace torch_lms {
 
@@ -33,8 +34,8 @@ struct OpTraits {
   OpKind kind = OpKind::kTransparent;
   /// A bit for each argument that the op may write to; the last one stands for all others.
   uint64_t written = 0;
-  /// Under autocast the op casts its tensors first: run again without, it makes something else.
-  bool casts = false;
+  /// Kernels of autocast's, which cast the op's tensors and call it again, below autocast.
+  c10::DispatchKeySet casts;
 
   bool writes(size_t argument) const noexcept {
     return (written >> (argument < 63 ? argument : 63) & 1) != 0;
@@ -48,6 +49,9 @@ class OpKinds {
  public:
   /// Blocks, for an op's first time, on the dispatcher's lock.
   OpTraits of(const at::RecordFunction& record);
+
+  /// The same for an op that begins: under autocast some only call others.
+  OpTraits now(const at::RecordFunction& record);
 
  private:
   /// Names are compared, too: only those of ops stay where they are.

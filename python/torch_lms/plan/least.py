@@ -14,11 +14,11 @@ from torch_lms.plan.trace import Trace
 
 __all__ = ["everything_away", "least_choices", "least_limit", "pressed", "with_served"]
 
-_SHARES = (0.7, 0.5, 0.35, 0.25, 0.18, 0.12, 0.06, 0.0)
+_TRIES = 8
 
 
 def least_limit(trace: Trace, *, host_limit_bytes: int | None = None, swap: bool = True, recompute: bool = True) -> int:
-    """The least limit, in bytes, for which there is a plan.
+    """The least limit, in bytes, for which there is a plan; where little may be copied out, for which one is found.
 
     Args:
         trace: of the program.
@@ -45,10 +45,15 @@ def least_choices(problem: Problem) -> Iterator[Choices]:
     yield everything_away(problem)
     if problem.swap and problem.host_limit_bytes is None:
         return  # nothing needs less than what has all away that is not in use
-    plain_bytes = float(problem.plain_bytes.max())
-    for share in _SHARES:
-        lower = problem.under(int(share * plain_bytes))
-        yield fit(lower, greedy(lower))
+    fails, keeps = 0.0, float(problem.plain_bytes.max())
+    for _ in range(_TRIES):
+        lower = problem.under(int((fails + keeps) / 2))
+        choices = fit(lower, greedy(lower))
+        yield choices
+        if lower.excess(choices).any():
+            fails = lower.limit_bytes
+        else:
+            keeps = float(lower.need(choices).max())
 
 
 def everything_away(problem: Problem) -> Choices:

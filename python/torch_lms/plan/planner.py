@@ -44,7 +44,7 @@ def make_plan(
         simply: whether the linear program is left out, which takes most of the time.
 
     Raises:
-        LimitError: if no plan keeps the limit; it states the least limit that one keeps.
+        LimitError: if no plan keeps the limit; it states `least_limit`.
     """
     planning = _Planning(trace, limit_bytes, host_limit_bytes, swap, recompute)
     best = planning.best(others, simply)
@@ -53,7 +53,7 @@ def make_plan(
         host = "" if host_limit_bytes is None else f" with {host_limit_bytes} bytes of host memory"
         raise LimitError(
             f"expected a limit of at least {least} bytes ({least / _GIB:.2f} GiB){host}, found {limit_bytes}: no plan "
-            "needs less; raise the limit or make the program's largest ops smaller"
+            "was found that needs less; raise the limit or make the program's largest ops smaller"
         )
     return planning.plan(*best)
 
