@@ -8,6 +8,8 @@
 namespace torch_lms {
 namespace {
 
+constexpr uint64_t kThread = 1;
+
 /// Runs segments, each of ops of its letter, and writes a bar where a cycle ends.
 std::string run(
     CycleFinder& finder,
@@ -17,7 +19,7 @@ std::string run(
   std::string ended;
   for (const char letter : segments) {
     for (int i = 0; i < ops; ++i) {
-      finder.note_op(static_cast<uint64_t>(letter) * 1000 + static_cast<uint64_t>(i));
+      finder.note_op(static_cast<uint64_t>(letter) * 1000 + static_cast<uint64_t>(i), kThread);
     }
     ended += letter;
     ended +=
@@ -40,7 +42,7 @@ std::vector<int> forward(CycleFinder& finder, int layers) {
   int ops = 0;
   const auto op = [&](uint64_t name) {
     ++ops;
-    if (finder.note_op(name)) {
+    if (finder.note_op(name, kThread)) {
       ends.push_back(ops);
     }
   };
@@ -104,17 +106,31 @@ TEST(segments_without_an_order_are_cycles_each) {
   CHECK_EQ(run(finder, "ABCDEFGH"), "A|B|C|D|E|F|G|H|");
 }
 
-TEST(the_order_of_ops_within_a_segment_does_not_matter) {
+TEST(how_threads_mix_within_a_segment_does_not_matter) {
   CycleFinder finder;
   for (int cycle = 0; cycle < 8; ++cycle) {
     for (uint64_t segment = 0; segment < 2; ++segment) {
       for (uint64_t i = 0; i < 8; ++i) {
-        finder.note_op(100 * segment + (i ^ (cycle % 2)));
+        const uint64_t op = i ^ (cycle % 2); // of two threads: odd ones and even ones
+        finder.note_op(100 * segment + op, kThread + op % 2);
       }
       finder.end_segment(100);
     }
   }
   CHECK_EQ(finder.segments(), 2);
+}
+
+TEST(the_same_ops_in_another_order_are_another_segment) {
+  CycleFinder finder;
+  std::string ended;
+  for (int segment = 0; segment < 8; ++segment) {
+    for (uint64_t i = 0; i < 8; ++i) {
+      finder.note_op((i + 4 * static_cast<uint64_t>(segment % 2)) % 8, kThread);
+    }
+    ended += finder.end_segment(segment % 2 == 0 ? 200 : 100) ? '|' : '.';
+  }
+  CHECK_EQ(finder.segments(), 2);
+  CHECK_EQ(ended.substr(4), ".|.|");
 }
 
 TEST(a_forward_that_is_repeated_without_backwards_is_a_cycle_and_its_layers_are_not) {
@@ -147,7 +163,7 @@ TEST(an_op_that_is_repeated_is_no_cycle_by_itself) {
   CycleFinder finder;
   int ended = 0;
   for (int i = 0; i < 64 * 100; ++i) {
-    ended += finder.note_op(7) ? 1 : 0;
+    ended += finder.note_op(7, kThread) ? 1 : 0;
   }
   CHECK(ended > 30);
   CHECK(ended < 40); // from 4096 names on

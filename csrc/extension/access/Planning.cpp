@@ -74,7 +74,7 @@ void Planning::look_for_cycle(const at::RecordFunction& record) {
   bool ended = false;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    ended = finder_.note_op(reinterpret_cast<uintptr_t>(record.name()));
+    ended = finder_.note_op(reinterpret_cast<uintptr_t>(record.name()), OpClock::this_thread());
   }
   if (ended) {
     end_cycle();

@@ -6,17 +6,18 @@
 namespace torch_lms {
 namespace {
 
-/// Sums of what this returns differ where sums of names would not.
-uint64_t scattered(uint64_t name) noexcept { // splitmix64's last step
-  name = (name ^ (name >> 30)) * 0xBF58476D1CE4E5B9;
-  name = (name ^ (name >> 27)) * 0x94D049BB133111EB;
-  return name ^ (name >> 31);
+/// Sums of what this returns differ where sums of what it is given would not.
+uint64_t scattered(uint64_t bits) noexcept { // splitmix64's last step
+  bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9;
+  bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EB;
+  return bits ^ (bits >> 31);
 }
 
 } // namespace
 
-bool CycleFinder::note_op(uint64_t name) {
-  names_in_segment_ += scattered(name);
+bool CycleFinder::note_op(uint64_t name, uint64_t thread) {
+  uint64_t& order = order_of(thread);
+  order = scattered(order + name);
   ++ops_in_segment_;
   if (ops_in_last_segment_ != 0 && ops_in_segment_ < 4 * ops_in_last_segment_) {
     return false; // a backward may well end this
@@ -24,18 +25,36 @@ bool CycleFinder::note_op(uint64_t name) {
   return note_name(name);
 }
 
+uint64_t& CycleFinder::order_of(uint64_t thread) {
+  for (auto& order : orders_) {
+    if (order.first == thread) {
+      return order.second;
+    }
+  }
+  orders_.emplace_back(thread, 0);
+  return orders_.back().second;
+}
+
+uint64_t CycleFinder::names_in_segment() const noexcept {
+  uint64_t names = 0;
+  for (const auto& order : orders_) {
+    names += order.second;
+  }
+  return names;
+}
+
 bool CycleFinder::end_segment(size_t held_bytes) {
   // If something else was repeated in it, an evaluation, its end is taken for what was due.
   const bool due = repeats_ && period_ != 0;
   segments_.push_back(
-      {due ? segments_[segments_.size() - period_].names : names_in_segment_, held_bytes});
+      {due ? segments_[segments_.size() - period_].names : names_in_segment(), held_bytes});
   if (segments_.size() > 4 * kMostSegments) {
     segments_.pop_front();
   }
   if (!due) {
     ops_in_last_segment_ = ops_in_segment_;
   }
-  names_in_segment_ = 0;
+  orders_.clear();
   ops_in_segment_ = 0;
   repeats_ = false;
   too_short_ = 0;

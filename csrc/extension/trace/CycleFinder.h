@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <utility>
 #include <vector>
 
 namespace torch_lms {
@@ -11,7 +12,8 @@ namespace torch_lms {
 /// What a plan covers is what a program repeats: a step. Two things tell where one ends.
 ///
 /// A program that trains is cut where its backwards end. The pieces are segments, and a segment is
-/// known by the names of its ops. Most programs repeat one segment. One that accumulates gradients,
+/// known by the names of its ops, in the order in which each thread runs its own: how threads mix
+/// is by chance, but two models that take turns may run the same ops, in another order. Most programs repeat one segment. One that accumulates gradients,
 /// takes turns between two models, or runs backward twice in a step repeats several; the cycle is
 /// then all of these. It begins where the least memory is held: elsewhere what one backward leaves
 /// for the next would be cut in two. Where that is the same everywhere it begins with the rarest,
@@ -27,8 +29,9 @@ namespace torch_lms {
 /// Not thread-safe.
 class CycleFinder {
  public:
-  /// An op of `name` has run. Returns whether a cycle of a program without backwards has ended.
-  bool note_op(uint64_t name);
+  /// An op of `name` has run on `thread`. Returns whether a cycle of a program without backwards has
+  /// ended.
+  bool note_op(uint64_t name, uint64_t thread);
 
   /// A backward has ended, and `held_bytes` are still in use. Returns whether a cycle has ended,
   /// too.
@@ -53,10 +56,12 @@ class CycleFinder {
   static constexpr size_t kMostNames = size_t{1} << 16;
 
   struct Segment {
-    uint64_t names; // the sum of all ops': threads mix the order
+    uint64_t names;
     size_t held_bytes;
   };
 
+  uint64_t& order_of(uint64_t thread);
+  uint64_t names_in_segment() const noexcept;
   size_t find_period();
   size_t until_end(size_t period) const;
   bool note_name(uint64_t name);
@@ -70,7 +75,7 @@ class CycleFinder {
   size_t period_ = 0;
   size_t left_ = 0; // segments until the cycle ends
   bool certain_ = false;
-  uint64_t names_in_segment_ = 0;
+  std::vector<std::pair<uint64_t, uint64_t>> orders_; // of names in the segment, for each thread
   size_t ops_in_segment_ = 0;
   size_t ops_in_last_segment_ = 0;
   bool repeats_ = false; // something within the present segment
