@@ -25,6 +25,7 @@ LINKS = (
     LinkSpec(bytes_per_us=100.0, latency_us=3.0),
     LinkSpec(latency_us=5.0),
 )
+SEEDS = range(30)
 bound = bottleneck_bound.bottleneck_bound
 stage_costs_us = bottleneck_bound.stage_costs_us
 
@@ -40,8 +41,8 @@ def problem_of(graph: CostGraph, stages: int, link: LinkSpec, speed: float = 1.0
 
 @cache
 def random_problem(seed: int) -> PartitionProblem:
-    graph = make_graph(seed, 6 + seed % 2)
-    return problem_of(graph, 2 + seed % 3 // 2, LINKS[seed % len(LINKS)], (1.0, 2.0)[seed % 5 == 0])
+    graph = make_graph(seed, 5 + seed % 2)
+    return problem_of(graph, 2 + seed % 3, LINKS[seed % len(LINKS)], (1.0, 2.0)[seed % 5 == 0])
 
 
 @cache
@@ -80,21 +81,26 @@ def test_a_stage_pays_for_all_that_crosses_its_borders_both_ways() -> None:
     assert bound(problem).lower_us == pytest.approx(40 + second, rel=1e-3)
 
 
-def test_the_bound_is_the_least_cost_of_all_partitions_of_random_graphs() -> None:
-    cheaper = 0
-    for seed in range(40):
+@pytest.mark.parametrize("factor", [1.0, 1.3])
+def test_the_bound_is_the_least_cost_of_all_partitions_of_random_graphs(
+    monkeypatch: pytest.MonkeyPatch, factor: float
+) -> None:
+    """Also where the partition that the search begins with costs more."""
+    known_us = bottleneck_bound._CostedUnits.contiguous_us
+    monkeypatch.setattr(
+        bottleneck_bound._CostedUnits, "contiguous_us", lambda self, orders: factor * known_us(self, orders)
+    )
+    for seed in SEEDS:
         problem, least = random_problem(seed), least_us(seed)
         found = bound(problem)
         assert least * NEARLY <= found.lower_us <= least * ROUNDING, seed
         assert problem.lower_bound_us <= found.lower_us * ROUNDING
-        assert least <= found.upper_us * ROUNDING
-        cheaper += least * ROUNDING < found.upper_us
-    assert cheaper, "every best partition cuts a known order, whose cost would do as a bound"
+        assert least * factor <= found.upper_us * ROUNDING
 
 
-@pytest.mark.parametrize("programs", [0, 1, 3, 4, 6, 7])
+@pytest.mark.parametrize("programs", [0, 2, 4, 6, 8, 10, 12])
 def test_whatever_is_proven_when_the_time_is_over_holds(monkeypatch: pytest.MonkeyPatch, programs: int) -> None:
-    for seed in range(0, 40, 3):
+    for seed in SEEDS[::5]:
         problem = random_problem(seed)
         proven = programs_only(monkeypatch, programs, problem)
         assert problem.lower_bound_us / ROUNDING <= proven <= least_us(seed) * ROUNDING, seed
@@ -102,11 +108,8 @@ def test_whatever_is_proven_when_the_time_is_over_holds(monkeypatch: pytest.Monk
 
 def test_superblocks_prove_more_than_the_simple_bound_and_all_borders_the_most(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = problem_of(unet(depth=3, repeats=2), 4, LinkSpec(bytes_per_us=2e5, latency_us=5.0))
-    borders, superblocks = 3 * 3, 4
-    simple, some, most = (
-        programs_only(monkeypatch, count, problem)
-        for count in (borders, borders + superblocks, borders + superblocks + 1)
-    )
+    counts = (3 * 3, 3 * 3 + 4, 3 * 3 + 4 + 1)
+    simple, some, most = (programs_only(monkeypatch, count, problem) for count in counts)
     assert simple == pytest.approx(problem.lower_bound_us)
     assert simple * 1.01 < some <= most * ROUNDING
     monkeypatch.undo()

@@ -25,6 +25,7 @@ Source: Archer, Fahrbach, Liu and Prabhu, Practical Performance Guarantees for P
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Iterable, Sequence
@@ -104,9 +105,10 @@ def _check(problem: PartitionProblem) -> None:
         raise PartitionError(
             f"expected a device for each of {problem.stages} stages, found {len(names)}; name each device once"
         )
-    if len(_links(problem)) > 1:
+    links = len(_links(problem))
+    if links > 1:
         raise PartitionError(
-            f"expected one link for all pairs of devices, found {len(_links(problem))} different ones; give one LinkSpec"
+            f"expected one link for all pairs of devices, found {links} different ones; give one LinkSpec"
         )
 
 
@@ -143,7 +145,10 @@ class _CostedUnits:
         stages: how many.
         time_us: of each unit on a device.
         link: between stages.
-        before: whether a unit (column) is another (row) or must not be in a later stage than it.
+        until_us: of each unit with all that must not be in later stages.
+        from_us: of each unit with all that must not be in earlier stages.
+        until_count: as ``until_us``, how many.
+        from_count: as ``from_us``, how many.
         edges: pairs of units that must come in this order, less those that follow from others.
         values: of each maker and its last readers, the bytes forward and backward. Where the model's output is one of
             them, it alone.
@@ -154,26 +159,23 @@ class _CostedUnits:
         self._units, self.stages = units, problem.stages
         self.time_us: Array = units.time_us / problem.devices[0].speed
         self.link = next(iter(_links(problem)), LinkSpec())
-        self.before = np.eye(len(units), dtype=bool)
+        before = np.eye(len(units), dtype=bool)
         for unit, inputs in enumerate(units.inputs):
             for source in inputs:
-                self.before[unit] |= self.before[source]
-        self.edges = [(source, unit) for unit, inputs in enumerate(units.inputs) for source in self._last(inputs)]
+                before[unit] |= before[source]
+        self.until_us, self.from_us = before @ self.time_us, self.time_us @ before
+        self.until_count, self.from_count = before.sum(axis=1), before.sum(axis=0)
+        self.edges = [(source, unit) for unit, inputs in enumerate(units.inputs) for source in _last(before, inputs)]
         self.values: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}
         for value in units.values:
             ends = len(units) in value.consumers
-            key = value.producer, (len(units),) if ends else self._last(value.consumers)
+            key = value.producer, (len(units),) if ends else _last(before, value.consumers)
             if value.producer != MODEL_INPUT:
                 forward, backward = self.values.get(key, (0, 0))
                 self.values[key] = forward + value.forward_bytes, backward + value.backward_bytes
 
     def __len__(self) -> int:
         return len(self.time_us)
-
-    def _last(self, those: Sequence[int]) -> tuple[int, ...]:
-        """Of some units those that come before none of the others: what holds for them holds for all."""
-        alone = self.before[np.ix_(those, those)].sum(axis=0) == 1
-        return tuple(sorted(unit for unit, one in zip(those, alone, strict=True) if one))
 
     def contiguous_us(self, orders: Iterable[Ints]) -> float:
         """The least largest stage cost of all partitions that cut one of these orders."""
@@ -190,6 +192,12 @@ class _CostedUnits:
             stage_us = (ends[at] - ends[:at] + border[at] + border[:at] for at in range(1, len(ends)))
             least = np.array([np.inf, *(np.maximum(least[: len(one)], one).min() for one in stage_us)])
         return float(least[-1])
+
+
+def _last(before: NDArray[np.bool_], those: Sequence[int]) -> tuple[int, ...]:
+    """Of some units those that come before none of the others: what holds for them holds for all."""
+    alone = before[np.ix_(those, those)].sum(axis=0) == 1
+    return tuple(sorted(unit for unit, one in zip(those, alone, strict=True) if one))
 
 
 class _NestedCuts:
@@ -224,7 +232,7 @@ class _NestedCuts:
             cut = self._cut(border)
             ends.append((border, cut, self._border_cost(border, cut, minimised=border == goal)))
         ends.append((units.stages - 1, np.full(len(units), self._inside), self._outside))
-        for one, other in zip(ends[:-1], ends[1:], strict=True):
+        for one, other in itertools.pairwise(ends):
             self._superblock(*one, *other)
 
     def least(self, seconds: float, *, whole: bool) -> float:
@@ -234,19 +242,17 @@ class _NestedCuts:
     def _cut(self, border: int) -> Ints:
         """For each unit the variable that is 1 where it comes before a border."""
         units, before, after = self._units, border + 1, self._units.stages - 1 - border
-        count, room = len(units), 1 + _TOLERANCE
-        shares = units.time_us / self._upper_us
         inner = 2 * self._floors[:border].sum(), 2 * self._floors[border + 1 :].sum()
-        room_before = before * room - inner[0] - self._floors[border]
-        room_after = after * room - inner[1] - self._floors[border]
-        never = (units.before @ shares > room_before) | (units.before.sum(axis=1) > count - after)
-        always = (shares @ units.before > room_after) | (units.before.sum(axis=0) > count - before)
+        room_before = before * (1 + _TOLERANCE) - inner[0] - self._floors[border]
+        room_after = after * (1 + _TOLERANCE) - inner[1] - self._floors[border]
+        never = (units.until_us > room_before * self._upper_us) | (units.until_count > len(units) - after)
+        always = (units.from_us > room_after * self._upper_us) | (units.from_count > len(units) - before)
         cut = np.where(always, self._inside, self._outside)
         for unit in np.flatnonzero(~never & ~always):
-            cut[unit] = self._rows.variable(most=1.0)
-            self._whole.append(int(cut[unit]))
-        for source, unit in units.edges:
-            self._implies(cut[unit], cut[source])
+            self._whole.append(self._rows.variable(most=1.0))
+            cut[unit] = self._whole[-1]
+        for source, user in units.edges:
+            self._implies(cut[user], cut[source])
         return cut
 
     def _border_cost(self, border: int, cut: Ints, *, minimised: bool) -> int:
@@ -289,8 +295,8 @@ class _NestedCuts:
         shares = self._units.time_us / self._upper_us
         width = 1 + max(int(before.max()), int(until.max()), cost_before, cost_until, self._largest)
         work = np.bincount(until, shares, width) - np.bincount(before, shares, width)
-        work[[cost_before, cost_until]] += 1.0
-        work[self._largest] -= stages
+        for at, factor in ((cost_before, 1), (cost_until, 1), (self._largest, -stages)):
+            work[at] += factor
         inner = 2 * float(self._floors[start + 1 : end].sum())
         count = np.bincount(before, minlength=width) - np.bincount(until, minlength=width)
         for row, most in ((work, -inner), (count, -stages)):
