@@ -112,8 +112,8 @@ def test_superblocks_pay_for_their_outer_borders_once_and_for_inner_ones_twice(
 ) -> None:
     """Eight nodes of 10 us, two for each of four stages, and 2 us at each border.
 
-    After nine programs, for the least costs of three borders, stands the simple bound. The first stage alone has 22; what
-    is behind it has 60 for its work, 2 for the border before it and 8 for two inner ones, in three stages.
+    After nine programs, for the least costs of three borders, stands the simple bound. The first stage has 22; what is
+    behind it has 60 for its work, 2 for the border before it and 8 for two inner ones, in three stages.
     """
     problem = problem_of(chain([10.0] * 8, output_bytes=10), 4, LinkSpec(bytes_per_us=10.0))
     assert programs_only(monkeypatch, programs, problem) == pytest.approx(least, rel=1e-5)

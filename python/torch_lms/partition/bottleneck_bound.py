@@ -13,11 +13,11 @@ stages; with z the largest stage cost, its work with the transfers over its bord
 many z as it has stages. The least z is a bound, whichever borders are looked at.
 
 From the source: the problem; the simple bound, by the mean and by the largest node; the superblocks before, in and
-after one stage, with the rows above for their work; and the exact program, which looks at all borders. Ours: the
-transfers as in [Stage cost] (there a tensor goes straight to the stages that read it, and its size is paid once by its
-maker's stage and once by each of theirs); the bound for every stage, whose largest counts, since no row says which
-stage is the largest; the least cost of each border, which the superblocks' inner borders and rows are charged; and the
-cost of a known partition, under which most units lie on one known side of each border, so that the programs get small.
+after one stage; and the exact program, which looks at all borders. Ours: the transfers as in [Stage cost] (there a
+tensor goes straight to the stages that read it, and is paid once by its maker's stage and once by each of theirs); the
+largest of the bounds by each stage's superblocks, since no row says which stage is the largest; the least cost of each
+border, which is found first and is what inner borders are charged; and a known partition, below whose cost most units
+lie on one known side of each border, so that the programs are small.
 
 Source: Archer, Fahrbach, Liu and Prabhu, Practical Performance Guarantees for Pipelined DNN Inference, ICML 2024
 (arXiv 2311.03703), the lower bounds by mixed-integer programs.

@@ -13,7 +13,7 @@ __all__ = ["Rows", "Solution"]
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-_SOLVED, _INFEASIBLE = 0, 2  # what `scipy.optimize.milp` says
+_SOLVED, _OUT_OF_TIME, _INFEASIBLE = 0, 1, 2  # what `scipy.optimize.milp` says
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,8 @@ class Rows:
     def least(self, *, whole: Ints, seconds: float) -> float:
         """What the sum of costs is never below, as far as that is proven in time.
 
-        Infinite if no values keep all rows, and minus infinity if the time ends before any are found.
+        Infinite if no values keep all rows, and minus infinity if the time ends before any are found, or the solver
+        fails.
 
         Args:
             whole: variables that must be whole numbers.
@@ -81,6 +82,8 @@ class Rows:
         found = self._run(whole, seconds)
         if found.status == _INFEASIBLE:
             return np.inf
+        if found.status not in (_SOLVED, _OUT_OF_TIME):
+            return -np.inf
         proven = found.mip_dual_bound if len(whole) else found.fun if found.status == _SOLVED else None
         return -np.inf if proven is None else float(proven)
 
