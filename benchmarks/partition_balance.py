@@ -3,7 +3,7 @@
 The costs of a model come from formulas (``tests/partition/graphs.py``), on devices like a GPU, or from a profile on the
 CPU (``benchmarks/profiled_models.py``), on devices like that CPU; each row says which. Profiled models are in the table
 where transformers is installed, and torchgpipe's own block partition where its package is: ``pip install --no-deps
-torchgpipe``.
+torchgpipe``. The bound of the largest stage cost (`torch_lms.partition.bottleneck_bound`) needs SciPy.
 """
 
 from __future__ import annotations
@@ -25,18 +25,22 @@ from torch_lms.partition import (
     CostModel,
     DeviceSpec,
     LinkSpec,
+    Partition,
     PartitionProblem,
     algorithm_names,
     find_algorithm,
     partition,
 )
+from torch_lms.partition.bottleneck_bound import bottleneck_bound, stage_costs_us
 from torch_lms.partition.figures import measure
 from torch_lms.partition.layers import Layers, node_costs
+from torch_lms.plan.linear import scipy_is_there
 
 STAGES = (2, 4, 8)
 LINK = LinkSpec(bytes_per_us=2e5, latency_us=5.0)  # NVLink, 200 GB/s each way
 CPU_LINK = LinkSpec(bytes_per_us=1e3, latency_us=100.0)  # about Gloo between two processes of one machine
 TARGET_S = 10.0
+BOUND_S = 8.0  # for each row's bound
 NANOSECONDS = 1000
 FORMULA = "formula"
 PROFILED = "profiled on CPU"
@@ -47,6 +51,8 @@ COLUMNS = [
     ("nodes", "Nodes", "{}"),
     ("stages", "Stages", "{}"),
     *((name, name.replace("_", " "), "{:.3f}") for name in (*algorithm_names(), *GPIPE)),
+    ("auto_over_bound", "auto's bottleneck over the bound", "{:.3f}"),
+    ("bound_over_simple", "bound over simple bound", "{:.3f}"),
 ]
 
 
@@ -88,6 +94,19 @@ def gpipe_steps_us(problem: PartitionProblem) -> dict[str, float]:
     return found
 
 
+def bound_facts(problem: PartitionProblem, made: Partition) -> dict[str, Any]:
+    """How near a partition's largest stage cost is to the least, as far as that is proven."""
+    if not scipy_is_there():
+        return {}
+    begin = time.perf_counter()
+    bound = bottleneck_bound(problem, seconds=BOUND_S)
+    spent_s = time.perf_counter() - begin
+    cost_us, simple_us = max(stage_costs_us(made.figures)), problem.lower_bound_us
+    costs_us = {"auto": cost_us, "bound": bound.lower_us, "best_known": bound.upper_us, "simple_bound": simple_us}
+    ratios = {"auto_over_bound": cost_us / bound.lower_us, "bound_over_simple": bound.lower_us / simple_us}
+    return {**ratios, "largest_stage_costs_us": costs_us, "bound_s": spent_s}
+
+
 def add_model(result: Result, name: str, problem: PartitionProblem, **facts: Any) -> None:
     """One row: every algorithm on one model and number of stages, and facts of the model."""
     stages = problem.stages
@@ -95,7 +114,7 @@ def add_model(result: Result, name: str, problem: PartitionProblem, **facts: Any
     steps_us = {algorithm: one.step_us for algorithm, one in made.items()} | gpipe_steps_us(problem)
     row: dict[str, Any] = {algorithm: step_us / even_step_us(problem) for algorithm, step_us in steps_us.items()}
     imbalances = {algorithm: one.imbalance for algorithm, one in made.items()}
-    row |= {"steps_us": steps_us, "imbalances": imbalances, **facts}
+    row |= {"steps_us": steps_us, "imbalances": imbalances, **bound_facts(problem, made["auto"]), **facts}
     result.add(graph=name, nodes=len(problem.units), stages=stages, **row)
     worst = max(steps_us["auto"] / one for algorithm, one in steps_us.items() if algorithm != "auto")
     what = f"{name} on {stages} stages"

@@ -12,6 +12,7 @@ from benchmarks.results import Result
 from tests.partition.graphs import bert
 from torch_lms._torch_compat import has_export
 from torch_lms.partition import algorithm_names
+from torch_lms.plan import linear
 
 TINY = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 IMAGES = {**TINY, "image_size": 16, "patch_size": 8}
@@ -53,3 +54,26 @@ def test_formula_rows_are_named_so_and_have_the_same_columns() -> None:
     (row,) = result.rows
     assert row["costs"] == FORMULA
     check_steps(row)
+
+
+def test_a_row_has_the_bound_of_the_largest_stage_cost() -> None:
+    pytest.importorskip("scipy")
+    result = empty()
+    problem = problem_of(bert(layers=2), 2)
+    add_model(result, "BERT, 2 layers", problem)
+    (row,) = result.rows
+    costs_us = row["largest_stage_costs_us"]
+    assert row["auto_over_bound"] == pytest.approx(costs_us["auto"] / costs_us["bound"])
+    assert row["bound_over_simple"] == pytest.approx(costs_us["bound"] / problem.lower_bound_us)
+    assert row["bound_over_simple"] > 1
+    assert 1 <= row["auto_over_bound"] <= row["imbalances"]["auto"] * 1.05
+    assert {"auto_over_bound", "bound_over_simple"} <= {key for key, _, _ in result.columns}
+
+
+def test_without_scipy_a_row_has_no_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "find_spec", lambda name: None)
+    result = empty()
+    add_model(result, "BERT, 2 layers", problem_of(bert(layers=2), 2))
+    (row,) = result.rows
+    check_steps(row)
+    assert "auto_over_bound" not in row

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +13,7 @@ __all__ = ["Rows", "Solution"]
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+_SOLVED, _OUT_OF_TIME, _INFEASIBLE = 0, 1, 2  # what `scipy.optimize.milp` says
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,30 @@ class Rows:
             whole: variables that must be whole numbers; None for none.
             seconds: at most.
         """
+        found = self._run(whole, seconds)
+        if found.x is None:
+            return None
+        return Solution(np.asarray(found.x, dtype=np.float64), float(found.fun))
+
+    def least(self, *, whole: Ints, seconds: float) -> float:
+        """What the sum of costs is never below, as far as that is proven in time.
+
+        Infinite if no values keep all rows, and minus infinity if the time ends before any are found, or the solver
+        fails.
+
+        Args:
+            whole: variables that must be whole numbers.
+            seconds: at most.
+        """
+        found = self._run(whole, seconds)
+        if found.status == _INFEASIBLE:
+            return np.inf
+        if found.status not in (_SOLVED, _OUT_OF_TIME):
+            return -np.inf
+        proven = found.mip_dual_bound if len(whole) else found.fun if found.status == _SOLVED else None
+        return -np.inf if proven is None else float(proven)
+
+    def _run(self, whole: Ints | None, seconds: float | None) -> Any:
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import csc_array
 
@@ -74,16 +100,13 @@ class Rows:
         options: dict[str, float | bool] = {"mip_rel_gap": 1e-4, "presolve": whole is None}
         if seconds is not None:
             options["time_limit"] = seconds
-        found = milp(
+        return milp(
             np.array(self._cost),
             integrality=integrality,
             bounds=Bounds(np.array(self._least), np.array(self._most)),
             constraints=LinearConstraint(matrix, np.array(self._low), np.array(self._high)),
             options=options,
         )
-        if found.x is None:
-            return None
-        return Solution(np.asarray(found.x, dtype=np.float64), float(found.fun))
 
     def _add(self, row: Mapping[int, float], low: float, high: float) -> None:
         at = len(self._low)
