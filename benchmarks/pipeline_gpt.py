@@ -154,7 +154,7 @@ def run_split(job: Job, plan: BalancedPlan, stage_of: Mapping[str, int], state: 
             times_ms.append((1e3 * (time.perf_counter() - begun), 1e3 * (scheduled - begun)))
             losses.append(None if loss is None else loss.item())
         peak_bytes = torch.cuda.max_memory_allocated() if job.device.type == "cuda" else 0
-        events = pipeline.measured(*job.batch(0))
+        events = pipeline.measured(*job.batch(0)).events
         told: list[Any] = [None] * STAGES
         dist.all_gather_object(told, (times_ms[job.warmup_steps :], losses, peak_bytes))
     return {"told": told, "events": events, "borders": [len(stage.outputs) for stage in stages[:-1]]}

@@ -24,10 +24,10 @@ of_export = pytest.mark.skipif(not hasattr(torch, "export"), reason="no graph of
 @pytest.mark.parametrize(
     ("scenario", "world"),
     [
-        ("two_ranks", 2),
+        ("two_ranks+tests.pipeline.precision_scenarios:two_ranks", 2),
         ("compiled", 2),
         ("middle_rank", 3),
-        ("four_ranks", 4),
+        ("four_ranks+tests.pipeline.precision_scenarios:four_ranks", 4),
         ("fails_and_stays", 4),
     ],
 )
@@ -93,6 +93,12 @@ def test_what_was_written_down_for_training_is_not_so_while_stages_evaluate(run:
 def test_without_torch_distributed_groups_are_refused() -> None:
     with pytest.raises(PipelineError, match="initialised"):
         find_members(None, "group")
+
+
+@pytest.mark.parametrize("given", [torch.float32, torch.int8, "float16", True])
+def test_autocast_takes_16_bits(given: Any) -> None:
+    with pytest.raises(ValueError, match=r"torch\.float16, torch\.bfloat16 or None for autocast, found"):
+        PipelineConfig(autocast=given)
 
 
 def test_a_timeout_has_to_be_positive() -> None:
