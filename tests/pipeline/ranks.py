@@ -25,8 +25,8 @@ class Ended:
 def run_ranks(scenario: str, world: int, tmp_path: Path, *, timeout_s: float = 150, store: str = "file") -> list[Ended]:
     """Runs ``module:function`` on ranks over Gloo; whoever runs too long is killed, with status -9.
 
-    Several functions, joined by ``+``, run one after the other, those without a module in that of the one before. With ``store="tcp"`` rank 0 keeps the store. With
-    ``TORCH_LMS_TEST_DEVICE=cuda`` over NCCL.
+    Several functions, joined by ``+``, run one after the other, those without a module in that of the one before. With
+    ``store="tcp"`` rank 0 keeps the store. With ``TORCH_LMS_TEST_DEVICE=cuda`` over NCCL.
     """
     environment = {
         **os.environ,
