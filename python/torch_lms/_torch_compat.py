@@ -5,10 +5,11 @@ Nothing here looks at version numbers: what is there is used.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import nn, overrides
@@ -17,9 +18,16 @@ from torch.utils import _pytree as pytree
 
 from torch_lms.errors import ProfileError
 
+if TYPE_CHECKING:
+    from torch.amp import GradScaler
+else:
+    GradScaler = getattr(getattr(torch, "amp", None), "GradScaler", None) or torch.cuda.amp.GradScaler
+
 __all__ = [
+    "GradScaler",
     "all_gather_single",
     "function_mode",
+    "grad_scaler_options",
     "has_export",
     "is_storage",
     "named_parameters_with_ties",
@@ -51,6 +59,13 @@ def reduce_scatter_single(part: torch.Tensor, whole: torch.Tensor, **options: An
     """`torch.distributed.reduce_scatter_single`, by whichever name it has."""
     new = getattr(torch.distributed, "reduce_scatter_single", None)
     return (new or torch.distributed.reduce_scatter_tensor)(part, whole, **options)
+
+
+def grad_scaler_options(device: torch.device) -> dict[str, Any] | None:
+    """What makes a `GradScaler` one of a device; None where there is none for it."""
+    if "device" in inspect.signature(GradScaler).parameters:
+        return {"device": device.type}
+    return {} if device.type == "cuda" else None
 
 
 def is_storage(value: object) -> TypeGuard[torch.UntypedStorage]:

@@ -1,4 +1,4 @@
-"""Pipelines beside other things: middle ranks, other pipelines, evaluation, state dicts, precision, compilation."""
+"""Pipelines beside other things: middle ranks, other pipelines, evaluation, state dicts, compilation."""
 
 from __future__ import annotations
 
@@ -373,25 +373,6 @@ def facade(rank: int, world: int) -> None:
         train(model, None, x, optimizer="adamx")
 
 
-def autocast(rank: int, world: int) -> None:
-    """What crosses borders has autocast's type, and the result is that of one device under it."""
-    torch.manual_seed(0)
-    model, x = plain_model(), torch.rand(4, 8)
-    reference = copy.deepcopy(model)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        expected = reference(x).float().square().mean()
-    expected.backward()
-    with Pipeline(cut(model, world), loss=lambda out, _: out.float().square().mean()) as pipeline:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = pipeline.step(x, target=x)
-        border = pipeline._boundaries[0].incoming or pipeline._boundaries[0].outgoing
-        assert [slot.dtype for slot in border.items] == [torch.bfloat16]
-        assert loss is None or torch.equal(loss, expected.detach())
-        for stage in pipeline.stages:
-            for name, value in stage.named_parameters():
-                assert torch.equal(value.grad, reference.get_parameter(name).grad)
-
-
 def compiled(rank: int, world: int) -> None:
     """Stages are compiled once, before the first step."""
     if not is_available():
@@ -445,7 +426,6 @@ def groups_that_are_none(rank: int, world: int) -> None:
 def two_ranks(rank: int, world: int) -> None:
     modes_in_traces(rank, world)
     facade(rank, world)
-    autocast(rank, world)
     loss_in_a_dict(rank, world)
     stages_of_several_rounds_evaluate(rank, world)
     groups_that_are_none(rank, world)

@@ -25,8 +25,8 @@ class Ended:
 def run_ranks(scenario: str, world: int, tmp_path: Path, *, timeout_s: float = 150, store: str = "file") -> list[Ended]:
     """Runs ``module:function`` on ranks over Gloo; whoever runs too long is killed, with status -9.
 
-    Several functions, joined by ``+``, run one after the other. With ``store="tcp"`` rank 0 keeps the store. With
-    ``TORCH_LMS_TEST_DEVICE=cuda`` over NCCL.
+    Several functions, joined by ``+``, run one after the other, those without a module in that of the one before. With
+    ``store="tcp"`` rank 0 keeps the store. With ``TORCH_LMS_TEST_DEVICE=cuda`` over NCCL.
     """
     environment = {
         **os.environ,
@@ -88,9 +88,11 @@ def main() -> None:
         torch.cuda.set_device(rank)
     backend = "nccl" if on_cuda else "gloo"
     dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=world)
-    module, _, names = scenario.partition(":")
-    for name in names.split("+"):
-        print("==>", name, flush=True)
+    module = ""
+    for place in scenario.split("+"):
+        other, _, name = place.rpartition(":")
+        module = other or module
+        print("==>", place, flush=True)
         getattr(importlib.import_module(module), name)(rank, world)
     dist.destroy_process_group()
 

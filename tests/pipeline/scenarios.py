@@ -158,7 +158,9 @@ def measured_steps(rank: int, world: int) -> None:
             for parameter in pipeline.parameters():
                 parameter.grad = None
             pipeline._step = 0
-            events = pipeline.measured(*batch())
+            step = pipeline.measured(*batch())
+            events = step.events
+            assert step.peak_memory_bytes == (None, None)
             assert all(torch.equal(old, new.grad) for old, new in zip(before, pipeline.parameters(), strict=False))
             ran, meant = sorted(event.action for event in events), sorted(action for _, action in pipeline.schedule)
             assert ran == meant, (executor, list(map(str, ran)), list(map(str, meant)))

@@ -10,11 +10,13 @@ import torch
 from torch import nn
 
 from tests.pipeline.ranks import run_ranks
+from torch_lms import _torch_compat
 from torch_lms.errors import PipelineError
 from torch_lms.pipeline.boundary import Boundary, Microbatch
 from torch_lms.pipeline.circle import CountingStore
 from torch_lms.pipeline.config import PipelineConfig
 from torch_lms.pipeline.evaluation import evaluating, merge_outputs
+from torch_lms.pipeline.loss_scale import PipelineGradScaler
 from torch_lms.pipeline.members import find_members
 
 of_export = pytest.mark.skipif(not hasattr(torch, "export"), reason="no graph of torch.export has such calls")
@@ -24,10 +26,10 @@ of_export = pytest.mark.skipif(not hasattr(torch, "export"), reason="no graph of
 @pytest.mark.parametrize(
     ("scenario", "world"),
     [
-        ("two_ranks", 2),
+        ("two_ranks+tests.pipeline.precision_scenarios:two_ranks", 2),
         ("compiled", 2),
         ("middle_rank", 3),
-        ("four_ranks", 4),
+        ("four_ranks+tests.pipeline.precision_scenarios:four_ranks", 4),
         ("fails_and_stays", 4),
     ],
 )
@@ -93,6 +95,25 @@ def test_what_was_written_down_for_training_is_not_so_while_stages_evaluate(run:
 def test_without_torch_distributed_groups_are_refused() -> None:
     with pytest.raises(PipelineError, match="initialised"):
         find_members(None, "group")
+
+
+@pytest.mark.parametrize("given", [torch.float32, torch.int8, "float16", True])
+def test_autocast_takes_16_bits(given: Any) -> None:
+    with pytest.raises(ValueError, match=r"torch\.float16, torch\.bfloat16 or None for autocast, found"):
+        PipelineConfig(autocast=given)
+
+
+def test_where_pytorch_scales_losses_on_cuda_alone_float16_is_refused_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Old:
+        def __init__(self, init_scale: float = 2.0**16) -> None: ...
+
+    monkeypatch.setattr(_torch_compat, "GradScaler", Old)
+    assert _torch_compat.grad_scaler_options(torch.device("cuda")) == {}
+    nothing: Any = None
+    with pytest.raises(PipelineError, match=r"a loss scale for float16 on cpu.*CUDA alone; take autocast="):
+        PipelineGradScaler(nothing, torch.device("cpu"), nothing)
 
 
 def test_a_timeout_has_to_be_positive() -> None:

@@ -36,6 +36,7 @@ def test_torchrun_trains_a_gpt_and_draws_it(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert len(re.findall(r"step \d of 2: loss \d+\.\d+", done.stdout)) == 2
     assert re.search(r"a step: \d+\.\d+ ms, predicted \d+\.\d+ ms", done.stdout)
+    assert "none measured" in done.stdout
     assert (tmp_path / "chart.svg").read_text().startswith("<?xml")
     for stage in range(2):
         assert "def forward(self" in (tmp_path / "code" / f"stage{stage}.py").read_text()

@@ -256,6 +256,22 @@ def test_a_step_that_does_not_fit_whole_is_profiled_piece_by_piece(monkeypatch: 
         profile(traced, IDS, config=replace(QUICK, device="cpu:1", pieces=False))
 
 
+@pytest.mark.parametrize("pieces", [None, True])
+def test_under_autocast_the_forward_has_its_type(pieces: bool | None) -> None:
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)), torch.ones(32, 64)
+    plain = profile(model, x, config=replace(QUICK, pieces=pieces))
+    found = profile(model, x, config=replace(QUICK, pieces=pieces, autocast=torch.bfloat16))
+    sizes = [[node.output_bytes for node in one.nodes if node.op.startswith("call")] for one in (plain, found)]
+    assert sizes[1] == [nbytes // 2 for nbytes in sizes[0]]
+    assert "under autocast to torch.bfloat16" in found.notes
+
+
+def test_on_the_meta_device_there_is_no_autocast() -> None:
+    model = nn.Linear(4, 4, device="meta")
+    found = profile(model, torch.ones(2, 4, device="meta"), config=replace(QUICK, autocast=torch.float16))
+    assert not any("autocast" in note for note in found.notes)
+
+
 class Making(nn.Module):
     """Makes tensors where its argument is, part of them without gradient."""
 

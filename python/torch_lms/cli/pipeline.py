@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 -m torch_lms pipeline --device cpu --output build/pipeline.svg
 
 Rank 0 profiles one microbatch and cuts the model; every rank then trains its stage. At the end predicted and measured
-times are shown beside each other, as a table and as a picture.
+times are shown beside each other, as a table and as a picture; in the table peaks of memory as well.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from torch_lms.cli.models import GPT, GPTShape
 from torch_lms.cli.text import VOCABULARY, TextBatches, read_text
 from torch_lms.errors import LmsError
 from torch_lms.memory_sizes import parse_bytes
+from torch_lms.partition.figures import Figures
 from torch_lms.pipeline.chart import draw_charts, predict
+from torch_lms.pipeline.timeline import MeasuredStep
 from torch_lms.pipeline.torch_backend import SCHEDULES
 from torch_lms.pipeline.training import TrainingPipeline, train
 from torch_lms.profile.profiler import ProfileConfig
@@ -118,10 +120,10 @@ def _train(given: argparse.Namespace, device: torch.device) -> None:
             loss = pipeline.step(*batches.draw())
             if loss is not None:
                 print(f"step {step + 1} of {given.steps}: loss {loss.item():.4f}", flush=True)
-        events = pipeline.measured(*batches.draw())
-        console.print(_measured_table(pipeline, events))
+        measured = pipeline.measured(*batches.draw())
+        console.print(_measured_table(pipeline.partition.figures, measured, given.microbatches, device))
         if given.output is not None and dist.get_rank() == 0:
-            console.print(f"wrote {_draw(given.output, pipeline, events)}")
+            console.print(f"wrote {_draw(given.output, pipeline, measured.events)}")
 
 
 def _write_code(folder: Path, pipeline: TrainingPipeline) -> None:
@@ -151,20 +153,31 @@ def _stage_table(pipeline: TrainingPipeline) -> Table:
     return table
 
 
-def _measured_table(pipeline: TrainingPipeline, events: Sequence[Event]) -> Table:
-    """Each stage's times of a microbatch, and the step, beside what was predicted."""
-    figures = pipeline.partition.figures
+def _measured_table(figures: Figures, step: MeasuredStep, microbatches: int, device: torch.device) -> Table:
+    """Each stage's times of a microbatch and its device's peak, and the step, beside what was predicted."""
+    events, peaks = step.events, step.peak_memory_bytes
     step_us = max(event.end_us for event in events) - min(event.start_us for event in events)
-    table = Table(title=f"a step: {step_us / 1e3:.2f} ms, predicted {figures.step.step_us / 1e3:.2f} ms")
-    for heading in ("stage", "forward (ms)", "predicted", "backward (ms)", "predicted"):
+    table = Table(
+        title=f"a step: {step_us / 1e3:.2f} ms, predicted {figures.step.step_us / 1e3:.2f} ms",
+        caption="peaks: of all stages of a rank's device together"
+        + (f"; none measured, for {device.type} does not count its allocations" if None in peaks else ""),
+    )
+    for heading in ("stage", "forward (ms)", "predicted", "backward (ms)", "predicted", "peak (MiB)", "predicted"):
         table.add_column(heading, justify="right")
-    for stage in range(pipeline.partition.stages):
+    for stage in range(len(figures.stage_memory_bytes)):
         own = [event for event in events if event.action.stage == stage]
         forward_us = sum(event.end_us - event.start_us for event in own if event.action.kind == FORWARD)
         backward_us = sum(event.end_us - event.start_us for event in own) - forward_us
-        times = forward_us, figures.stage_forward_us[stage], backward_us, figures.stage_backward_us[stage]
-        scales = 1e3 * pipeline.config.microbatches, 1e3, 1e3 * pipeline.config.microbatches, 1e3
-        table.add_row(str(stage), *(f"{time / scale:.2f}" for time, scale in zip(times, scales, strict=True)))
+        times_us = (
+            *(forward_us / microbatches, figures.stage_forward_us[stage]),
+            *(backward_us / microbatches, figures.stage_backward_us[stage]),
+        )
+        memory_bytes = peaks[own[0].rank], figures.device_memory_bytes[own[0].rank]
+        table.add_row(
+            str(stage),
+            *(f"{time_us / 1e3:.2f}" for time_us in times_us),
+            *("" if nbytes is None else f"{nbytes / _MIB:.1f}" for nbytes in memory_bytes),
+        )
     return table
 
 

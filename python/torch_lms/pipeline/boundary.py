@@ -12,6 +12,7 @@ What Enter gives is no leaf and no view, so that the stage may work on it in pla
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -47,16 +48,20 @@ class _Exit(torch.autograd.Function):
     """One carrier as it goes out; depends on the token as well."""
 
     @staticmethod
-    def forward(ctx: Any, token: torch.Tensor, carrier: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, token: torch.Tensor, carrier: torch.Tensor, scale: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """The carrier."""
         ctx.token_like = token.detach()
         ctx.differentiable = carrier.requires_grad
+        ctx.scale = scale
         return carrier.data
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Nothing through the token, the gradient through the carrier."""
-        return torch.zeros_like(ctx.token_like), gradient if ctx.differentiable else None
+        """Nothing through the token, the gradient through the carrier, by the scale."""
+        scaled = gradient if ctx.scale is None else (gradient * ctx.scale).to(gradient.dtype)
+        return torch.zeros_like(ctx.token_like), scaled if ctx.differentiable else None, None
 
 
 # Function.apply has no types.
@@ -87,18 +92,27 @@ class Boundary(nn.Module):
         device: where it is.
         loss: for the last stage: takes what the model returns and the target; None if the model returns its loss, or an
             output with a ``loss``.
-        loss_scale: what each microbatch's loss is divided by.
+        microbatches: in a step; each one's loss is divided by their number.
         carries_random: whether the state of the random generator crosses borders too.
+        autocast: what stage and loss function run under; None leaves that to the program.
     """
 
     def __init__(
-        self, stage: Stage, device: torch.device, loss: LossFunction | None, loss_scale: int, carries_random: bool
+        self,
+        stage: Stage,
+        device: torch.device,
+        loss: LossFunction | None,
+        microbatches: int,
+        *,
+        carries_random: bool,
+        autocast: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.stage = stage
         self.device = device
         self.loss = loss
-        self.loss_scale = loss_scale
+        self.microbatches = microbatches
+        self.autocast = autocast
         self.random = RandomStream(device) if carries_random else None
         self.incoming: Any = None
         self.outgoing: Any = None
@@ -106,10 +120,11 @@ class Boundary(nn.Module):
         self.is_last = stage.index + 1 == stage.count
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._queue: list[Microbatch] = []
+        self._scale: torch.Tensor | None = None
 
-    def load(self, microbatches: Sequence[Microbatch]) -> None:
-        """Sets what the next forwards run on."""
-        self._queue = list(microbatches)
+    def load(self, microbatches: Sequence[Microbatch], scale: torch.Tensor | None = None) -> None:
+        """Sets what the next forwards run on, and what the last stage's backwards begin with; None for 1."""
+        self._queue, self._scale = list(microbatches), scale
 
     def forward(self, *carriers: torch.Tensor) -> Any:
         """One microbatch: the carriers for the next stage, or the last stage's loss."""
@@ -117,7 +132,7 @@ class Boundary(nn.Module):
         token, values = self._enter(carriers)
         result = self._run(values, microbatch)
         if self.is_last:
-            return _apply_exit(token, self.loss_of(result, microbatch))
+            return _apply_exit(token, self.loss_of(result, microbatch), self._scale)
         where = f"stage {self.stage.index}"
         packed = pack(self.outgoing, result, self.device, where)
         return tuple(_apply_exit(token, carrier) for carrier in packed)
@@ -181,14 +196,19 @@ class Boundary(nn.Module):
         """The stage's values as a tuple, or what the last stage returns."""
         feeds = {name: self._feed(microbatch, name) for name in self.stage.feeds}
         if self.random is None or microbatch.seed is None:
-            result = self.stage(*values, **feeds)
-            return self._as_tuple(result)
+            with self._precision():
+                return self._as_tuple(self.stage(*values, **feeds))
         state = values[-1] if self.stage.index else None
         values = values[:-1] if self.stage.index else values
         with self.random.continued(state, microbatch.seed):
-            result = self.stage(*values, **feeds)
+            with self._precision():
+                result = self.stage(*values, **feeds)
             after = self.random.state()
         return self._as_tuple(result) if self.is_last else (*self._as_tuple(result), after)
+
+    def _precision(self) -> AbstractContextManager[Any]:
+        """Of a forward. Backward ops have the types of the forward's, and are not to be cast again."""
+        return nullcontext() if self.autocast is None else torch.autocast(self.device.type, dtype=self.autocast)
 
     def _as_tuple(self, result: Any) -> Any:
         return (result,) if not self.is_last and len(self.stage.outputs) == 1 else result
@@ -211,14 +231,15 @@ class Boundary(nn.Module):
         Raises:
             PipelineError: if that is no loss.
         """
-        loss = _own_loss(result) if self.loss is None else self.loss(result, microbatch.target)
+        with self._precision():
+            loss = _own_loss(result) if self.loss is None else self.loss(result, microbatch.target)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             found = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise PipelineError(
                 f"expected a loss of one element, found {found}; pass loss=..., which makes one, or give the model "
                 "what it computes its own from, such as labels="
             )
-        return loss if self.loss_scale == 1 else loss / self.loss_scale
+        return loss if self.microbatches == 1 else loss / self.microbatches
 
 
 def _own_loss(result: Any) -> Any:

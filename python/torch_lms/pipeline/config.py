@@ -8,6 +8,8 @@ import torch
 
 from torch_lms.errors import PipelineError
 from torch_lms.pipeline import torch_backend
+from torch_lms.schedules.actions import Schedule
+from torch_lms.schedules.rules import make_schedule
 
 __all__ = ["PipelineConfig"]
 
@@ -28,11 +30,14 @@ class PipelineConfig:
             one device; None leaves the generators of each rank alone. With data parallel the microbatches of all
             replicas count, those of the first replica first.
         whole: names of arguments that each microbatch gets uncut.
+        autocast: the type that stages and loss run in where ``torch.autocast`` has them do so, in training and
+            evaluation, with backward outside of it as PyTorch wants: ``torch.bfloat16``, or ``torch.float16``, whose
+            gradients need `Pipeline.scaler`. None leaves it to the program.
         heartbeat_timeout_s: how long a rank may give no sign of life before it counts as dead. After an error of a
             transport some seconds are enough.
 
     Raises:
-        ValueError: for an unknown schedule or executor, or numbers that are not positive.
+        ValueError: for an unknown schedule or executor, another type for autocast, or numbers that are not positive.
     """
 
     schedule: str = "1f1b"
@@ -40,6 +45,7 @@ class PipelineConfig:
     executor: str = "auto"
     seed: int | None = None
     whole: tuple[str, ...] = ()
+    autocast: torch.dtype | None = None
     heartbeat_timeout_s: float = 30.0
 
     def __post_init__(self) -> None:
@@ -48,6 +54,10 @@ class PipelineConfig:
             raise ValueError(f"expected a schedule among {known}, found {self.schedule!r}; choose one of these")
         if self.executor not in _EXECUTORS:
             raise ValueError(f"expected an executor among {', '.join(_EXECUTORS)}, found {self.executor!r}; choose one")
+        if self.autocast not in (None, torch.float16, torch.bfloat16):
+            raise ValueError(
+                f"expected torch.float16, torch.bfloat16 or None for autocast, found {self.autocast!r}; take one"
+            )
         if self.microbatches < 1 or self.heartbeat_timeout_s <= 0:
             raise ValueError(
                 f"expected positive microbatches and heartbeat_timeout_s, found {self}; give at least 1 and a second"
@@ -71,3 +81,18 @@ class PipelineConfig:
                 f"expected gpipe or 1f1b for executor='own', found {self.schedule!r}; choose one of these"
             )
         return available and self.executor != "own"
+
+    def find_schedule(self, ranks: int, stages: int) -> Schedule | None:
+        """What each rank does; None where only torch.distributed.pipelining knows.
+
+        Raises:
+            PipelineError: if these numbers do not fit.
+        """
+        if stages % ranks or stages < ranks:
+            raise PipelineError(
+                f"expected a number of stages that the {ranks} ranks divide, found {stages}; "
+                "partition into another number, or start another number of processes"
+            )
+        if self.uses_torch and self.schedule == "zero_bubble":
+            return None
+        return make_schedule(self.schedule, ranks=ranks, stages=stages, microbatches=self.microbatches)

@@ -28,6 +28,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -35,11 +36,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torch_lms.errors import PipelineError
+from torch_lms.errors import LmsError, PipelineError
 from torch_lms.pipeline.circle import Circle
 from torch_lms.pipeline.members import Members
 
-__all__ = ["Failure", "Liveness", "end_waits"]
+__all__ = ["Failure", "Liveness", "end_waits", "in_words"]
 
 _BEAT_S = 0.5
 _SUSPECT_S = 4.0
@@ -101,6 +102,24 @@ class Liveness:
         with self._changed:
             self._busy = value
             self._changed.notify_all()
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Turns what follows from the death of a rank into an error that names it, and tells the others of own ones."""
+        self.check()
+        self.busy(True)
+        try:
+            yield
+        except Exception as error:
+            from_transport = isinstance(error, RuntimeError) and not isinstance(error, LmsError)
+            failure = self.find_culprit() if from_transport else self.failure
+            self.announce(f"failed: {in_words(error)}")
+            if failure is not None and failure.rank != self.rank and not isinstance(error, PipelineError):
+                raise failure.error() from error
+            raise
+        finally:
+            self.busy(False)
+        self.check()  # waits on CUDA may have ended without an error
 
     def check(self) -> None:
         """Raises PipelineError if a rank has failed."""
@@ -221,6 +240,11 @@ class Liveness:
         # Apart from here: what is to end the waits may itself hang.
         self._ending = threading.Thread(target=self._on_failure, name="torch_lms abort", daemon=True)
         self._ending.start()
+
+
+def in_words(error: BaseException) -> str:
+    """An error in one line, for other ranks."""
+    return f"{type(error).__name__}: {error}"
 
 
 def _store_failure() -> Failure:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch.distributed as dist
 
 from torch_lms.errors import PipelineError
 
-__all__ = ["Members", "find_members"]
+__all__ = ["Members", "find_members", "find_own_device"]
 
 
 @dataclass(frozen=True)
@@ -83,3 +84,9 @@ def _group_of(given: Any, name: str) -> Any:
             'mesh["pp"]'
         )
     return given.get_group()
+
+
+def find_own_device(members: Members, given: Any) -> torch.device:
+    """The device that was given for this rank; by default its CUDA device under NCCL, else the CPU."""
+    own = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if members.on_nccl else "cpu"
+    return torch.device(own if given is None else given)

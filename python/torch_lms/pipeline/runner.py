@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from torch_lms.errors import LmsError, PipelineError
+from torch_lms.errors import PipelineError
 from torch_lms.pipeline import torch_backend
 from torch_lms.pipeline.boundary import Boundary, LossFunction, Microbatch
 from torch_lms.pipeline.circle import Circle, Messages
@@ -22,21 +21,20 @@ from torch_lms.pipeline.config import PipelineConfig
 from torch_lms.pipeline.data_parallel import Replicas
 from torch_lms.pipeline.evaluation import evaluating, forward_all, merge_outputs
 from torch_lms.pipeline.executor import Executor
-from torch_lms.pipeline.liveness import Liveness, end_waits
-from torch_lms.pipeline.members import Members, find_members
+from torch_lms.pipeline.liveness import Liveness, end_waits, in_words
+from torch_lms.pipeline.loss_scale import PipelineGradScaler
+from torch_lms.pipeline.members import Members, find_members, find_own_device
 from torch_lms.pipeline.microbatches import cut_batch, name_arguments, to_device
 from torch_lms.pipeline.shared_weights import SharedWeights
 from torch_lms.pipeline.states import gather_state, load_state, names_of
-from torch_lms.pipeline.timeline import Timeline
+from torch_lms.pipeline.timeline import MeasuredStep, Timeline, peak_memory_bytes, reset_peak_memory
 from torch_lms.pipeline.transfers import make_channels
 from torch_lms.schedules.actions import Schedule
-from torch_lms.schedules.rules import make_schedule
-from torch_lms.schedules.simulation import Event
 from torch_lms.stages.materialize import materialize
 from torch_lms.stages.placement import find_device
 from torch_lms.stages.stage import Stage
 
-__all__ = ["Pipeline", "find_own_device"]
+__all__ = ["Pipeline"]
 
 Entered = TypeVar("Entered", bound="Pipeline")
 
@@ -62,8 +60,15 @@ class Pipeline:
         mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "pp"))
         Pipeline(stages, group=mesh["pp"], data_parallel=mesh["dp"])
 
-    Autocast around `step` is that of all stages. ``stage.compile()`` of those in `stages`, before the first step,
-    compiles them.
+    Under ``autocast=torch.float16`` the gradients of `step` are scaled by `scaler`, which then steps the optimizer:
+
+        pipeline.step(ids, target=targets)  # several times, to add gradients up; the loss is not scaled
+        pipeline.scaler.unscale_(optimizer)  # only to look at gradients, or to clip them
+        pipeline.scaler.step(optimizer)  # on all ranks or, after an overflow on any of them, on none
+        pipeline.scaler.update()
+        optimizer.zero_grad()
+
+    ``stage.compile()`` of those in `stages`, before the first step, compiles them.
 
     If a rank fails or dies, all others raise a PipelineError that names it; see `torch_lms.pipeline.liveness` for how
     soon, and for what is left to the timeout of the process group and to torchrun.
@@ -75,7 +80,7 @@ class Pipeline:
         device: of this rank; by default its CUDA device under NCCL, else the CPU.
         loss: takes what the model returns and the target; None if the model returns its loss, or an output with a
             ``loss``.
-        config: schedule and microbatches.
+        config: schedule, microbatches and autocast.
         state_dict: of the whole model, for stages on the meta device or to begin from.
         init_fn: initialises modules that are on the meta device, see `materialize`.
 
@@ -83,6 +88,8 @@ class Pipeline:
         stages: of this rank.
         rank: place of this rank in the pipeline.
         ranks: how many there are.
+        scaler: the loss scale of float16, a `torch.amp.GradScaler` which all ranks use alike; has a state dict of its
+            own, the same on all ranks. None under other types.
 
     Raises:
         PipelineError: if torch.distributed is not initialised, numbers do not fit, or any rank fails.
@@ -112,11 +119,11 @@ class Pipeline:
         try:
             with self._agreement():
                 self.device = find_device(self._given_device)
-                self._schedule = self._check_numbers(len(stages))
+                self._schedule = self.config.find_schedule(self.ranks, len(stages))
                 self.stages = [stage for stage in stages if stage.index % self.ranks == self.rank]
                 for stage in self.stages:
                     materialize(stage, self.device, state_dict=state_dict, init_fn=init_fn)
-            with self._watched():
+            with self._liveness.watched():
                 self._begin(stages, replicas, loss)
         except BaseException:
             self._liveness.close()
@@ -137,10 +144,12 @@ class Pipeline:
 
     def _begin(self, stages: Sequence[Stage], replicas: Members | None, loss: LossFunction | None) -> None:
         """Everything that needs the stages on their devices."""
-        self._boundaries = [
-            Boundary(stage, self.device, loss, self.config.microbatches, self.config.seed is not None)
-            for stage in self.stages
-        ]
+        config = self.config
+        make = partial(Boundary, carries_random=config.seed is not None, autocast=config.autocast)
+        self._boundaries = [make(stage, self.device, loss, config.microbatches) for stage in self.stages]
+        self.scaler: PipelineGradScaler | None = None
+        if config.autocast is torch.float16:
+            self.scaler = PipelineGradScaler(self._members, self.device, self._liveness)
         self._timeline = Timeline(self.device)
         self._members.meet(self.device)
         own_groups = self._members.on_nccl and not self.config.uses_torch
@@ -172,7 +181,7 @@ class Pipeline:
         own = {name: value for stage in self.stages for name, value in stage.state_dict().items()}
         if not full:
             return own
-        with self._watched():
+        with self._liveness.watched():
             return gather_state(own, self._members, self._messages, self.device, to)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, strict: bool = True) -> None:
@@ -188,7 +197,7 @@ class Pipeline:
         self._liveness.check()
         with self._agreement():
             load_state(self.stages, state_dict, self._names, strict)
-        with self._watched():
+        with self._liveness.watched():
             self._share_values()
 
     @property
@@ -218,14 +227,15 @@ class Pipeline:
         Raises:
             PipelineError: for arguments that do not fit, or if a rank fails; the message names it.
         """
-        with self._watched():
+        with self._liveness.watched():
             microbatches = self._cut(args, kwargs, target, seed=self.config.seed)
             self._check_target(target)
             if self._backend is None:
                 self._backend = self._prepare(microbatches[0])
             backend = self._backend
+            scale = None if self.scaler is None else self.scaler.as_tensor()
             for boundary in self._boundaries:
-                boundary.load(microbatches)
+                boundary.load(microbatches, scale)
             self._shared.set_gradients_aside()
             self._timeline.start()
             losses = backend.step()
@@ -252,7 +262,7 @@ class Pipeline:
         Raises:
             PipelineError: for arguments that do not fit, or if a rank fails; the message names it.
         """
-        with self._watched():
+        with self._liveness.watched():
             microbatches = self._cut(args, kwargs, target, seed=None)
             if not return_outputs:
                 self._check_target(target)
@@ -268,20 +278,24 @@ class Pipeline:
                     ]
             return (_sum(losses), merge_outputs(outputs) if outputs else None) if return_outputs else _sum(losses)
 
-    def measured(self, *args: Any, target: Any = None, **kwargs: Any) -> list[Event]:
-        """Does a `step` and returns when each action of each rank ran, on all ranks."""
+    def measured(self, *args: Any, target: Any = None, **kwargs: Any) -> MeasuredStep:
+        """Does a `step` and returns, on all ranks, when each action ran and the most memory that each device held.
+
+        On CUDA it resets PyTorch's peak statistics of the device.
+        """
         self._timeline.enabled = True
         try:
-            with self._watched():
+            with self._liveness.watched():
                 self._members.meet(self.device)
+            reset_peak_memory(self.device)
             self.step(*args, target=target, **kwargs)
-            with self._watched():
-                gathered = self._messages.gather(self._timeline.events(self.rank))
+            with self._liveness.watched():
+                own = self._timeline.events(self.rank)
+                gathered = self._messages.gather((own, peak_memory_bytes(self.device)))
         finally:
             self._timeline.enabled = False
-        return sorted(
-            (event for events in gathered for event in events), key=lambda event: (event.start_us, event.rank)
-        )
+        events = sorted((event for own, _ in gathered for event in own), key=lambda event: (event.start_us, event.rank))
+        return MeasuredStep(events=tuple(events), peak_memory_bytes=tuple(peak for _, peak in gathered))
 
     def close(self) -> None:
         """Says goodbye to the other ranks; they may end before or after this one."""
@@ -292,19 +306,8 @@ class Pipeline:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is not None:
-            self._liveness.announce(f"failed: {_told(error)}")
+            self._liveness.announce(f"failed: {in_words(error)}")
         self.close()
-
-    def _check_numbers(self, stages: int) -> Schedule | None:
-        config = self.config
-        if stages % self.ranks or stages < self.ranks:
-            raise PipelineError(
-                f"expected a number of stages that the {self.ranks} ranks divide, found {stages}; "
-                "partition into another number, or start another number of processes"
-            )
-        if config.uses_torch and config.schedule == "zero_bubble":
-            return None
-        return make_schedule(config.schedule, ranks=self.ranks, stages=stages, microbatches=config.microbatches)
 
     def _check_target(self, target: Any) -> None:
         if target is None and self._has_loss_function and self._boundaries[-1].is_last:
@@ -363,44 +366,16 @@ class Pipeline:
             yield
         except Exception as error:
             failed = error
-        told = self._messages.gather(None if failed is None else _told(failed))
+        told = self._messages.gather(None if failed is None else in_words(failed))
         if failed is not None:
             raise failed
         for rank, text in zip(self._members.ranks, told, strict=False):
             if text is not None:
                 raise PipelineError(f"expected all ranks to be ready, found that rank {rank} failed: {text}")
 
-    @contextmanager
-    def _watched(self) -> Iterator[None]:
-        """Turns what follows from the death of a rank into an error that names it, and tells the others of own ones."""
-        self._liveness.check()
-        self._liveness.busy(True)
-        try:
-            yield
-        except Exception as error:
-            from_transport = isinstance(error, RuntimeError) and not isinstance(error, LmsError)
-            failure = self._liveness.find_culprit() if from_transport else self._liveness.failure
-            self._liveness.announce(f"failed: {_told(error)}")
-            if failure is not None and failure.rank != self._liveness.rank and not isinstance(error, PipelineError):
-                raise failure.error() from error
-            raise
-        finally:
-            self._liveness.busy(False)
-        self._liveness.check()  # waits on CUDA may have ended without an error
-
-
-def _told(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
-
 
 def _sum(losses: Sequence[torch.Tensor]) -> torch.Tensor | None:
     return torch.stack([loss.reshape(()) for loss in losses]).sum() if losses else None
-
-
-def find_own_device(members: Members, given: Any) -> torch.device:
-    """The device that was given for this rank; by default its CUDA device under NCCL, else the CPU."""
-    own = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if members.on_nccl else "cpu"
-    return torch.device(own if given is None else given)
 
 
 def _close_at_exit(reference: weakref.ref[Pipeline]) -> None:
@@ -409,5 +384,5 @@ def _close_at_exit(reference: weakref.ref[Pipeline]) -> None:
         return
     error = getattr(sys, "last_value", None)
     if error is not None:
-        pipeline._liveness.announce(f"failed: {_told(error)}")
+        pipeline._liveness.announce(f"failed: {in_words(error)}")
     pipeline.close()

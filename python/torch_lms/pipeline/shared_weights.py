@@ -2,7 +2,8 @@
 
 The sum runs from the last stage that has the weight to the first, which is the order in which autograd adds on a single
 device. With one microbatch it has the same bits, unless a stage other than the last of them uses the weight more than
-once: it then adds its own share first.
+once: it then adds its own share first. Autocast casts such a weight in each stage, on a single device once: shares are
+added there in the lower precision, here in the weight's own.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""When actions ran, measured."""
+"""When actions ran, and how much memory they took, measured."""
 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,7 +11,21 @@ import torch
 from torch_lms.schedules.actions import Action
 from torch_lms.schedules.simulation import Event
 
-__all__ = ["Timeline"]
+__all__ = ["MeasuredStep", "Timeline", "peak_memory_bytes", "reset_peak_memory"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredStep:
+    """One step, seen by all ranks.
+
+    Attributes:
+        events: when each action of each rank ran, in the order in which they began.
+        peak_memory_bytes: the most that this process had allocated on each rank's device at once, all that lay there
+            before the step included; None for a device that does not count, such as the CPU.
+    """
+
+    events: tuple[Event, ...]
+    peak_memory_bytes: tuple[int | None, ...]
 
 
 class Timeline:
@@ -61,3 +76,14 @@ class Timeline:
 
     def _elapsed_us(self, begin: Any, end: Any) -> float:
         return float(begin.elapsed_time(end) * 1e3) if self._cuda else (end - begin) / 1e3
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Has `peak_memory_bytes` count from now on."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_memory_bytes(device: torch.device) -> int | None:
+    """The most that this process had allocated on a device at once; None if the device does not count."""
+    return int(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else None

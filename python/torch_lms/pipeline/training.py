@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,9 +17,9 @@ from torch_lms.partition.costs import OPTIMIZER_MULTIPLIERS, CostModel
 from torch_lms.partition.relief import MemoryRelief
 from torch_lms.pipeline.boundary import LossFunction
 from torch_lms.pipeline.config import PipelineConfig
-from torch_lms.pipeline.members import find_members
+from torch_lms.pipeline.members import find_members, find_own_device
 from torch_lms.pipeline.microbatches import cut_batch
-from torch_lms.pipeline.runner import Pipeline, find_own_device
+from torch_lms.pipeline.runner import Pipeline
 from torch_lms.profile.profiler import ProfileConfig
 from torch_lms.schedules.rules import ONE_STAGE_EACH
 from torch_lms.stages.running import Stages
@@ -37,6 +38,7 @@ def train(
     microbatches: int = 1,
     optimizer: str | MakeOptimizer | None = "adamw",
     loss: LossFunction | None = None,
+    autocast: torch.dtype | None = None,
     data_parallel: Any = None,
     stages: int | None = None,
     device: Any = None,
@@ -68,8 +70,10 @@ def train(
         microbatches: that a batch is cut into; `sample_input` is cut like one.
         optimizer: the name of one of torch.optim's, such as ``"adamw"`` or ``"sgd"``, with its own defaults; or what
             makes one of parameters: a class, or ``partial(torch.optim.AdamW, lr=1e-3)``. None: `step` leaves parameters
-            and gradients to the program.
+            and gradients to the program, which under float16 uses `Pipeline.scaler`.
         loss: takes what the model returns and the target; None if the model returns its loss.
+        autocast: as in `PipelineConfig`; the model is profiled under it. Under ``torch.float16`` the loss is scaled
+            with the defaults of `torch.amp.GradScaler`, and a step whose gradients overflow on any rank is skipped.
         data_parallel: as for `Pipeline`.
         stages: how many; by default one on each rank, or two under schedules that interleave.
         device: of this rank, as for `Pipeline`.
@@ -88,13 +92,15 @@ def train(
         PartitionError: as `create_balanced_partition` does.
     """
     make_optimizer = _find_optimizer(optimizer)
-    config = PipelineConfig(schedule=schedule, microbatches=microbatches, executor=executor, seed=seed, whole=whole)
+    config = PipelineConfig(
+        schedule=schedule, microbatches=microbatches, executor=executor, seed=seed, whole=whole, autocast=autocast
+    )
     members = find_members(group, "group")
     own_device = find_own_device(members, device)
     count = stages or members.count * (1 if schedule in ONE_STAGE_EACH else 2)
     args, kwargs = _first_microbatch(model, sample_input, config)
     balance = BalanceConfig(
-        profile=profile or ProfileConfig(device=own_device, progress=False),
+        profile=replace(profile or ProfileConfig(device=own_device, progress=False), autocast=autocast),
         cost=CostModel(schedule=schedule, microbatches=microbatches),
         memory_cap_bytes=memory_cap_bytes,
         relief=relief,
@@ -136,15 +142,24 @@ class TrainingPipeline(Pipeline):
         self.partition = stages.partition
         parameters = list(self.parameters())
         self.optimizer = make_optimizer(parameters) if make_optimizer is not None and parameters else None
+        self._steps_itself = make_optimizer is not None
 
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> torch.Tensor | None:
         """Forward and backward of one batch; the optimizer, if there is one, then steps and gradients are forgotten.
 
+        Under float16 no rank's optimizer steps where gradients overflow on any of them, and the loss scale is halved.
         Arguments, result and errors are those of `Pipeline.step`.
         """
         loss = super().step(*args, target=target, **kwargs)
-        if self.optimizer is not None:
+        if not self._steps_itself:
+            return loss
+        if self.scaler is not None:
+            # Also where this rank has no parameters: the others ask it for its gradients.
+            self.scaler.step(self.optimizer or torch.optim.SGD([{"params": []}], lr=0.0))
+            self.scaler.update()
+        elif self.optimizer is not None:
             self.optimizer.step()
+        if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=True)
         return loss
 

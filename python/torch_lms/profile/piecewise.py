@@ -8,7 +8,7 @@ run.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -41,6 +41,7 @@ class Pieces:
         sizes: notes the sizes.
         timer: notes the times.
         advance: is called after each node.
+        precision: what each forward of a node runs under.
     """
 
     device: torch.device
@@ -50,6 +51,7 @@ class Pieces:
     sizes: SizeWatcher
     timer: RunTimer
     advance: Callable[[], None]
+    precision: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
 class PieceByPiece(fx.Interpreter):
@@ -157,7 +159,8 @@ class _NodeOnDevice:
             return copies.get(id(value), value) if isinstance(value, torch.Tensor) else value
 
         args, kwargs = fx.node.map_aggregate((self._args, self._kwargs), swap)
-        return watch(self._name, lambda: self._call(args, kwargs)), copies
+        with self._pieces.precision():
+            return watch(self._name, lambda: self._call(args, kwargs)), copies
 
     def _write_back(self, copies: Mapping[int, torch.Tensor]) -> None:
         """Changes the host's values as the node has changed its inputs in place."""

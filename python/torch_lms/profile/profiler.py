@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -59,6 +59,8 @@ class ProfileConfig:
         links: whether the links between devices are measured.
         progress: whether a progress bar is shown; None means on terminals.
         sources: where the graph may come from, see `torch_lms.profile.tracing.trace`.
+        autocast: the type that ``torch.autocast`` gives the forward, such as ``torch.bfloat16``; None for none of it.
+            On the meta device, which knows no autocast, sizes are those without.
 
     Raises:
         ValueError: for a number of runs that is out of range.
@@ -71,6 +73,7 @@ class ProfileConfig:
     links: bool = True
     progress: bool | None = None
     sources: tuple[str, ...] = SOURCES
+    autocast: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         if self.warmup_runs < 0 or self.timed_runs < 1:
@@ -167,8 +170,8 @@ class _ProfileRun:
         self.device = device
         self.config = config
         self.progress = progress
-        self.notes: list[str] = []
         self.timed = device.type != "meta"
+        self.notes = [f"under autocast to {config.autocast}"] if config.autocast is not None and self.timed else []
         self.nodes: list[NodeFacts] = []
         self.steps: list[StepTime] = []
 
@@ -201,7 +204,9 @@ class _ProfileRun:
         with self.progress.phase("nodes", len(self.nodes)) as advance, torch.enable_grad():
             interpreter = PieceByPiece(
                 self.traced,
-                Pieces(self.device, config.warmup_runs, config.timed_runs, storages, sizes, timer, advance),
+                Pieces(
+                    self.device, config.warmup_runs, config.timed_runs, storages, sizes, timer, advance, self._precision
+                ),
             )
             run_or_explain(self.model, self.sample, partial(interpreter.run, *self._inputs()))
         self._forget_gradients()
@@ -210,7 +215,7 @@ class _ProfileRun:
 
     def _run(self, watcher: Watcher) -> Any:
         """One forward, node by node."""
-        with torch.enable_grad():
+        with torch.enable_grad(), self._precision():
             if self.traced.graph_module is not None:
                 self.nodes = self.nodes or graph_facts(self.traced)
                 interpreter = ProfilingInterpreter(self.traced, watcher)
@@ -219,6 +224,12 @@ class _ProfileRun:
             output = run_or_explain(self.model, self.sample, partial(recorder.run, self._inputs()))
             self.nodes = recorder.ops
             return output
+
+    def _precision(self) -> AbstractContextManager[Any]:
+        """Of a forward."""
+        if self.config.autocast is None or not self.timed:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=self.config.autocast)
 
     def _inputs(self) -> tuple[torch.Tensor, ...]:
         return tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in self.sample.tensors)
@@ -233,7 +244,7 @@ class _ProfileRun:
         clock = make_clock(self.device)
         with self.progress.phase("whole steps", runs) as advance:
             for _ in range(runs):
-                step = partial(time_step, self.model, self.sample, self._inputs(), clock)
+                step = partial(time_step, self.model, self.sample, self._inputs(), clock, self._precision())
                 self.steps.append(run_or_explain(self.model, self.sample, step))
                 self._forget_gradients()
                 advance()

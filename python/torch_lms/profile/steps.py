@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,12 +48,21 @@ def backward_of(output: Any) -> Callable[[], None] | None:
     return lambda: torch.autograd.backward(roots, gradients)
 
 
-def time_step(model: nn.Module, sample: Sample, tensors: Sequence[torch.Tensor], clock: Clock) -> StepTime:
-    """Runs a step and times it."""
+def time_step(
+    model: nn.Module,
+    sample: Sample,
+    tensors: Sequence[torch.Tensor],
+    clock: Clock,
+    precision: AbstractContextManager[Any],
+) -> StepTime:
+    """Runs a step, its forward under a precision, and times it."""
     clock.lead()
     start = clock.mark()
     with torch.enable_grad():
-        backward = backward_of(sample.call(model, tensors))
+        with precision:
+            output = sample.call(model, tensors)
+        backward = backward_of(output)
+        del output
     if backward is not None:
         backward()
     end = clock.mark()
