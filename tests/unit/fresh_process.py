@@ -21,7 +21,7 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch._inductor.output_code", "numpy", "pytest", "hypothesis"])
 
 PACKAGE_ROOT = Path(torch_lms.__file__).parents[1]
-ANSWER_WITHIN_S = 60 # importing takes most of it
+ANSWER_WITHIN_S = 60  # importing takes most of it
 REPOSITORY = Path(__file__).parents[2]
 
 

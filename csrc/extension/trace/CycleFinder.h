@@ -13,11 +13,12 @@ namespace torch_lms {
 ///
 /// A program that trains is cut where its backwards end. The pieces are segments, and a segment is
 /// known by the names of its ops, in the order in which each thread runs its own: how threads mix
-/// is by chance, but two models that take turns may run the same ops, in another order. Most programs repeat one segment. One that accumulates gradients,
-/// takes turns between two models, or runs backward twice in a step repeats several; the cycle is
-/// then all of these. It begins where the least memory is held: elsewhere what one backward leaves
-/// for the next would be cut in two. Where that is the same everywhere it begins with the rarest,
-/// which most often has the optimizer in it.
+/// is by chance, but two models that take turns may run the same ops, in another order. Most
+/// programs repeat one segment. One that accumulates gradients, takes turns between two models, or
+/// runs backward twice in a step repeats several; the cycle is then all of these. It begins where
+/// the least memory is held: elsewhere what one backward leaves for the next would be cut in two.
+/// Where that is the same everywhere it begins with the rarest, which most often has the optimizer
+/// in it.
 ///
 /// Where no backward ends for long (inference), the names themselves are looked through for the
 /// shortest sequence that has come twice in a row, and holds on: the layers of a model repeat, too,
@@ -29,8 +30,8 @@ namespace torch_lms {
 /// Not thread-safe.
 class CycleFinder {
  public:
-  /// An op of `name` has run on `thread`. Returns whether a cycle of a program without backwards has
-  /// ended.
+  /// An op of `name` has run on `thread`. Returns whether a cycle of a program without backwards
+  /// has ended.
   bool note_op(uint64_t name, uint64_t thread);
 
   /// A backward has ended, and `held_bytes` are still in use. Returns whether a cycle has ended,
