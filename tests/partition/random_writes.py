@@ -107,7 +107,7 @@ class _Writer:
         self.values.append(self.graph.call_function(operator.add, (self.pick(), buffer)))
 
     def finish(self) -> fx.Graph:
-        computed = [value for value in self.values if value.op != "placeholder"]
+        computed = [value for value in self.values if value.op != "placeholder"] or self.values
         result = self.graph.call_function(operator.add, (computed[-1], self.pick()))
         for value in computed:
             if self.draw.random() < 0.4:
@@ -141,6 +141,7 @@ def problem_of(program: fx.GraphModule, stages: int, seed: int, saves: bool = Fa
             forward_us=draw.choice([0.0, draw.random()]),
             backward_us=draw.random(),
             output_bytes=draw.randint(1, 20),
+            gradient_bytes=8 if facts.op.startswith("call_") else 0,
             saved=(facts.name,) if saves and facts.op.startswith("call_") else (),
         )
         for facts in graph_facts(traced)

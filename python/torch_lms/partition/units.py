@@ -1,9 +1,10 @@
 """A cost graph as the algorithms see it: units of nodes that stay together, numbered, and the values between them.
 
 Some nodes must not be in a later stage than others, though no value says so (`CostNode.not_before`). Those form edges
-like the values do. Where edges go in a circle, all nodes of the circle are one unit, so that whichever way an algorithm
-cuts units in an order that respects the edges, every stage can be made. A node that takes an element out of a tuple is
-in a circle with the node that makes the tuple.
+like the values do. So do those between the readers of a value whose gradient is a sum of three or more: the sum has the
+model's own bits only if later readers add to it first, as they do in the model. Where edges go in a circle, all nodes
+of the circle are one unit, so that whichever way an algorithm cuts units in an order that respects the edges, every
+stage can be made. A node that takes an element out of a tuple is in a circle with the node that makes the tuple.
 
 An input of the model is given to every stage that reads it and never crosses a border; in the mapping, placeholders
 stand with the first stage. The output node stands with the last stage, so a result that is made earlier is handed
@@ -13,7 +14,8 @@ crosses a border.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -88,7 +90,27 @@ class Units:
         for node in active:
             if node.element and len(node.inputs) == 1 and node.inputs[0] in names:
                 before[node.inputs[0]].append(node.name)
+        for one, other in self._adding_up(active):
+            before[other].append(one)
         return before
+
+    def _adding_up(self, active: Sequence[CostNode]) -> Iterator[tuple[str, str]]:
+        """Pairs of active nodes that add to one gradient, of three or more, in the model's order.
+
+        To autograd, an input that a node writes to and the node's result are one tensor.
+        """
+        tensor_of: dict[str, str] = {}
+        readers: dict[str, list[str]] = {}
+        for node in active:
+            for name in node.writes:
+                if name in node.inputs:
+                    tensor_of[node.name] = tensor_of.get(name, name)
+            for name in dict.fromkeys(tensor_of.get(name, name) for name in node.inputs):
+                if node.gradient_bytes and self._by_name[name].gradient_bytes:
+                    readers.setdefault(name, []).append(node.name)
+        for those in readers.values():
+            if len(those) > 2:
+                yield from itertools.pairwise(those)
 
     def __len__(self) -> int:
         return len(self.nodes)
