@@ -313,6 +313,19 @@ def test_op_larger_than_the_limit_raises_and_the_next_one_works(paged: ModuleTyp
     assert filled(64).sum().item() == 16 * MIB
 
 
+def test_small_blocks_find_pages_among_scattered_large_ones(paged: ModuleType, cleaned: None) -> None:
+    """What is needed last lies far apart, and none of it holds a whole page of the allocator."""
+    torch_lms.enable("1GiB")
+    large = [filled(21, value) for value in range(46)]
+    torch.manual_seed(0)
+    for place in torch.randperm(len(large)).tolist():
+        assert large[place][0].item() == place
+    small = [torch.full((160 << 10,), float(value), device="cuda") for value in range(400)]
+    assert torch.cuda.max_memory_reserved() <= 1 << 30
+    assert [tensor.max().item() for tensor in small] == list(range(400))
+    assert [tensor.max().item() for tensor in large] == list(range(46))
+
+
 def test_disable_brings_everything_back(paged: ModuleType, cleaned: None) -> None:
     torch_lms.enable("256MiB")
     tensors = [filled(64, value) for value in range(8)]

@@ -13,6 +13,18 @@ namespace {
 // Each asks for twice as much; what does not help by then will not.
 constexpr int kMostRetries = 8;
 
+/// Note [Pages of small blocks]
+/// The allocator keeps blocks of up to 1 MiB in segments of their own. These grow by mapping, for
+/// which a whole page of the other segments has to be given back first, once as much is mapped as
+/// the limit allows. Many free blocks that are each smaller than a page do not help. Two pages'
+/// bytes in one piece hold a whole one, wherever they begin.
+constexpr size_t kLargestSmallBlock = size_t{1} << 20;
+constexpr size_t kPageBytes = size_t{20} << 20;
+
+size_t bytes_in_one_piece(size_t nbytes) {
+  return nbytes > kLargestSmallBlock ? nbytes : 2 * kPageBytes;
+}
+
 } // namespace
 
 LimitedCudaAllocator& LimitedCudaAllocator::get() {
@@ -80,7 +92,8 @@ auto LimitedCudaAllocator::again_with_more_room(
     size_t nbytes,
     const c10::OutOfMemoryError& error,
     Allocate&& allocate) {
-  size_t more = nbytes;
+  const size_t piece = bytes_in_one_piece(nbytes);
+  size_t more = piece;
   for (int i = 0; i < kMostRetries; ++i, more *= 2) {
     const Room::Answer answer = room.after_out_of_memory(device, more);
     if (answer == Room::Answer::kRefuse) {
@@ -90,6 +103,7 @@ auto LimitedCudaAllocator::again_with_more_room(
       const CudaDevice::BeyondLimit beyond(device);
       return allocate();
     }
+    room.make_contiguous(device, piece);
     try {
       return beside_op(room, device, allocate);
     } catch (const c10::OutOfMemoryError&) {
