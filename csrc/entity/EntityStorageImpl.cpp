@@ -534,10 +534,16 @@ bool EntityStorageImpl::leave_locked(
   return true;
 }
 
+/// Note [Blocks that go before they are filled]
+/// A program runs ahead of the device: an op may have used a block, and a plan let go of it, while
+/// the copy that fills it still waits for its turn. That copy only reads the host's bytes. The
+/// streams of all uses are behind it, and whoever frees the block tells the allocator of these
+/// streams; where nobody has used it, `commit_pagein` has told of the copy. So what needs no copy
+/// out need not wait for the copy in.
 bool EntityStorageImpl::may_leave_locked(KeepAlive* keep) {
   void* device = nullptr;
   return state() == EntityState::kResident && !requesting_ && !calling_off_ && !gone() &&
-         arrival_locked() == nullptr && (*keep = binding_->acquire(nbytes_, &device)) != nullptr;
+         (*keep = binding_->acquire(nbytes_, &device)) != nullptr;
 }
 
 bool EntityStorageImpl::drop_unwritten(std::unique_ptr<DeviceBlock>* garbage) {
@@ -582,7 +588,8 @@ bool EntityStorageImpl::relocate(const std::function<bool(const void*)>& suits) 
   } while (!suits(blocks.back()->data()));
   KeepAlive keep; // dropped after unlocking
   std::lock_guard<std::mutex> lock(mutex_);
-  if (earlier.running() || !may_leave_locked(&keep) || !binding_->on_home_stream()) {
+  if (earlier.running() || arrival_locked() != nullptr || !may_leave_locked(&keep) ||
+      !binding_->on_home_stream()) {
     return false;
   }
   set_state(EntityState::kPagingOut); // See Note [Pins and requests].

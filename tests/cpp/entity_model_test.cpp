@@ -303,8 +303,7 @@ class Walk {
   // --- bytes that the host still has ---
 
   void drop_unwritten() {
-    const bool there = entity().arrival() == nullptr;
-    const bool expected = kept_ && state_ == State::kResident && pins_ == 0 && there &&
+    const bool expected = kept_ && state_ == State::kResident && pins_ == 0 &&
                           rig_->storage->block_watched && !rig_->storage->written;
     std::unique_ptr<DeviceBlock> garbage;
     CHECK_EQ(entity().drop_unwritten(&garbage), expected);
@@ -312,7 +311,7 @@ class Walk {
     if (expected) {
       drop_called_off();
       state_ = State::kPagedOut;
-      ordered_ = true; // `arrival` has said so
+      ordered_ = true; // the host's bytes are
       kept_ = false;
       ++dropped;
     }

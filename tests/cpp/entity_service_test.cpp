@@ -324,6 +324,25 @@ TEST(what_nobody_has_written_leaves_without_a_copy) {
   }
 }
 
+/// Note [Blocks that go before they are filled]
+TEST(what_nobody_has_written_leaves_while_it_is_still_coming_in) {
+  KeptRig rig(Copies::kOnStreams);
+  REQUIRE(rig.drop());
+  REQUIRE(rig.entity->request_pagein());
+  rig.in = rig.entity->begin_pagein();
+  REQUIRE(rig.in != nullptr);
+  REQUIRE(rig.entity->commit_pagein(rig.in));
+  REQUIRE(rig.entity->arrival() != nullptr);
+  REQUIRE(rig.entity->keeps_copy());
+  CHECK_EQ(rig.device->kept_for_arrivals.load(), 1);
+  CHECK(rig.drop());
+  CHECK_EQ(rig.entity->state(), PD);
+  CHECK(rig.storage->holds(rig.seed));
+  CHECK_EQ(rig.backend->interruptions.count(BackendStep::kCopyToHost), 1); // the first time
+  CHECK_EQ(rig.backend->hosts(), 1);
+  rig.check_intact();
+}
+
 TEST(what_has_been_written_leaves_with_a_copy) {
   for (Copies copies : kBothWays) {
     KeptRig rig(copies);
@@ -336,19 +355,12 @@ TEST(what_has_been_written_leaves_with_a_copy) {
   }
 }
 
-TEST(what_is_pinned_arriving_or_asked_for_is_not_dropped) {
+TEST(what_is_pinned_or_asked_for_is_not_dropped) {
   KeptRig rig(Copies::kOnStreams);
   rig.entity->pin();
   CHECK(!rig.drop());
   CHECK(rig.entity->settled()); // as if nothing had been
   rig.entity->unpin();
-  CHECK(rig.drop());
-  REQUIRE(rig.entity->request_pagein());
-  rig.in = rig.entity->begin_pagein();
-  REQUIRE(rig.entity->commit_pagein(rig.in));
-  CHECK(!rig.in->fence->done());
-  CHECK(!rig.drop());
-  rig.in->fence->wait();
   CHECK(rig.drop());
   rig.check_intact();
   rig.backend->interruptions.at(BackendStep::kSubmittedWork, [&] { CHECK(!rig.drop()); });
