@@ -499,8 +499,10 @@ void Policy::page_out_ahead(Device& device, bool backward) {
   watch.note_stays(stays);
   if (stays > high) {
     request_pageouts(device, stays - high + margin / 4);
-  } else if (const size_t missing = watch.planned_now_bytes()) {
-    page_out_cooled(device, missing);
+  } else if (cycles_.shape().length != 0) { // See Note [Planned page-outs].
+    if (const size_t missing = watch.planned_now_bytes()) {
+      page_out_cooled(device, missing);
+    }
   }
 }
 
@@ -532,7 +534,7 @@ void Policy::prefetch_ahead(Device& device, bool backward) {
   const size_t largest = watch.largest_recent_bytes();
   const size_t reserve =
       (backward ? options_.backward_reserve : options_.forward_reserve) * largest +
-      watch.margin_bytes() / 2;
+      watch.margin_bytes(); // beyond the high watermark it would go out again at once
   // No more than half of the limit, so that small limits prefetch at all.
   size_t occupied = std::min(reserve, limit / 2) + device.use().allocated_bytes +
                     pager_.in_queue().pending_bytes();
