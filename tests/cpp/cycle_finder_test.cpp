@@ -162,7 +162,9 @@ TEST(another_forward_is_known_as_soon) {
     finder.note_op(9, kThread); // what follows a token
     found.push_back(static_cast<int>(forward(finder, 300).size()));
   }
-  CHECK(found == std::vector<int>({0, 0, 0, 1, 1, 1}) || found == std::vector<int>({0, 0, 1, 1, 1, 1}));
+  CHECK(
+      found == std::vector<int>({0, 0, 0, 1, 1, 1}) ||
+      found == std::vector<int>({0, 0, 1, 1, 1, 1}));
 }
 
 TEST(some_short_forwards_are_a_cycle_once_they_have_held_on) {
