@@ -143,6 +143,30 @@ TEST(a_forward_that_is_repeated_without_backwards_is_a_cycle_and_its_layers_are_
   CHECK(forward(finder, 32) == ends);
 }
 
+TEST(a_forward_is_known_when_two_have_followed_the_loop_in_the_first) {
+  CycleFinder finder;
+  std::vector<int> found; // the cycles that end in each forward
+  for (int i = 0; i < 6; ++i) {
+    found.push_back(static_cast<int>(forward(finder, 300).size()));
+  }
+  CHECK(found == std::vector<int>({0, 0, 1, 1, 1, 1}));
+}
+
+TEST(another_forward_is_known_as_soon) {
+  CycleFinder finder;
+  for (int i = 0; i < 8; ++i) {
+    forward(finder, 300);
+  }
+  std::vector<int> found;
+  for (int i = 0; i < 6; ++i) {
+    finder.note_op(9, kThread); // what follows a token
+    found.push_back(static_cast<int>(forward(finder, 300).size()));
+  }
+  CHECK(
+      found == std::vector<int>({0, 0, 0, 1, 1, 1}) ||
+      found == std::vector<int>({0, 0, 1, 1, 1, 1}));
+}
+
 TEST(some_short_forwards_are_a_cycle_once_they_have_held_on) {
   CycleFinder finder;
   std::vector<int> ended; // forwards, of 9 ops each

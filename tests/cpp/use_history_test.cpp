@@ -63,6 +63,39 @@ TEST(uses_that_follow_each_other_slowly_are_places_of_their_own) {
   CHECK_EQ(history.next(105, kNoCycle), 110);
 }
 
+TEST(an_interval_is_followed_by_what_followed_it_before) {
+  const std::vector<uint64_t> passes = {100, 110, 130, 1100, 1110, 1130}; // of 1000 ops
+  UseHistory history = used_at(passes, kNoCycle);
+  CHECK_EQ(history.next(1130, kNoCycle), 2100);
+  history.record(2100, kNoCycle);
+  CHECK_EQ(history.next(2100, kNoCycle), 2110);
+  history.record(2110, kNoCycle);
+  CHECK_EQ(history.next(2110, kNoCycle), 2130);
+}
+
+TEST(of_intervals_before_the_one_that_is_most_like_the_latest_counts) {
+  const UseHistory history = used_at({100, 108, 120, 1100, 1108, 1120}, kNoCycle);
+  CHECK_EQ(history.next(1120, kNoCycle), 1120 + 980);
+}
+
+TEST(an_interval_that_has_come_twice_may_be_late) {
+  const UseHistory history = used_at({1000, 2000, 3000}, kNoCycle);
+  CHECK_EQ(history.next(3999, kNoCycle), 4000);
+  CHECK_EQ(history.next(4000, kNoCycle), 4001); // a pass with an op more
+  CHECK_EQ(history.next(4249, kNoCycle), 4250);
+  CHECK(history.next(4250, kNoCycle) > kUnknown / 2);
+}
+
+TEST(intervals_are_known_however_long_ago_the_first_was) {
+  std::vector<uint64_t> uses;
+  for (uint64_t pass = 0; pass < 50; ++pass) {
+    uses.push_back(1000 * pass + 10);
+    uses.push_back(1000 * pass + 900);
+  }
+  const UseHistory history = used_at(uses, kNoCycle);
+  CHECK_EQ(history.next(49900, kNoCycle), 50010);
+}
+
 // --- with cycles -------------------------------------------------------------------------
 
 TEST(what_was_used_in_the_cycle_before_is_expected_at_the_same_places) {

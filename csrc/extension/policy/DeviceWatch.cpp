@@ -127,8 +127,10 @@ std::vector<Victim> DeviceWatch::resident_by_next_use(
   std::sort(victims.begin(), victims.end(), [](const Victim& a, const Victim& b) {
     return a.next_use > b.next_use;
   });
-  // What leaves without a copy costs half as much: it goes first, unless it is needed soon.
-  const auto soon = victims.end() - static_cast<std::ptrdiff_t>(victims.size() / 4);
+  // What leaves without a copy costs half as much: it goes first, unless it is needed soon. Without
+  // backwards what has none is written in each pass, and would be copied out in each.
+  const size_t share_soon = shape.length == 0 ? 16 : 4;
+  const auto soon = victims.end() - static_cast<std::ptrdiff_t>(victims.size() / share_soon);
   std::stable_partition(
       victims.begin(), soon, [](const Victim& victim) { return victim.entity->keeps_copy(); });
   return victims;
@@ -210,6 +212,14 @@ EntityPtr DeviceWatch::next_prefetch(
       continue;
     }
     const uint64_t next_use = entity->uses.history().next(now, shape);
+    if (shape.length == 0 && next_use <= horizon && next_use - now > now - entity->uses.last()) {
+      paged_out_.emplace(next_use, entity); // See Note [What goes out, and what comes back].
+      paged_out_count_.store(paged_out_.size(), std::memory_order_relaxed);
+      if (next_use > expected) {
+        continue; // others may come first
+      }
+      return nullptr;
+    }
     if (next_use >= horizon && next_use > expected) {
       paged_out_.emplace(next_use, entity); // it was not needed after all
       paged_out_count_.store(paged_out_.size(), std::memory_order_relaxed);

@@ -13,7 +13,8 @@ namespace torch_lms {
 /// start. The plan is what was asked for the last time, less what was called off because it
 /// was used again, and less what the peak of the memory that stayed has left unused. Only
 /// forward counts: room that backward needs for a moment must be in one piece, and what
-/// goes out early for it would leave it in many.
+/// goes out early for it would leave it in many. Nothing is planned for a program without
+/// backwards: all that it holds is needed in each pass, and what goes early is to come again.
 ///
 /// Not thread-safe: its owner's mutex guards it.
 class PageoutPlan {

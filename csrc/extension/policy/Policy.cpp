@@ -499,8 +499,10 @@ void Policy::page_out_ahead(Device& device, bool backward) {
   watch.note_stays(stays);
   if (stays > high) {
     request_pageouts(device, stays - high + margin / 4);
-  } else if (const size_t missing = watch.planned_now_bytes()) {
-    page_out_cooled(device, missing);
+  } else if (cycles_.shape().length != 0) { // See Note [Planned page-outs].
+    if (const size_t missing = watch.planned_now_bytes()) {
+      page_out_cooled(device, missing);
+    }
   }
 }
 
@@ -528,11 +530,15 @@ void Policy::prefetch_ahead(Device& device, bool backward) {
   if (!watch.anything_paged_out() || cycles_.now() % options_.ops_between_prefetches != 0) {
     return;
   }
+  const CycleShape shape = cycles_.shape();
   const size_t limit = device.limit_bytes();
   const size_t largest = watch.largest_recent_bytes();
+  // Where there is no plan yet, what a layer of inference lets go of is what the next one needs.
+  const bool spares_more = backward || shape.length == 0;
+  // Beyond the high watermark it would go out again at once.
   const size_t reserve =
-      (backward ? options_.backward_reserve : options_.forward_reserve) * largest +
-      watch.margin_bytes() / 2;
+      (spares_more ? options_.backward_reserve : options_.forward_reserve) * largest +
+      watch.margin_bytes();
   // No more than half of the limit, so that small limits prefetch at all.
   size_t occupied = std::min(reserve, limit / 2) + device.use().allocated_bytes +
                     pager_.in_queue().pending_bytes();
@@ -540,7 +546,6 @@ void Policy::prefetch_ahead(Device& device, bool backward) {
   if (backward && occupied + std::min(limit / 16, options_.max_prefetch_batch_bytes) > limit) {
     return;
   }
-  const CycleShape shape = cycles_.shape();
   uint64_t horizon = backward ? UINT64_MAX : UseHistory::kUnknown / 2;
   if (shape.length != 0) {
     horizon = shape.began + (backward ? shape.length : shape.forward);

@@ -58,6 +58,11 @@ struct MemoryReport {
 ///
 /// What recurs (parameters) and is still needed in this cycle goes last: it is small beside
 /// the activations, and would come back scattered over memory, which fragments it.
+///
+/// Without backwards (inference) what is held beyond the limit comes in once in each pass, if the
+/// rest stays: of weights that are used in turn, those that have just been used go. They are also
+/// the last to be needed of all that is out, and would fill whatever room an op leaves, to go again
+/// with the next one: so nothing comes back that is nearer to its last use than to its next.
 
 /// Note [Room in batches]
 /// A program runs ahead of the device until memory is full, and then waits for one

@@ -117,7 +117,7 @@ bool CycleFinder::note_name(uint64_t name) {
   ++held_;
   if (names_[at_] != name) {
     too_short_ = holds_ ? 0 : held_; // another program begins, or it was a loop within one
-    look_anew(kFewestNames);
+    look_anew(std::min(kMostNames, std::max(kFewestNames, 4 * too_short_)));
     return false;
   }
   at_ = (at_ + 1) % repetition_;

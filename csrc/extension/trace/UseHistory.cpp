@@ -32,15 +32,45 @@ void UseHistory::record(uint64_t use, const CycleShape& cycle) noexcept {
   // A layer is several ops: they are one place.
   const bool same_place =
       present_.count != 0 && use - last_ <= std::max(kLeastGap, cycle.length / kGapsInCycle);
-  if (!same_place) {
-    last_but_one_ = last_;
-  }
+  record_latest(use, same_place);
   last_ = use;
   if (same_place) {
     present_.at[present_.count - 1] = use - cycle.began;
   } else if (present_.count < present_.at.size()) {
     present_.at[present_.count++] = use - cycle.began;
   }
+}
+
+void UseHistory::record_latest(uint64_t use, bool same_place) noexcept {
+  if (!same_place) {
+    std::copy_backward(latest_.begin(), latest_.end() - 1, latest_.end());
+    latest_count_ = std::min(latest_count_ + 1, latest_.size());
+  }
+  latest_[0] = use;
+}
+
+uint64_t UseHistory::next_without_cycles(uint64_t now) const noexcept {
+  if (latest_count_ < 2) {
+    return kUnknown - last_;
+  }
+  const auto interval = [this](size_t i) { return latest_[i] - latest_[i + 1]; };
+  const uint64_t latest = interval(0);
+  size_t before = 0; // where the one that is most like the latest came
+  uint64_t difference = std::max(kLeastGap, latest / kLatenessInCycle);
+  for (size_t i = 1; i + 1 < latest_count_; ++i) {
+    const uint64_t other = std::max(interval(i), latest) - std::min(interval(i), latest);
+    if (other < difference) {
+      before = i;
+      difference = other;
+    }
+  }
+  const bool repeats = before != 0;
+  const uint64_t expected = last_ + (repeats ? interval(before - 1) : latest);
+  if (expected > now) {
+    return expected;
+  }
+  const uint64_t patience = repeats ? (expected - last_) / kLatenessInCycle : 0;
+  return now - expected < patience ? now + 1 : kUnknown - last_;
 }
 
 bool UseHistory::recurs(const CycleShape& cycle) const noexcept {
@@ -50,8 +80,7 @@ bool UseHistory::recurs(const CycleShape& cycle) const noexcept {
 
 uint64_t UseHistory::next(uint64_t now, const CycleShape& cycle) const noexcept {
   if (cycle.length == 0) {
-    const bool repeats = last_but_one_ != 0 && last_ + (last_ - last_but_one_) > now;
-    return repeats ? last_ + (last_ - last_but_one_) : kUnknown - last_;
+    return next_without_cycles(now);
   }
   if (recurs(cycle)) {
     const Places& places = cycle_ == cycle.number ? before_ : present_;

@@ -20,10 +20,15 @@ struct CycleShape {
 /// Note [The next use]
 /// Programs that train repeat themselves. An entity that was used in the cycle before
 /// (a parameter) is expected at the same places. One that is new in this cycle (an
-/// activation) is expected in backward, whose order is forward's in reverse. Without
-/// cycles (inference) the interval between the last two uses is expected again, and
-/// an entity of which nothing is known is expected the later the longer it has not
-/// been used. A wrong expectation costs time, never a result.
+/// activation) is expected in backward, whose order is forward's in reverse.
+///
+/// Without cycles (inference) what followed the interval between the last two uses before is
+/// expected again: weights that two layers share, and a cache that is written and then read, have
+/// several intervals in each pass. An interval that is new is expected once more. One that has come
+/// before may be late (a pass may have an op more than the one before); what is later, and what was
+/// used once, is unknown, and expected the later the longer it has not been used.
+///
+/// A wrong expectation costs time, never a result.
 ///
 /// Not thread-safe: the entity's mutex guards it.
 class UseHistory {
@@ -46,11 +51,15 @@ class UseHistory {
     size_t count = 0;
   };
 
+  void record_latest(uint64_t use, bool same_place) noexcept;
+  uint64_t next_without_cycles(uint64_t now) const noexcept;
+
   Places before_;
   Places present_;
   uint64_t cycle_ = 0;
   uint64_t last_ = 0;
-  uint64_t last_but_one_ = 0;
+  std::array<uint64_t, 8> latest_{}; // places, the last one first: by their last uses
+  size_t latest_count_ = 0;
 };
 
 } // namespace torch_lms

@@ -99,10 +99,12 @@ class _Relief:
         swap_key = np.where(helps & np.isfinite(offer.swap_us), swap_key, _NEVER)
         replay_key = np.where(helps & np.isfinite(offer.replay_us), replay_key, _NEVER)
         best = np.minimum(swap_key, replay_key)
-        chosen = np.argsort(best, kind="stable")[: self._batch]
+        # Of what costs no time, what needs no copy out goes first: it takes half of the link's time.
+        free = self._unchanged & (offer.swap_us <= 0.0) & (swap_key < _NEVER)
+        chosen = np.lexsort((best, ~free))[: self._batch]
         taken = False
         for number in (int(one) for one in chosen if best[one] < _NEVER):
-            swapped = swap_key[number] <= replay_key[number]
+            swapped = bool(free[number]) or swap_key[number] <= replay_key[number]
             if not self._still_helps(number) or (swapped and not self._host_holds(number)):
                 continue
             kind = RECOMPUTE if not swapped else DROP_UNCHANGED if self._unchanged[number] else SWAP
