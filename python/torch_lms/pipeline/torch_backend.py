@@ -35,7 +35,7 @@ class TorchBackend:
     """One rank's part of a schedule of torch.distributed.pipelining.
 
     Args:
-        boundaries: this rank's stages, which know their templates.
+        boundaries: this rank's stages, which know what crosses their borders.
         name: of the schedule.
         ranks: how many there are.
         microbatches: in a step.
@@ -91,7 +91,8 @@ def _take_loss(output: Any, target: Any) -> Any:
 def _make_stage(boundary: Boundary, group: Any, recorder: Recorder) -> Any:
     from torch.distributed.pipelining import PipelineStage
 
-    index = boundary.stage.index
+    index, crossing = boundary.stage.index, boundary.crossing
+    loss_like = crossing.loss_like
 
     class RecordedStage(PipelineStage):  # type: ignore[misc, unused-ignore]
         """Tells the recorder when its actions run."""
@@ -124,7 +125,7 @@ def _make_stage(boundary: Boundary, group: Any, recorder: Recorder) -> Any:
         index,
         boundary.stage.count,
         boundary.device,
-        input_args=boundary.metas(boundary.incoming),
-        output_args=boundary.loss_like.requires_grad_() if boundary.is_last else boundary.metas(boundary.outgoing),
+        input_args=boundary.metas(crossing.incoming),
+        output_args=boundary.metas(crossing.outgoing) if loss_like is None else loss_like.requires_grad_(),
         group=group,
     )
