@@ -49,7 +49,7 @@ def models_train(rank: int, world: int) -> None:
         optimizer = optimize(own.parameters())
         with train(model, None, batch, microbatches=MICROBATCHES, optimizer=optimize) as pipeline:
             for tokens in LENGTHS:
-                one = {name: value.repeat(1, 2)[:, :tokens] for name, value in batch.items()}
+                one = {name: value.repeat(1, 2)[:, :tokens].contiguous() for name, value in batch.items()}
                 loss, expected = pipeline.step(**one), plain_step(own, one, optimizer)
                 if loss is not None:
                     torch.testing.assert_close(loss, expected)
