@@ -41,8 +41,8 @@ def first_loss(model_name: str) -> float:
         ("gpt", ["--splits", "2/2,1/3"], "pipeline_gpt_cpu", ["automatic", "2/2", "1/3"]),
         (
             "t5",
-            ["--schedule", "interleaved"],
-            "pipeline_t5_cpu_interleaved_4stages",
+            ["--schedule", "zero_bubble"],
+            "pipeline_t5_cpu_zero_bubble_4stages",
             ["automatic", "1/1/1/1"],
         ),
     ],
