@@ -1,11 +1,13 @@
-"""A GPT with a large vocabulary on two devices: the automatic split against splits by hand, in one job.
+"""A model on several devices: the automatic split against splits by hand, in one job.
 
     torchrun --nproc-per-node 2 -m benchmarks.pipeline_gpt --output benchmarks/results
+    torchrun --nproc-per-node 4 -m benchmarks.pipeline_gpt --model llama --schedule zero_bubble
     torchrun --nproc-per-node 2 -m benchmarks.pipeline_gpt --device cpu --output build/results
 
-Rank 0 profiles one microbatch on its device and cuts the model; then every split trains from the same parameters and
-the same batches under 1F1B. A split by hand ``12/12`` has 12 blocks in each stage, the embeddings in the first one,
-the last norm, the head and the loss in the last.
+Every split is one call of `torch_lms.pipeline.train`, as a program of one's own makes it: rank 0 profiles a microbatch
+on its device, and all ranks train their stages, from the same parameters and with the same batches. A split by hand is
+an algorithm of our own: ``12/12`` has 12 blocks in each stage, what comes before the first block (embeddings) in the
+first one, and what comes after the last (norm, head and loss) in the last. Predictions are those of the partition.
 """
 
 from __future__ import annotations
@@ -13,11 +15,13 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import re
 import statistics
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,143 +30,161 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from benchmarks.pipeline_models import MODELS, Shape
 from benchmarks.results import Result
-from torch_lms.balanced import BalanceConfig, BalancedPlan, plan_balanced_partition
-from torch_lms.cli.models import GPT, GPTShape
-from torch_lms.partition.costs import CostGraph, CostModel, DeviceSpec, optimizer_multiplier
-from torch_lms.partition.interface import PartitionProblem, evaluate
+from torch_lms.errors import PartitionError
+from torch_lms.partition.interface import Partition, PartitionProblem, evaluate
 from torch_lms.pipeline.chart import draw_charts, predict
-from torch_lms.pipeline.config import PipelineConfig
-from torch_lms.pipeline.runner import Pipeline
-from torch_lms.pipeline.timeline import peak_memory_bytes, reset_peak_memory
+from torch_lms.pipeline.timeline import MeasuredStep
+from torch_lms.pipeline.torch_backend import SCHEDULES
+from torch_lms.pipeline.training import TrainingPipeline, train
 from torch_lms.profile.profiler import ProfileConfig
 from torch_lms.schedules.actions import FORWARD
-from torch_lms.schedules.rules import one_f_one_b
+from torch_lms.schedules.rules import ONE_STAGE_EACH
 from torch_lms.schedules.simulation import Event
-from torch_lms.stages.cutting import split
-from torch_lms.stages.stage_code import owner
 
 GIB = 1 << 30
-STAGES = 2
 AUTOMATIC = "automatic"
-COLUMNS = [
-    ("split", "Split", "{}"),
-    ("step_ms", "Step (ms)", "{:.0f}"),
-    ("predicted_ms", "Predicted (ms)", "{:.0f}"),
-    ("stage0_ms", "Stage 0 (ms)", "{:.1f}"),
-    ("stage0_predicted_ms", "Predicted (ms)", "{:.1f}"),
-    ("stage1_ms", "Stage 1 (ms)", "{:.1f}"),
-    ("stage1_predicted_ms", "Predicted (ms)", "{:.1f}"),
-    ("stage0_peak_gib", "Peak 0 (GiB)", "{:.1f}"),
-    ("stage0_predicted_peak_gib", "Predicted (GiB)", "{:.1f}"),
-    ("stage1_peak_gib", "Peak 1 (GiB)", "{:.1f}"),
-    ("stage1_predicted_peak_gib", "Predicted (GiB)", "{:.1f}"),
-    ("loss", "First loss", "{:.4f}"),
-]
+BLOCK = re.compile(r"^(?:.*\.)?(?:blocks|layers|block)\.\d+(?=\.|$)")
 
 
 @dataclass(frozen=True)
 class Job:
     """What all splits have in common."""
 
-    shape: GPTShape
+    model: str
+    shape: Shape
     device: torch.device
-    dtype: torch.dtype
+    schedule: str
+    stages: int
     microbatches: int
-    rows: int
     steps: int
     warmup_steps: int
     profile_runs: int
     learning_rate: float
 
-    def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same tokens for every split and on every rank."""
-        generator = torch.Generator().manual_seed(step)
-        size = (self.microbatches * self.rows, self.shape.tokens)
-        ids = torch.randint(self.shape.vocabulary, size, generator=generator)
-        return ids.to(self.device), ids.roll(-1, 1).to(self.device)
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the parameters."""
+        return torch.bfloat16 if self.device.type == "cuda" else torch.float32
 
-    def model(self) -> GPT:
-        """On the device, the same on every rank."""
+    def batch(self, step: int) -> dict[str, torch.Tensor]:
+        """The same tokens for every split and on every rank."""
+        whole = self.shape.batch(self.microbatches * self.shape.rows, step)
+        return {name: value.to(self.device) for name, value in whole.items()}
+
+    def make_model(self) -> nn.Module:
+        """On the CPU, the same on every rank; the device, which draws it, keeps nothing of it."""
         torch.manual_seed(0)
         with torch.device(self.device):
-            return GPT(self.shape).to(self.dtype)
+            return self.shape.make().to(self.dtype).cpu()
+
+    def train(self, algorithm: Any) -> TrainingPipeline:
+        """The pipeline that an algorithm cuts."""
+        return train(
+            self.make_model(),
+            None,
+            self.batch(0),
+            schedule=self.schedule,
+            stages=self.stages,
+            microbatches=self.microbatches,
+            optimizer=partial(torch.optim.AdamW, lr=self.learning_rate, fused=self.device.type == "cuda"),
+            device=self.device,
+            algorithm=algorithm,
+            profile=ProfileConfig(warmup_runs=3, timed_runs=self.profile_runs, device=self.device, progress=False),
+        )
+
+
+@dataclass(frozen=True)
+class ByHand:
+    """Gives each stage a number of blocks: everything before the first line of a stage's first block is before it."""
+
+    blocks: tuple[int, ...]
+    name: str = "by hand"
+    source: str = "the words of the command"
+
+    def partition(self, problem: PartitionProblem) -> Partition:
+        """The partition with these blocks.
+
+        Raises:
+            PartitionError: if the model has another number of blocks, or there is another number of stages.
+        """
+        module_of = {node.name: node.module for node in problem.graph.nodes}
+        found = [BLOCK.match(module_of[names[0]]) for names in problem.units.members]
+        first: dict[str, int] = {}
+        for unit, match in enumerate(found):
+            if match is not None:
+                first.setdefault(match.group(), unit)
+        if sum(self.blocks) != len(first) or len(self.blocks) != problem.stages:
+            raise PartitionError(
+                f"expected {len(first)} blocks in {problem.stages} stages, found {'/'.join(map(str, self.blocks))}; "
+                "choose another split"
+            )
+        borders = [list(first.values())[blocks] for blocks in np.cumsum(self.blocks)[:-1]]
+        stage_of_unit = np.searchsorted(borders, np.arange(len(found)), side="right")
+        return evaluate(problem, stage_of_unit, algorithm=self.name, reason="as given")
 
 
 def make_job(args: argparse.Namespace, device: torch.device) -> Job:
     """The sizes of the benchmark, or tiny ones for a CPU."""
-    if args.device == "cpu":
-        shape = GPTShape(layers=args.layers or 4, hidden=64, heads=4, tokens=32, vocabulary=1024)
-        return Job(shape, device, torch.float32, 4, 2, args.steps or 3, 1, args.profile_runs or 5, 1e-3)
-    shape = GPTShape(layers=args.layers or 24, hidden=2048, heads=16, tokens=2048, vocabulary=128_256)
-    return Job(shape, device, torch.bfloat16, 8, 4, args.steps or 10, 3, args.profile_runs or 20, 1e-4)
-
-
-def plan_cut(job: Job, model: GPT, algorithm: str) -> BalancedPlan:
-    """Profiles and partitions on rank 0, for both ranks."""
-    ids, next_ids = (tensor[: job.rows] for tensor in job.batch(0))
-    places = [f"rank:{rank}/{'cpu' if job.device.type == 'cpu' else f'cuda:{rank}'}" for rank in range(STAGES)]
-    config = BalanceConfig(
-        profile=ProfileConfig(warmup_runs=3, timed_runs=job.profile_runs, progress=False),
-        cost=CostModel(schedule="1f1b", microbatches=job.microbatches),
+    shape = MODELS[args.model][args.device]
+    if args.layers:
+        shape = replace(shape, config={**shape.config, shape.layers: args.layers})
+    stages = args.stages or dist.get_world_size() * (1 if args.schedule in ONE_STAGE_EACH else 2)
+    tiny = args.device == "cpu"
+    return Job(
+        model=args.model,
+        shape=shape,
+        device=device,
+        schedule=args.schedule,
+        stages=stages,
+        microbatches=args.microbatches or (4 if tiny else 8),
+        steps=args.steps or (3 if tiny else 10),
+        warmup_steps=1 if tiny else 3,
+        profile_runs=args.profile_runs or (5 if tiny else 20),
+        learning_rate=1e-3 if tiny else 1e-4,
     )
-    return plan_balanced_partition(model, places, ids, next_ids, algorithm=algorithm, optimizer="adamw", config=config)
 
 
-def leave_to_meta(*roots: nn.Module) -> None:
-    """Exchanges all parameters for ones without storage: the splits begin from a state dict."""
-    made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
-    for root in roots:
-        for module in root.modules():
-            for name, value in module._parameters.items():
-                if value is not None and not value.is_meta:
-                    if id(value) not in made:
-                        made[id(value)] = (value, nn.Parameter(torch.empty_like(value, device="meta")))
-                    module._parameters[name] = made[id(value)][1]
+def columns(stages: int) -> list[tuple[str, str, str]]:
+    """Key, heading and format of each column."""
+    made = [("split", "Split", "{}"), ("step_ms", "Step (ms)", "{:.0f}"), ("predicted_ms", "Predicted (ms)", "{:.0f}")]
+    for stage in range(stages):
+        made.append((f"stage{stage}_ms", f"Stage {stage} (ms)", "{:.1f}"))
+        made.append((f"stage{stage}_predicted_ms", "Predicted (ms)", "{:.1f}"))
+    for stage in range(stages):
+        made.append((f"stage{stage}_peak_gib", f"Peak {stage} (GiB)", "{:.1f}"))
+        made.append((f"stage{stage}_predicted_peak_gib", "Predicted (GiB)", "{:.1f}"))
+    return [*made, ("loss", "First loss", "{:.4f}")]
 
 
-def cut_by_hand(plan: BalancedPlan, first_blocks: int) -> dict[str, int]:
-    """Everything before the first line of block ``first_blocks`` is stage 0."""
-    assert plan.traced.graph_module is not None
-    names: list[str] = []
-    border: int | None = None
-    for node in plan.traced.graph_module.graph.nodes:
-        if not node.op.startswith("call_"):
-            continue
-        if border is None and f"{owner(node)}.".startswith(f"blocks.{first_blocks}."):
-            border = len(names)
-        names.append(node.name)
-    if border is None:
-        raise SystemExit(f"expected a block {first_blocks} in the graph, found none; choose another split")
-    return {name: int(index >= border) for index, name in enumerate(names)}
-
-
-def run_split(job: Job, plan: BalancedPlan, stage_of: Mapping[str, int], state: Mapping[str, Any]) -> dict[str, Any]:
-    """Trains a split from the given parameters; what it measured, on every rank."""
-    stages = split(plan.traced, stage_of, model=plan.traced.model)
-    config = PipelineConfig(schedule="1f1b", microbatches=job.microbatches)
-    with Pipeline(stages, device=job.device, config=config, state_dict=state) as pipeline:
-        optimizer = torch.optim.AdamW(pipeline.parameters(), lr=job.learning_rate, fused=job.device.type == "cuda")
-        times_ms, losses = [], []
+def run_split(job: Job, name: str, algorithm: Any, folder: Path) -> dict[str, Any]:
+    """Trains a split; its row, on every rank."""
+    begun = time.perf_counter()
+    with job.train(algorithm) as pipeline:
+        prepared_s = time.perf_counter() - begun
+        times_ms: list[float] = []
+        losses: list[float | None] = []
         for step in range(job.warmup_steps + job.steps):
-            ids, next_ids = job.batch(step)
-            if step == job.warmup_steps:
-                reset_peak_memory(job.device)
+            batch = job.batch(step)
             synchronize(job.device)
             begun = time.perf_counter()
-            loss = pipeline.step(ids, next_ids)
+            loss = pipeline.step(**batch)
             synchronize(job.device)
-            scheduled = time.perf_counter()
-            optimizer.step()
-            optimizer.zero_grad()
-            synchronize(job.device)
-            times_ms.append((1e3 * (time.perf_counter() - begun), 1e3 * (scheduled - begun)))
+            times_ms.append(1e3 * (time.perf_counter() - begun))
             losses.append(None if loss is None else loss.item())
-        peak_bytes = peak_memory_bytes(job.device)
-        events = pipeline.measured(*job.batch(0)).events
-        told: list[Any] = [None] * STAGES
-        dist.all_gather_object(told, (times_ms[job.warmup_steps :], losses, peak_bytes))
-    return {"told": told, "events": events, "borders": [len(stage.outputs) for stage in stages[:-1]]}
+        measured = pipeline.measured(**job.batch(0))
+        told: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(told, (times_ms[job.warmup_steps :], losses))
+        if dist.get_rank() == 0:
+            partition = pipeline.partition
+            print(f"{name}: ready in {prepared_s:.1f} s, cut by {partition.algorithm}: {partition.reason}", flush=True)
+            if name == AUTOMATIC:
+                draw(job, pipeline, measured.events, folder)
+        steps_ms = [max(own) for own in zip(*(times for times, _ in told), strict=True)]
+        row = {"split": name, "step_ms": statistics.median(steps_ms), "step_ms_all": steps_ms}
+        row |= {"losses": told[-1][1], "loss": told[-1][1][0], "prepared_s": prepared_s}
+        return row | stage_figures(pipeline.partition, measured)
 
 
 def synchronize(device: torch.device) -> None:
@@ -171,74 +193,38 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def make_row(
-    job: Job, plan: BalancedPlan, name: str, stage_of: Mapping[str, int], ran: dict[str, Any]
-) -> dict[str, Any]:
-    """A split's figures; times of stages are of one microbatch, peaks are not there where the device counts none."""
-    times = [[step for step, _ in rank[0]] for rank in ran["told"]]
-    steps_ms = [max(both) for both in zip(*times, strict=True)]
-    scheduled_ms = [max(both) for both in zip(*([part for _, part in rank[0]] for rank in ran["told"]), strict=True)]
-    forward_us, backward_us = predicted_times(plan, stage_of)
-    events = predict(one_f_one_b(STAGES, job.microbatches), forward_us, backward_us)
-    row: dict[str, Any] = {
-        "split": name,
-        "step_ms": statistics.median(steps_ms),
-        "scheduled_ms": statistics.median(scheduled_ms),
-        "predicted_ms": max(event.end_us for event in events) / 1e3,
-        "step_ms_all": steps_ms,
-        "losses": ran["told"][-1][1],
-        "loss": ran["told"][-1][1][0],
-        "values_crossing": ran["borders"],
-    }
-    predicted_bytes = predicted_memory(job, plan, stage_of)
-    for stage in range(STAGES):
-        forward, backward = measured_times(ran["events"], stage)
-        peak_bytes = ran["told"][stage][2]
-        row |= {
-            f"stage{stage}_ms": (forward + backward) / 1e3,
-            f"stage{stage}_forward_ms": forward / 1e3,
-            f"stage{stage}_backward_ms": backward / 1e3,
-            f"stage{stage}_predicted_ms": (forward_us[stage] + backward_us[stage]) / 1e3,
-            f"stage{stage}_predicted_forward_ms": forward_us[stage] / 1e3,
-            f"stage{stage}_predicted_backward_ms": backward_us[stage] / 1e3,
+def stage_figures(partition: Partition, measured: MeasuredStep) -> dict[str, Any]:
+    """Times of one microbatch and peaks of each stage's device, which are not there where a device counts none."""
+    figures = partition.figures
+    found: dict[str, Any] = {"predicted_ms": figures.step.step_us / 1e3, "values_crossing_bytes": partition.cut_bytes}
+    for stage in range(partition.stages):
+        own = [event for event in measured.events if event.action.stage == stage]
+        rank = own[0].rank
+        forward_us, backward_us = measured_times(own)
+        peak_bytes = measured.peak_memory_bytes[rank]
+        found |= {
+            f"stage{stage}_ms": (forward_us + backward_us) / 1e3,
+            f"stage{stage}_forward_ms": forward_us / 1e3,
+            f"stage{stage}_backward_ms": backward_us / 1e3,
+            f"stage{stage}_predicted_ms": figures.stage_time_us[stage] / 1e3,
+            f"stage{stage}_predicted_forward_ms": figures.stage_forward_us[stage] / 1e3,
+            f"stage{stage}_predicted_backward_ms": figures.stage_backward_us[stage] / 1e3,
             f"stage{stage}_peak_gib": None if peak_bytes is None else peak_bytes / GIB,
-            f"stage{stage}_predicted_peak_gib": predicted_bytes[stage] / GIB,
-            f"stage{stage}_nodes": sum(value == stage for value in stage_of.values()),
+            f"stage{stage}_predicted_peak_gib": figures.device_memory_bytes[rank] / GIB,
+            f"stage{stage}_nodes": sum(one == stage for one in partition.stage_of.values()),
         }
-    if name == AUTOMATIC:
-        assert plan.profile is not None
-        row["node_scale"] = plan.profile.node_scale
-    return row
+    return found
 
 
-def predicted_times(plan: BalancedPlan, stage_of: Mapping[str, int]) -> tuple[list[float], list[float]]:
-    """Forward and backward of each stage, from the profile of the nodes."""
-    assert plan.profile is not None
-    forward_us, backward_us = [0.0] * STAGES, [0.0] * STAGES
-    for node in plan.profile.nodes:
-        if node.name in stage_of:
-            forward_us[stage_of[node.name]] += node.forward_us
-            backward_us[stage_of[node.name]] += node.backward_us
-    return forward_us, backward_us
-
-
-def predicted_memory(job: Job, plan: BalancedPlan, stage_of: Mapping[str, int]) -> tuple[int, ...]:
-    """The peak of each stage's device in bytes, from the profile of the nodes."""
-    assert plan.profile is not None
-    prices = CostModel(
-        schedule="1f1b", microbatches=job.microbatches, optimizer_multiplier=optimizer_multiplier("adamw")
+def measured_times(events: Sequence[Event]) -> tuple[float, float]:
+    """Forward and backward of a stage, a median over the microbatches; a backward may come in two parts."""
+    spent_us: dict[tuple[bool, int], float] = {}
+    for event in events:
+        key = (event.action.kind == FORWARD, event.action.microbatch)
+        spent_us[key] = spent_us.get(key, 0.0) + event.end_us - event.start_us
+    forward, backward = (
+        [time_us for (is_forward, _), time_us in spent_us.items() if is_forward is way] for way in (True, False)
     )
-    devices = tuple(DeviceSpec(name=name) for name in plan.partition.devices)
-    problem = PartitionProblem(graph=CostGraph.from_profile(plan.profile), devices=devices, cost_model=prices)
-    stages = np.array([stage_of[names[0]] for names in problem.units.members])
-    return evaluate(problem, stages, algorithm="given", reason="").device_memory_bytes
-
-
-def measured_times(events: Sequence[Event], stage: int) -> tuple[float, float]:
-    """Median over the microbatches."""
-    own = [event for event in events if event.action.stage == stage]
-    forward = [event.end_us - event.start_us for event in own if event.action.kind == FORWARD]
-    backward = [event.end_us - event.start_us for event in own if event.action.kind != FORWARD]
     return statistics.median(forward), statistics.median(backward)
 
 
@@ -246,9 +232,13 @@ def parse_args() -> argparse.Namespace:
     """The words of the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--splits", help="by hand, blocks of the first and the last stage: 12/12,14/10")
+    parser.add_argument("--model", choices=tuple(MODELS), default="gpt")
+    parser.add_argument("--schedule", choices=tuple(SCHEDULES), default="1f1b")
+    parser.add_argument("--stages", type=int, help="in all; by default one on each rank, or two if they interleave")
+    parser.add_argument("--splits", help="by hand, blocks of each stage: 12/12,14/10; by default an even one")
     parser.add_argument("--algorithm", default="auto")
     parser.add_argument("--layers", type=int)
+    parser.add_argument("--microbatches", type=int)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--profile-runs", type=int)
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
@@ -257,75 +247,71 @@ def parse_args() -> argparse.Namespace:
 
 def start(args: argparse.Namespace) -> torch.device:
     """Joins the ranks; returns this one's device."""
-    rank = int(os.environ["LOCAL_RANK"])
-    if int(os.environ["WORLD_SIZE"]) != STAGES:
-        raise SystemExit(f"expected {STAGES} ranks, found {os.environ['WORLD_SIZE']}; use --nproc-per-node {STAGES}")
     if args.device == "cpu":
         torch.set_num_threads(1)
         dist.init_process_group("gloo", timeout=timedelta(minutes=10))
         return torch.device("cpu")
-    device = torch.device("cuda", rank)
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", timeout=timedelta(minutes=15), device_id=device)
     return device
+
+
+def even_split(job: Job) -> str:
+    """As many blocks in each stage, the first ones with one more where that does not go; T5 has them twice."""
+    blocks = job.shape.config[job.shape.layers] * (2 if job.model == "t5" else 1)
+    return "/".join(str((blocks + job.stages - 1 - stage) // job.stages) for stage in range(job.stages))
+
+
+def file_name(job: Job) -> str:
+    """Says what it is of; the tiny shapes are for checking only."""
+    words = ["pipeline", job.model] + ["cpu"] * (job.device.type == "cpu")
+    usual = job.schedule == "1f1b" and job.stages == 2
+    return "_".join(words if usual else [*words, job.schedule, f"{job.stages}stages"])
 
 
 def main() -> None:
     """All splits, one after the other."""
     args = parse_args()
     job = make_job(args, start(args))
-    leader = dist.get_rank() == 0
-    model = job.model()
-    state = {name: value.cpu() for name, value in model.state_dict().items()}
-    begun = time.perf_counter()
-    plan = plan_cut(job, model, args.algorithm)
-    if leader:
-        found = plan.partition
-        print(f"planned in {time.perf_counter() - begun:.1f} s by {found.algorithm}: {found.reason}", flush=True)
-        print("notes:", *plan.traced.notes, sep="\n  ", flush=True)
-    assert plan.traced.graph_module is not None
-    leave_to_meta(model, plan.traced.graph_module)
-    half = job.shape.layers // 2
-    more = max(half + 1, 14 * job.shape.layers // 24)
-    hands = (args.splits or f"{half}/{half},{more}/{job.shape.layers - more}").split(",")
-    cuts = {AUTOMATIC: dict(plan.partition.stage_of)}
-    cuts |= {hand: cut_by_hand(plan, int(hand.split("/")[0])) for hand in hands}
-    # The file's name says which shape it is of: the tiny one is for checking only.
+    splits: dict[str, Any] = {AUTOMATIC: args.algorithm}
+    for hand in (args.splits or even_split(job)).split(","):
+        splits[hand] = ByHand(tuple(int(blocks) for blocks in hand.split("/")))
+    shape, world = job.shape, dist.get_world_size()
     result = Result(
-        name="pipeline_gpt" if args.device == "cuda" else "pipeline_gpt_cpu",
-        title=f"GPT, {job.shape.layers} layers, hidden {job.shape.hidden}, vocabulary {job.shape.vocabulary}, "
-        f"{job.microbatches} microbatches of {job.rows} x {job.shape.tokens}, 1F1B on two devices",
-        columns=COLUMNS,
+        name=file_name(job),
+        title=f"{shape.name}, {shape.config[shape.layers]} layers, vocabulary {shape.config[shape.vocabulary]}, "
+        f"{job.microbatches} microbatches of {shape.rows} x {shape.tokens}, {job.schedule}, {job.stages} stages on "
+        f"{world} devices",
+        columns=columns(job.stages),
     )
-    for name, stage_of in cuts.items():
+    for name, algorithm in splits.items():
         gc.collect()
         if job.device.type == "cuda":
             torch.cuda.empty_cache()
-        ran = run_split(job, plan, stage_of, state)
-        if leader:
-            result.add(**make_row(job, plan, name, stage_of, ran))
-            if name == AUTOMATIC:
-                draw(job, plan, stage_of, ran, args.output)
-    if leader:
-        add_checks(result)
+        row = run_split(job, name, algorithm, args.output)
+        if dist.get_rank() == 0:
+            result.add(**row)
+    if dist.get_rank() == 0:
+        add_checks(result, job.stages)
         result.write(args.output)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def draw(job: Job, plan: BalancedPlan, stage_of: Mapping[str, int], ran: dict[str, Any], folder: Path) -> None:
+def draw(job: Job, pipeline: TrainingPipeline, events: Sequence[Event], folder: Path) -> None:
     """The automatic split, predicted and measured."""
-    predicted = predict(one_f_one_b(STAGES, job.microbatches), *predicted_times(plan, stage_of))
-    charts = {"predicted": predicted, "measured": ran["events"]}
+    figures = pipeline.partition.figures
+    times = figures.stage_forward_us, figures.stage_backward_us, figures.cut_forward_us, figures.cut_backward_us
+    charts = {"predicted": predict(pipeline.schedule, *times), "measured": events}
     try:
-        print(
-            "wrote", draw_charts(charts, folder / f"pipeline_gpt_{job.device.type}.svg", title="automatic split").name
-        )
+        picture = draw_charts(charts, folder / f"{file_name(job)}.svg", title=f"{job.shape.name}, automatic split")
+        print("wrote", picture.name)
     except RuntimeError as error:
         print(f"no picture: {error}")
 
 
-def add_checks(result: Result) -> None:
+def add_checks(result: Result, stages: int) -> None:
     """The automatic split is as fast as the best one by hand, and all splits compute the same."""
     by_name = {row["split"]: row for row in result.rows}
     automatic = by_name.pop(AUTOMATIC)
@@ -335,10 +321,10 @@ def add_checks(result: Result) -> None:
     result.check(what, "<= 1.00", round(ratio, 3), round(ratio, 2) <= 1)
     spread = max(abs(row["loss"] - automatic["loss"]) for row in by_name.values())
     result.check("first loss, largest difference between splits", "0", spread, spread == 0)
-    off = max(abs(automatic[f"stage{s}_predicted_ms"] / automatic[f"stage{s}_ms"] - 1) for s in range(STAGES))
+    off = max(abs(automatic[f"stage{s}_predicted_ms"] / automatic[f"stage{s}_ms"] - 1) for s in range(stages))
     result.check("predicted stage times off the measured ones", "<= 5 %", f"{100 * off:.1f} %", off <= 0.05)
     if automatic["stage0_peak_gib"] is not None:
-        pairs = [(automatic[f"stage{s}_predicted_peak_gib"], automatic[f"stage{s}_peak_gib"]) for s in range(STAGES)]
+        pairs = [(automatic[f"stage{s}_predicted_peak_gib"], automatic[f"stage{s}_peak_gib"]) for s in range(stages)]
         off = max(abs(predicted / peak - 1) for predicted, peak in pairs)
         result.check("predicted peaks off the measured ones", "<= 5 %", f"{100 * off:.1f} %", off <= 0.05)
 

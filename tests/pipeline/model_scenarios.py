@@ -12,7 +12,7 @@ from torch import nn
 
 from torch_lms.pipeline import train
 
-STEPS, MICROBATCHES = 2, 2
+LENGTHS, MICROBATCHES = (8, 12), 2
 optimize = partial(torch.optim.SGD, lr=0.1)
 
 
@@ -48,8 +48,9 @@ def models_train(rank: int, world: int) -> None:
         own = copy.deepcopy(model)
         optimizer = optimize(own.parameters())
         with train(model, None, batch, microbatches=MICROBATCHES, optimizer=optimize) as pipeline:
-            for _ in range(STEPS):
-                loss, expected = pipeline.step(**batch), plain_step(own, batch, optimizer)
+            for tokens in LENGTHS:
+                one = {name: value.repeat(1, 2)[:, :tokens].contiguous() for name, value in batch.items()}
+                loss, expected = pipeline.step(**one), plain_step(own, one, optimizer)
                 if loss is not None:
                     torch.testing.assert_close(loss, expected)
             found = pipeline.state_dict(full=True)

@@ -131,7 +131,8 @@ def borders_have_its_type(rank: int, world: int) -> None:
     config = PipelineConfig(autocast=torch.bfloat16)
     with Pipeline(cut(model_of(), world), loss=distance, config=config) as pipeline:
         pipeline.step(batch(0), target=-batch(0))
-        border = pipeline._boundaries[0].incoming or pipeline._boundaries[0].outgoing
+        crossing = pipeline._boundaries[0].crossing
+        border = crossing.incoming or crossing.outgoing
         assert [slot.dtype for slot in border.items] == [torch.bfloat16]
 
 

@@ -200,6 +200,37 @@ def weight_shared_by_all_stages(rank: int, world: int) -> None:
                 torch.testing.assert_close(value.grad, model.get_parameter(name).grad)
 
 
+class MeetTwice(nn.Module):
+    """In the last stage `both` meets what came in twice, each time beside a weight of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start = nn.Linear(4, 4)
+        self.first, self.second, self.both = (nn.Parameter(torch.rand(4)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.start(x)
+        x = x + self.first * self.both
+        x = torch.tanh(x) + self.second * self.both
+        return x.square().mean()
+
+
+def weights_that_meet_values_twice(rank: int, world: int) -> None:
+    """Under zero bubble each counts once: PyTorch puts `both` into two groups of weights."""
+    torch.manual_seed(0)
+    model, x = MeetTwice(), torch.rand(4, 4)
+    traced = fx.symbolic_trace(model)
+    nodes = [node.name for node in traced.graph.nodes if node.op.startswith("call_")]
+    stages = split(traced, {name: int(name != "start") for name in nodes}, model=model)
+    with Pipeline(stages, config=PipelineConfig(schedule="zero_bubble", microbatches=2)) as pipeline:
+        pipeline.step(x)
+        for part in x.chunk(2):
+            (model(part) / 2).backward()
+        for stage in pipeline.stages:
+            for name, value in stage.named_parameters():
+                torch.testing.assert_close(value.grad, model.get_parameter(name).grad, msg=name)
+
+
 def losses_of_other_types(rank: int, world: int) -> None:
     """A model's loss has the model's type."""
     batch = torch.rand(8, 4, generator=torch.Generator().manual_seed(0))
@@ -294,6 +325,7 @@ def all_is_well(rank: int, world: int) -> None:
         stages_in_pytorch_alone(rank, world)
         weight_shared_by_all_stages(rank, world)
         losses_of_other_types(rank, world)
+        weights_that_meet_values_twice(rank, world)
 
 
 def dies_with_a_child(rank: int, world: int) -> None:

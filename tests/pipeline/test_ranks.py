@@ -24,6 +24,20 @@ def test_ranks_that_give_segments_up_train_as_those_with_room(tmp_path: Path) ->
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 3])
+def test_steps_of_other_shapes_are_those_of_one_device(world: int, tmp_path: Path) -> None:
+    for ended in run_ranks("tests.pipeline.shape_scenarios:shapes_change", world, tmp_path):
+        assert ended.status == 0, ended.output
+
+
+@pytest.mark.slow
+@needs_pipelining
+def test_ranks_that_cannot_do_a_step_together_are_told_why(tmp_path: Path) -> None:
+    for ended in run_ranks("tests.pipeline.shape_scenarios:shapes_that_cannot_change+closed_too_early", 2, tmp_path):
+        assert ended.status == 0, ended.output
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scenario", "world", "cause"),
     [

@@ -173,8 +173,8 @@ def _pack(template: Any, value: Any, carriers: list[torch.Tensor], numbers: list
     elif isinstance(template, ConstantSlot) and (isinstance(value, torch.device) or bool(value == template.value)):
         return
     raise PipelineError(
-        f"expected {template} from {where}, as in the first step, found {found}; keep shapes, types and constants the "
-        "same in all steps, or make a new Pipeline"
+        f"expected {template} from {where}, as in the first step with arguments of these shapes, found {found}; have "
+        "shapes, types and constants depend on nothing but shapes of arguments, or make a new Pipeline"
     )
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch_lms.pipeline.borders import carrier_metas, describe, pack, unpack
 from torch_lms.pipeline.randomness import RandomStream
 from torch_lms.stages.stage import Stage
 
-__all__ = ["Boundary", "Microbatch"]
+__all__ = ["Boundary", "Crossing", "Microbatch"]
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
 
@@ -84,6 +85,21 @@ class Microbatch:
         self.seed = seed
 
 
+@dataclass(frozen=True)
+class Crossing:
+    """What crosses a stage's borders, for arguments of some shapes.
+
+    Attributes:
+        incoming: template of the stage's inputs; None for the first stage.
+        outgoing: template of its outputs; None for the last stage.
+        loss_like: the last stage's loss, without storage; None for the others.
+    """
+
+    incoming: Any = None
+    outgoing: Any = None
+    loss_like: torch.Tensor | None = None
+
+
 class Boundary(nn.Module):
     """A stage between carriers. Runs the microbatches that `load` was given, in their order.
 
@@ -95,6 +111,9 @@ class Boundary(nn.Module):
         microbatches: in a step; each one's loss is divided by their number.
         carries_random: whether the state of the random generator crosses borders too.
         autocast: what stage and loss function run under; None leaves that to the program.
+
+    Attributes:
+        crossing: what crosses its borders in this step.
     """
 
     def __init__(
@@ -114,9 +133,7 @@ class Boundary(nn.Module):
         self.microbatches = microbatches
         self.autocast = autocast
         self.random = RandomStream(device) if carries_random else None
-        self.incoming: Any = None
-        self.outgoing: Any = None
-        self.loss_like = torch.empty((), device="meta")
+        self.crossing = Crossing()
         self.is_last = stage.index + 1 == stage.count
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._queue: list[Microbatch] = []
@@ -134,11 +151,11 @@ class Boundary(nn.Module):
         if self.is_last:
             return _apply_exit(token, self.loss_of(result, microbatch), self._scale)
         where = f"stage {self.stage.index}"
-        packed = pack(self.outgoing, result, self.device, where)
+        packed = pack(self.crossing.outgoing, result, self.device, where)
         return tuple(_apply_exit(token, carrier) for carrier in packed)
 
     def prepare(self, incoming: Any, carriers: Sequence[torch.Tensor], microbatch: Microbatch) -> list[torch.Tensor]:
-        """Runs once, to find what the stage gives; `outgoing` is the template of it then.
+        """Runs once, to find what crosses its borders, which is `crossing` then.
 
         Args:
             incoming: template of the stage's inputs; None for the first stage.
@@ -148,15 +165,16 @@ class Boundary(nn.Module):
         Returns:
             The carriers of its outputs; none for the last stage.
         """
-        self.incoming = incoming
+        self.crossing = Crossing(incoming)
         with _Unchanged(self.stage, self.device), torch.enable_grad():
             _, values = self._enter([carrier.requires_grad_() for carrier in carriers])
             result = self._run(values, microbatch)
             if self.is_last:
-                self.loss_like = self.loss_of(result, microbatch).detach().to("meta")
+                self.crossing = Crossing(incoming, None, self.loss_of(result, microbatch).detach().to("meta"))
                 return []
-            self.outgoing = describe(result)
-            return [carrier.detach() for carrier in pack(self.outgoing, result, self.device, "this stage")]
+            outgoing = describe(result)
+            self.crossing = Crossing(incoming, outgoing)
+            return [carrier.detach() for carrier in pack(outgoing, result, self.device, "this stage")]
 
     def empty_carriers(self, incoming: Any) -> list[torch.Tensor]:
         """Room for the carriers of a template."""
@@ -186,11 +204,12 @@ class Boundary(nn.Module):
         )
 
     def _enter(self, carriers: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Any]:
-        if self.incoming is None:
+        incoming = self.crossing.incoming
+        if incoming is None:
             return self._anchor, ()
-        differentiable = tuple(has for _, _, has in carrier_metas(self.incoming))
+        differentiable = tuple(has for _, _, has in carrier_metas(incoming))
         token, *entered = _apply_enter(differentiable, *carriers)
-        return token, unpack(self.incoming, entered, self.device)
+        return token, unpack(incoming, entered, self.device)
 
     def _run(self, values: Sequence[Any], microbatch: Microbatch) -> Any:
         """The stage's values as a tuple, or what the last stage returns."""

@@ -123,13 +123,19 @@ class Messages:
             last: whether no other rank will ask for it.
 
         Raises:
-            PipelineError: if a rank fails meanwhile, or the object does not come in half an hour.
+            PipelineError: if a rank fails meanwhile, the teller has closed its pipeline, or the object does not come in
+                half an hour.
         """
         end, pause = time.monotonic() + _ANSWER_S, _FIRST_PAUSE_S
+        rank = self._circle.members.ranks[teller]
         while (found := self._circle.find(key)) is None:
             self._liveness.check()
+            if self._liveness.has_closed(rank) and self._circle.find(key) is None:  # nothing comes after a goodbye
+                raise PipelineError(
+                    f"expected an answer of rank {rank}, found that it has closed its pipeline; call the pipeline on "
+                    "all of its ranks alike"
+                )
             if time.monotonic() > end:
-                rank = self._circle.members.ranks[teller]
                 raise PipelineError(
                     f"expected an answer of rank {rank} in {_ANSWER_S:.0f} s, found none; call the pipeline on all of "
                     "its ranks alike"
@@ -145,4 +151,7 @@ class Messages:
         members = self._circle.members
         self._gathered += 1
         self.tell(f"gathered/{self._gathered}/{members.place}", value)
-        return [self.hear(f"gathered/{self._gathered}/{place}", place, last=False) for place in range(members.count)]
+        told = [self.hear(f"gathered/{self._gathered}/{place}", place, last=False) for place in range(members.count)]
+        if self._gathered > 1:  # who has told something now has heard all of the time before
+            self._circle.delete(f"gathered/{self._gathered - 1}/{members.place}")
+        return told

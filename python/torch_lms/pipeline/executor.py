@@ -87,7 +87,8 @@ class Executor:
     def _ask(self, action: Action) -> list[tuple[torch.Tensor, Any]]:
         """Starts to receive what an action needs from another stage."""
         forward = action.kind == FORWARD
-        template = self._boundary.incoming if forward else self._boundary.outgoing
+        crossing = self._boundary.crossing
+        template = crossing.incoming if forward else crossing.outgoing
         source = self._stage + (-1 if forward else 1)
         made = []
         for meta in self._boundary.metas(template):

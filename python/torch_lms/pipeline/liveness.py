@@ -97,6 +97,18 @@ class Liveness:
         """The first failure known here."""
         return self._failure
 
+    def has_closed(self, rank: int) -> bool:
+        """Whether a rank of the world has said goodbye in one of the circles, and has not failed before.
+
+        Raises:
+            PipelineError: if a rank has failed.
+        """
+        closed = any(circle.find(f"status/{rank}") == _CLOSED for circle in self._circles)
+        if closed:
+            self._look_for_failure()  # what it said before
+            self.check()
+        return closed
+
     def busy(self, value: bool) -> None:
         """Says whether the main thread is at work, where it may hang."""
         with self._changed:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from torch_lms.errors import PipelineError
+from torch_lms.errors import PartitionError, PipelineError
 from torch_lms.pipeline import torch_backend
 from torch_lms.pipeline.boundary import Boundary, LossFunction, Microbatch
 from torch_lms.pipeline.circle import Circle, Messages
@@ -29,6 +29,7 @@ from torch_lms.pipeline.shared_weights import SharedWeights
 from torch_lms.pipeline.states import gather_state, load_state, names_of
 from torch_lms.pipeline.timeline import MeasuredStep, Timeline, peak_memory_bytes, reset_peak_memory
 from torch_lms.pipeline.transfers import make_channels
+from torch_lms.pipeline.transport import Backend, Transport, shapes_of
 from torch_lms.schedules.actions import Schedule
 from torch_lms.stages.materialize import materialize
 from torch_lms.stages.placement import find_device
@@ -114,7 +115,6 @@ class Pipeline:
         self._arguments, self._stage_count, self._names = stages[0].arguments, len(stages), names_of(stages)
         self._step, self._evaluations, self._has_loss_function = 0, 0, loss is not None
         self._replica = (0, 1) if replicas is None else (replicas.place, replicas.count)
-        self._backend: Executor | torch_backend.TorchBackend | None = None
         self._connect(replicas, find_own_device(self._members, device))
         try:
             with self._agreement():
@@ -154,6 +154,9 @@ class Pipeline:
         self._members.meet(self.device)
         own_groups = self._members.on_nccl and not self.config.uses_torch
         self._channels = make_channels(self._members, self._liveness, own_groups)
+        self._transport = Transport(
+            self._boundaries, self._members, self._messages, self._channels[2], self._make_backend
+        )
         rank_of = {stage.index: stage.index % self.ranks for stage in stages}
         self._shared = SharedWeights(stages, self.stages, rank_of, self._channels[2])
         self._replicas = None if replicas is None else Replicas(replicas, self.stages, self._replica_messages)
@@ -203,7 +206,7 @@ class Pipeline:
     @property
     def schedule(self) -> Schedule:
         """What each rank does, as data."""
-        known = self._backend.schedule if self._backend is not None else self._schedule
+        known = self._transport.schedule or self._schedule
         if known is None:
             raise PipelineError(
                 f"expected a step before the order of {self.config.schedule} is known, found none; do one"
@@ -214,7 +217,8 @@ class Pipeline:
         """Forward and backward of one batch; gradients add to those that are there.
 
         Several steps may so come before one of the optimizer. With data parallel each replica gives its own part of the
-        batch, and gradients are those of the mean of the parts' losses.
+        batch, and gradients are those of the mean of the parts' losses. Batches may have other shapes than those
+        before, such as another length; see Note [Shapes of a step] in ``transport``.
 
         Args:
             args: arguments of the model, which are cut into microbatches along their first dimension.
@@ -230,9 +234,8 @@ class Pipeline:
         with self._liveness.watched():
             microbatches = self._cut(args, kwargs, target, seed=self.config.seed)
             self._check_target(target)
-            if self._backend is None:
-                self._backend = self._prepare(microbatches[0])
-            backend = self._backend
+            shapes = tuple(self._messages.gather(shapes_of(microbatches[0].feeds)))
+            backend = self._transport.take(shapes, microbatches[0])
             scale = None if self.scaler is None else self.scaler.as_tensor()
             for boundary in self._boundaries:
                 boundary.load(microbatches, scale)
@@ -329,32 +332,19 @@ class Pipeline:
         for index, part in enumerate(own):
             here = to_device({name: value for name, value in part.items() if name in needed}, self.device)
             made.append(Microbatch(here, here.pop(_TARGET, None), None if first is None else first + index))
+        try:
+            for stage in self.stages:
+                stage.check_shapes(made[0].feeds)
+        except PartitionError as error:
+            raise PipelineError(str(error)) from error
         return made
 
-    def _prepare(self, microbatch: Microbatch) -> Executor | torch_backend.TorchBackend:
-        """Finds what crosses each border, stage after stage, with what does, and sets up the transport."""
-        before, after = (self.rank - 1) % self.ranks, (self.rank + 1) % self.ranks
-        carriers: list[torch.Tensor] = []
-        for boundary in self._boundaries:
-            index = boundary.stage.index
-            template = self._messages.hear(f"border/{index}", before) if index else None
-            if index and self.ranks > 1:
-                carriers = boundary.empty_carriers(template)
-                self._channels[2].exchange([], after, carriers, before)
-            carriers = boundary.prepare(template, carriers, microbatch)
-            if not boundary.is_last:
-                self._messages.tell(f"border/{index + 1}", boundary.outgoing)
-                if self.ranks > 1:
-                    self._channels[2].exchange(carriers, after, [], before)
-        if self.config.uses_torch:
-            return torch_backend.TorchBackend(
-                self._boundaries,
-                self.config.schedule,
-                self.ranks,
-                self.config.microbatches,
-                self._members.group,
-                self._timeline,
-            )
+    def _make_backend(self) -> Backend:
+        """What runs a step, once the boundaries know what crosses."""
+        config = self.config
+        if config.uses_torch:
+            numbers = config.schedule, self.ranks, config.microbatches
+            return torch_backend.TorchBackend(self._boundaries, *numbers, self._members.group, self._timeline)
         assert self._schedule is not None
         return Executor(self._boundaries[0], self._schedule, self._channels[:2], self._timeline)
 

@@ -1,8 +1,16 @@
-"""Runs stages through torch.distributed.pipelining, with whatever schedule it has."""
+"""Runs stages through torch.distributed.pipelining, with whatever schedule it has.
+
+Note [Groups of weights]: zero bubble runs a backward of inputs first, which keeps the gradients at the nodes where
+weights meet what came in. Then each group of weights that meet it at the same nodes has a backward of its own. That is
+right only while each group has one node: from two nodes it runs through all between them, which other groups then
+find freed, and PyTorch 2.13 may put a weight into two groups, where its gradient counts twice. So if a group has more
+than one node, all groups run as one, and what comes to a node from another gives way to the gradient that was kept.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +24,7 @@ from torch_lms.schedules.rules import ONE_STAGE_EACH, make_schedule
 if TYPE_CHECKING:
     from torch_lms.pipeline.executor import Recorder
 
-__all__ = ["SCHEDULES", "TorchBackend", "is_available"]
+__all__ = ["SCHEDULES", "TorchBackend", "is_available", "merge_groups"]
 
 SCHEDULES = {
     "gpipe": "ScheduleGPipe",
@@ -35,7 +43,7 @@ class TorchBackend:
     """One rank's part of a schedule of torch.distributed.pipelining.
 
     Args:
-        boundaries: this rank's stages, which know their templates.
+        boundaries: this rank's stages, which know what crosses their borders.
         name: of the schedule.
         ranks: how many there are.
         microbatches: in a step.
@@ -88,10 +96,42 @@ def _take_loss(output: Any, target: Any) -> Any:
     return output
 
 
+def merge_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same groups of weights, or all as one where a group has several nodes; see Note [Groups of weights].
+
+    Args:
+        groups: of torch.distributed.pipelining: ``params``, ``intermediates`` and, for each of these, ``grads``.
+    """
+    if all(len(group["intermediates"]) == 1 for group in groups):
+        return groups
+    kept: dict[Any, Any] = {}
+    for group in groups:
+        kept.update(zip(group["intermediates"], group["grads"], strict=True))
+    params = set().union(*(group["params"] for group in groups))
+    return [{"params": params, "intermediates": list(kept), "grads": list(kept.values())}]
+
+
+@contextmanager
+def _kept_gradients(groups: Sequence[dict[str, Any]]) -> Iterator[None]:
+    """Nodes of a group of several begin with the gradients that were kept, whatever comes to them from others."""
+    handles = [
+        node.register_prehook(lambda found, kept=kept: kept)
+        for group in groups
+        if len(group["intermediates"]) > 1
+        for node, kept in zip(group["intermediates"], group["grads"], strict=True)
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 def _make_stage(boundary: Boundary, group: Any, recorder: Recorder) -> Any:
     from torch.distributed.pipelining import PipelineStage
 
-    index = boundary.stage.index
+    index, crossing = boundary.stage.index, boundary.crossing
+    loss_like = crossing.loss_like
 
     class RecordedStage(PipelineStage):  # type: ignore[misc, unused-ignore]
         """Tells the recorder when its actions run."""
@@ -106,11 +146,16 @@ def _make_stage(boundary: Boundary, group: Any, recorder: Recorder) -> Any:
             """A backward, or its part for the inputs."""
             kind = BACKWARD if full_backward else INPUT_BACKWARD
             rest = {"loss": loss, "full_backward": full_backward, "last_backward": last_backward}
-            return self._record(kind, bwd_chunk_id, super().backward_one_chunk, **rest)
+            result = self._record(kind, bwd_chunk_id, super().backward_one_chunk, **rest)
+            if not full_backward:
+                values, groups, *others = self.backward_state[bwd_chunk_id]
+                self.backward_state[bwd_chunk_id] = (values, groups and merge_groups(groups), *others)
+            return result
 
         def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
             """The rest of a backward."""
-            return self._record(WEIGHT_BACKWARD, bwd_chunk_id, super().backward_weight_one_chunk, *args, **kwargs)
+            with _kept_gradients(self.backward_state[bwd_chunk_id][1] or ()):
+                return self._record(WEIGHT_BACKWARD, bwd_chunk_id, super().backward_weight_one_chunk, *args, **kwargs)
 
         @staticmethod
         def _record(kind: str, microbatch: int, run: Any, *args: Any, **kwargs: Any) -> Any:
@@ -124,7 +169,7 @@ def _make_stage(boundary: Boundary, group: Any, recorder: Recorder) -> Any:
         index,
         boundary.stage.count,
         boundary.device,
-        input_args=boundary.metas(boundary.incoming),
-        output_args=boundary.loss_like.requires_grad_() if boundary.is_last else boundary.metas(boundary.outgoing),
+        input_args=boundary.metas(crossing.incoming),
+        output_args=boundary.metas(crossing.outgoing) if loss_like is None else loss_like.requires_grad_(),
         group=group,
     )

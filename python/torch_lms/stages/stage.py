@@ -37,6 +37,7 @@ _TAKEN = frozenset(
         "code",
         "generated",
         "save_code",
+        "check_shapes",
         "own",
         "hold",
         "sizes",
@@ -196,14 +197,22 @@ class Stage(nn.Module):
         taken, given = ", ".join(self.inputs + self.feeds), ", ".join(self.outputs) or "what the model returns"
         Path(path).write_text(f"# Stage {self.index} of {self.count}: takes {taken}; gives {given}.\n{self.code}")
 
+    def check_shapes(self, feeds: Mapping[str, Any]) -> None:
+        """Looks whether the code is for feeds of these shapes; those that are left out are right.
+
+        Raises:
+            PartitionError: for a feed of another shape.
+        """
+        for name, ranges in self.shapes.items():
+            _check_shape(name, ranges, feeds.get(name))
+
     def forward(self, *values: Any, **feeds: Any) -> Any:
         """Runs the stage on its inputs and feeds; one output alone comes bare, several as a tuple.
 
         Raises:
             PartitionError: for a feed of a shape that the trace is not for.
         """
-        for name, ranges in self.shapes.items():
-            _check_shape(name, ranges, feeds.get(name))
+        self.check_shapes(feeds)
         return self._run(self, *values, **feeds)
 
     def extra_repr(self) -> str:

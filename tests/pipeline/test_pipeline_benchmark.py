@@ -1,0 +1,88 @@
+"""The benchmark of pipelines goes by itself, for each kind of model, and its splits compute what the model does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.pipeline_gpt import ByHand
+from benchmarks.pipeline_models import MODELS
+from tests.pipeline.ranks import ROOT, torchrun
+from torch_lms.errors import PartitionError
+from torch_lms.partition.costs import CostGraph, CostNode, DeviceSpec
+from torch_lms.partition.interface import PartitionProblem
+from torch_lms.pipeline.torch_backend import is_available
+
+MICROBATCHES = 4
+
+
+def first_loss(model_name: str) -> float:
+    """Of the model itself, a microbatch after the other."""
+    shape = MODELS[model_name]["cpu"]
+    torch.manual_seed(0)
+    model = shape.make()
+    batch = shape.batch(MICROBATCHES * shape.rows, 0)
+    losses = []
+    for index in range(MICROBATCHES):
+        found: Any = model(**{name: value.chunk(MICROBATCHES)[index] for name, value in batch.items()})
+        losses.append(getattr(found, "loss", found).item())
+    return sum(losses) / MICROBATCHES
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not is_available(), reason="the benchmark's models need a newer PyTorch")
+@pytest.mark.parametrize(
+    ("model", "words", "file", "splits"),
+    [
+        ("gpt", ["--splits", "2/2,1/3"], "pipeline_gpt_cpu", ["automatic", "2/2", "1/3"]),
+        (
+            "t5",
+            ["--schedule", "zero_bubble"],
+            "pipeline_t5_cpu_zero_bubble_4stages",
+            ["automatic", "1/1/1/1"],
+        ),
+    ],
+)
+def test_two_ranks_run_all_splits(model: str, words: list[str], file: str, splits: list[str], tmp_path: Path) -> None:
+    if model != "gpt":
+        pytest.importorskip("transformers")
+    tiny = ["--device", "cpu", "--model", model, "--steps", "1", "--profile-runs", "2", "--output", str(tmp_path)]
+    done = torchrun("-m", "benchmarks.pipeline_gpt", *tiny, *words, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / f"{file}.json").read_text())
+    assert [row["split"] for row in found["rows"]] == splits
+    stages = len(splits[-1].split("/"))
+    for row in found["rows"]:
+        assert row["loss"] == found["rows"][0]["loss"] == pytest.approx(first_loss(model), rel=1e-5)
+        for stage in range(stages):
+            assert row[f"stage{stage}_nodes"] > 0
+            assert row[f"stage{stage}_ms"] > 0
+            assert row[f"stage{stage}_predicted_ms"] > 0
+            assert row[f"stage{stage}_predicted_peak_gib"] > 0
+            assert row[f"stage{stage}_peak_gib"] is None  # the CPU does not count
+
+
+def chain(*modules: str) -> PartitionProblem:
+    """Nodes one after the other, each in a module, for two devices."""
+    nodes = [
+        CostNode(name=f"n{place}", module=module, kind="call_function", inputs=(f"n{place - 1}",) if place else ())
+        for place, module in enumerate(modules)
+    ]
+    return PartitionProblem(graph=CostGraph(nodes=tuple(nodes)), devices=(DeviceSpec(name="a"), DeviceSpec(name="b")))
+
+
+def test_a_split_by_hand_ends_before_the_first_line_of_a_block() -> None:
+    problem = chain("embed", "h.blocks.0.mix", "h.blocks.0", "", "h.blocks.1.mix", "h.blocks.2", "", "head")
+    stages = {blocks: ByHand(blocks).partition(problem).stage_of for blocks in [(1, 2), (2, 1)]}
+    assert list(stages[1, 2].values()) == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert list(stages[2, 1].values()) == [0, 0, 0, 0, 0, 1, 1, 1]
+
+
+@pytest.mark.parametrize("blocks", [(1, 1), (1, 1, 1), (3,)])
+def test_a_split_by_hand_has_all_blocks_and_all_stages(blocks: tuple[int, ...]) -> None:
+    with pytest.raises(PartitionError, match="3 blocks in 2 stages, found " + "/".join(map(str, blocks))):
+        ByHand(blocks).partition(chain("blocks.0", "blocks.1", "blocks.2"))
