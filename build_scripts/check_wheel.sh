@@ -14,6 +14,7 @@ use_it() {
 
 phase "environment" alone environment make_environment build_scripts/requirements-dev.txt
 phase "wheel" alone extension env PYTHON="$venv/bin/python" bash build_scripts/build_extension.sh --output "$folder/dist"
-phase "bare environment" env PYTHON="$venv/bin/python" bash build_scripts/make_environment.sh "$folder/environment" \
+# pip has most of it from .venv.
+phase "bare environment" env PIP_NO_CACHE_DIR= PYTHON="$venv/bin/python" bash build_scripts/make_environment.sh "$folder/environment" \
   --wheels "$folder/dist" --constraint build_scripts/requirements.txt
 phase "use" use_it
