@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Checks the fork without building all of it: both series against the exact text of PyTorch, code generation, and patched
-# libc10 with its tests under the sanitizers (build_c10.sh does so plain too). Minutes. Sources are kept in build/source.
+# libc10 with its tests, plain and under the sanitizers. Minutes. Sources are kept in build/source.
 #
 #   build_scripts/test_fork.sh [--fetch]
 #
@@ -22,7 +22,7 @@ patched_c10() {
   rm -rf "$tree"
   git clone --quiet --local "$sources/v1.13.1" "$tree" &&
     bash build_scripts/apply_patches.sh v1.13.1 "$tree" &&
-    bash build_scripts/build_c10.sh "$tree" --modes "address thread"
+    bash build_scripts/build_c10.sh "$tree"
 }
 
 phase "sources" fetch
