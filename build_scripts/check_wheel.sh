@@ -1,12 +1,10 @@
 #!/usr/bin/env bash
 # Builds the wheel, installs it into an environment that has nothing but what it depends on, and uses it there.
-# The Python is that of .venv, which test.sh makes.
 # shellcheck source-path=SCRIPTDIR source=common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 trap show_phases EXIT
 unset PYTHONPATH # or the source would stand for what is installed
 
-[ -x "$venv/bin/python" ] || fail "expected an environment in $venv, found none; run build_scripts/test.sh"
 folder=$project/build/wheel
 rm -rf "$folder"
 
@@ -14,7 +12,9 @@ use_it() {
   cd "$folder" && environment/bin/python "$project/tests/wheel/bare.py"
 }
 
-phase "wheel" env PYTHON="$venv/bin/python" bash build_scripts/build_extension.sh --output "$folder/dist"
-phase "bare environment" env PYTHON="$venv/bin/python" bash build_scripts/make_environment.sh "$folder/environment" \
+phase "environment" alone environment make_environment build_scripts/requirements-dev.txt
+phase "wheel" alone extension env PYTHON="$venv/bin/python" bash build_scripts/build_extension.sh --output "$folder/dist"
+# pip has most of it from .venv.
+phase "bare environment" env PIP_NO_CACHE_DIR= PYTHON="$venv/bin/python" bash build_scripts/make_environment.sh "$folder/environment" \
   --wheels "$folder/dist" --constraint build_scripts/requirements.txt
 phase "use" use_it

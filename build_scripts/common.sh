@@ -34,6 +34,14 @@ show_phases() {
   printf '  %s\n' "${seconds_of_phases[@]}"
 }
 
+# alone NAME COMMAND...: runs a command, as soon as no other script in this folder runs one under that name.
+alone() {
+  local name=$1
+  shift
+  mkdir -p build
+  (flock 9 && "$@") 9>"build/$name.lock"
+}
+
 fail() {
   printf 'torch-lms: %s\n' "$*" >&2
   return 1

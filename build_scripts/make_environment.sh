@@ -8,7 +8,8 @@
 # All others are arguments of 'pip install': --requirement FILE, --constraint FILE, names of packages.
 #
 # PYTHON names the Python that the environment is made of. Where its packages come from, pip's own variables say
-# (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS).
+# (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS). pip keeps nothing of what it gets, unless PIP_NO_CACHE_DIR is set to
+# nothing.
 # shellcheck source-path=SCRIPTDIR source=fork.sh
 source "$(dirname "${BASH_SOURCE[0]}")/fork.sh"
 
@@ -38,7 +39,7 @@ need "$python" python3 "makes the environment"
 "$python" -c 'import ensurepip, venv' 2>/dev/null ||
   fail "expected the modules venv and ensurepip in $python, found none; install them, on Debian with: apt-get install python3-venv"
 
-export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore
+export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=${PIP_NO_CACHE_DIR-1} PIP_ROOT_USER_ACTION=ignore
 "$python" -m venv "$folder"
 "$folder/bin/python" -m pip install --quiet "${arguments[@]}"
 "$folder/bin/python" -m pip list

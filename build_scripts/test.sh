@@ -5,9 +5,9 @@
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 trap show_phases EXIT
 
-phase "tools" need_tools
-phase "environment" make_environment build_scripts/requirements-dev.txt
-phase "build" build_extension
+phase "tools" alone packages need_tools
+phase "environment" alone environment make_environment build_scripts/requirements-dev.txt
+phase "build" alone extension build_extension
 
 # Several at once, which leave the cores to one another between an op's parts.
 run_tests() {

@@ -11,9 +11,9 @@ source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 sources=$project/build/source
 fetch() {
   if ((EUID == 0)) && command -v apt-get >/dev/null; then
-    bash build_scripts/install_packages.sh fork-build fork-c10 || return
+    alone packages bash build_scripts/install_packages.sh fork-build fork-c10 || return
   fi
-  make_environment build_scripts/requirements-dev.txt || return
+  alone environment make_environment build_scripts/requirements-dev.txt || return
   bash build_scripts/check_patches.sh --sources "$sources" --fetch
 }
 

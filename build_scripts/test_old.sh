@@ -23,5 +23,6 @@ find_python() {
 trap show_phases EXIT
 
 phase "environment" make_environment build_scripts/requirements-old.txt
+# test_balance.py asks what the other tests of partition ask here, of large graphs and without PyTorch.
 phase "pytest on PyTorch 1.12.0" env -u PYTHONPATH "$venv/bin/python" -m pytest -n "$MAX_JOBS" --dist worksteal \
-  tests/profile tests/schedules tests/partition tests/stages tests/pipeline "$@"
+  tests/profile tests/schedules tests/partition tests/stages tests/pipeline --ignore tests/partition/test_balance.py "$@"
