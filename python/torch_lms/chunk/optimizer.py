@@ -16,7 +16,7 @@ from torch_lms.chunk.host_updates import HostUpdates
 from torch_lms.chunk.masters import Masters
 from torch_lms.chunk.model_data import ModelData
 from torch_lms.chunk.occupancy import Occupancy
-from torch_lms.chunk.placement import Residence
+from torch_lms.chunk.placement import Residence, UpdateChoice
 from torch_lms.chunk.streamed_updates import StreamedUpdates
 from torch_lms.chunk.trials import treats_each_element_alone
 from torch_lms.chunk.updates import Updates
@@ -51,14 +51,16 @@ class ChunkedOptimizer(Optimizer):
     Args:
         inner: the optimizer that was given.
         data: of the model.
+        choice: of where masters are updated.
     """
 
     grad_scale: torch.Tensor | None
     found_inf: torch.Tensor
 
-    def __init__(self, inner: Optimizer, data: ModelData) -> None:
+    def __init__(self, inner: Optimizer, data: ModelData, choice: UpdateChoice) -> None:
         self._ready = False
         self._data = data
+        self._choice = choice
         # GradScaler leaves gradients scaled then, and says by how much.
         self._step_supports_amp_scaling = data.dtype == torch.float16
         super().__init__([{"params": group["params"]} for group in inner.param_groups], inner.defaults)
@@ -78,6 +80,11 @@ class ChunkedOptimizer(Optimizer):
     def data(self) -> ModelData:
         """Of the model."""
         return self._data
+
+    @property
+    def update_choice(self) -> UpdateChoice:
+        """Where masters are updated, and the rates that this was chosen by, where it was."""
+        return self._choice
 
     def attach(self, occupancy: Occupancy, hooks: ModuleHooks, *, device_bytes: int, fills: bool) -> None:
         """Before anything else is called.
