@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch_lms.chunk.model_data import ModelData
 from torch_lms.chunk.occupancy import Occupancy
 from torch_lms.chunk.placement import Residence, UpdateChoice
 from torch_lms.chunk.streamed_updates import StreamedUpdates
+from torch_lms.chunk.timeline import Timeline
 from torch_lms.chunk.trials import treats_each_element_alone
 from torch_lms.chunk.updates import Updates
 from torch_lms.errors import ChunkError
@@ -121,6 +123,32 @@ class ChunkedOptimizer(Optimizer):
             ChunkError: always: a copy could not update the model's chunks.
         """
         raise ChunkError("expected one optimizer of chunks, found it being copied or pickled; use its state_dict()")
+
+    @contextmanager
+    def record_updates(self) -> Iterator[Timeline]:
+        """Records when the updates of a step run that is made inside of it, its backward and `step`.
+
+        Afterwards the timeline says how much of them was hidden behind the backward; what is updated where its masters
+        are, on the device, is not in it. To record takes little time, but waits for the device before and after.
+        """
+        timeline = Timeline(self._data.device)
+        hooks = [
+            one.parameter.register_hook(timeline.gradient_came)
+            for one in self._data.tensors
+            if one.parameter.requires_grad
+        ]
+        timeline.begin()
+        if self._elsewhere is not None:
+            self._elsewhere.timeline = timeline
+        try:
+            yield timeline
+            self.settle()
+        finally:
+            if self._elsewhere is not None:
+                self._elsewhere.timeline = None
+            for hook in hooks:
+                hook.remove()
+        timeline.end()
 
     def settle(self, numbers: Iterable[int] | None = None) -> None:
         """Until all updates that are under way beside the program are over.
