@@ -1,7 +1,11 @@
 """Mixed-precision training of a GPT with model data in chunks, beside the same with everything on the device.
 
     python -m benchmarks.chunked --only 'plain,*'      # an H200
+    python -m benchmarks.chunked --only host-backward,stream-backward --hidden
     python -m benchmarks.chunked --tiny --output-dir /tmp/out
+
+With `--hidden` each row says how much of its updates' time was hidden behind the backward, in one step more; `--keep`
+writes when they ran, for chrome://tracing.
 
 Every row trains in 16 bits with 32-bit masters and fused AdamW, its blocks checkpointed. Plain keeps masters by hand.
 """
@@ -12,6 +16,7 @@ import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +32,7 @@ from benchmarks.results import Check, Result
 from benchmarks.sweep import Row, Sweep, add_arguments, run_rows
 from benchmarks.training import GIB
 from benchmarks.workloads import Program
+from torch_lms.chunk import ChunkedOptimizer
 
 COLUMNS = [
     ("mode", "Mode", "{}"),
@@ -36,6 +42,7 @@ COLUMNS = [
     ("out_gib", "Paged out a step (GiB)", "{:.1f}"),
     ("in_gib", "In a step (GiB)", "{:.1f}"),
     ("equal", "Bit-equal", "{}"),
+    ("hidden_share", "Updates hidden", "{:.0%}"),
 ]
 LEARNING_RATE = 1e-4
 COMPARED_AFTER = (11, 40)  # steps; a program with a limit has a plan by the last
@@ -143,6 +150,20 @@ WAYS = {
 }
 
 
+def hidden_share(optimizer: Any, step: Callable[[], None], keep: str) -> Row:
+    """How much of a step's updates hides behind its backward; nothing where the program itself waits for them."""
+    if not isinstance(optimizer, ChunkedOptimizer):
+        return {}
+    with optimizer.record_updates() as timeline:
+        step()
+    if timeline.hidden_share is None:
+        return {}
+    if keep:
+        Path(keep).parent.mkdir(parents=True, exist_ok=True)
+        timeline.write_trace(f"{keep}.updates.json")
+    return {"hidden_share": timeline.hidden_share, "update_ms": timeline.update_us / 1e3}
+
+
 def results_are_same(row: Row, plain: Row) -> bool:
     """Whether all losses that both have are, and what has been compared after as many steps."""
     count = min(len(row["losses"]), len(plain["losses"]))
@@ -188,6 +209,7 @@ def measure_row(sweep: Sweep, key: str) -> None:
         steps=given.steps,
         digests_after=COMPARED_AFTER if way.comparable else (),
         with_digest=way.comparable,
+        record=hidden_share if given.hidden else None,
         least_steps=COMPARED_AFTER[-1] if way.limit_gib is not None or way.peer is HandWritten else 0,
     )
     facts: Row = {} if limit_bytes is None else {"limit_bytes": limit_bytes}
@@ -198,6 +220,7 @@ def main() -> None:
     """Runs the rows that the command names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser, seconds=300)
+    parser.add_argument("--hidden", action="store_true", help="say how much of the updates hides behind the backward")
     given = parser.parse_args()
     title = "GPT 1.3B in mixed precision with AdamW, 16 x 2048 tokens, blocks checkpointed"
     run_rows(Result(name="chunked", title=title, columns=COLUMNS), given, list(WAYS), judge, measure_row)

@@ -79,6 +79,8 @@ class Run:
         least_steps: in all.
         deterministic: whether the order of additions is fixed.
         facts: further columns, found out at the end; gets the program and its optimizer.
+        record: makes the step that it is called with, which is none of those that are timed, and finds further columns
+            in it; gets the optimizer, and the beginning of names of files if there are to be any.
         keep: the plan and its trace are written to files that begin so; empty for none.
     """
 
@@ -100,6 +102,7 @@ class Run:
     least_steps: int = 0
     deterministic: bool = True
     facts: Callable[[Program, Any], dict[str, Any]] | None = None
+    record: Callable[[Any, Callable[[], None], str], dict[str, Any]] | None = None
     keep: str = ""
 
 
@@ -261,6 +264,8 @@ def measure(run: Run, news: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
         row |= run.facts(steps.program, steps.optimizer)
     digest_at_end = steps.results() if run.with_digest else ""
     steps.digests |= {str(len(steps.losses)): digest_at_end} if run.with_digest else {}
+    if run.record is not None:
+        row |= run.record(steps.optimizer, steps.one, run.keep)
     steps.several(max(0, run.least_steps - len(steps.losses)))
     return {**row, "losses": steps.losses, "digests": steps.digests, "digest": digest_at_end}
 

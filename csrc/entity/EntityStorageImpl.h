@@ -189,8 +189,8 @@ class EntityStorageImpl : public std::enable_shared_from_this<EntityStorageImpl>
 
   /// RESIDENT -> RESIDENT: moves the bytes to another block of the device, one whose address
   /// `suits`. Returns false, and changes nothing, for an entity that may not leave its block either
-  /// (as `drop`), or that other streams than the caller's may use. Throws what the device allocator
-  /// throws.
+  /// (as `drop`), or whose block is of another stream than the caller's. Throws what the device
+  /// allocator throws.
   bool relocate(const std::function<bool(const void*)>& suits);
 
   /// A dropped entity could not be made again: who asks for its address gets an error that says

@@ -63,8 +63,9 @@ class TransferBackend {
       size_t nbytes,
       const FencePtr& after) = 0;
 
-  /// Copies between two of the device's blocks, in order with what the calling thread submits.
-  /// False, and nothing is copied, where work that others have submitted may use them.
+  /// Copies between two of the device's blocks: in order with what the calling thread submits, and
+  /// behind all that has been submitted by others, who go on behind it. False, and nothing is
+  /// copied, where the device cannot, or takes down a graph.
   virtual bool copy_on_device(void* /*to*/, const void* /*from*/, size_t /*nbytes*/) {
     return false;
   }

@@ -268,6 +268,7 @@ void lend_interpreter() {
       py::module_::import("threading").attr("main_thread")().attr("ident").cast<unsigned long>()};
   pthread_atfork(nullptr, nullptr, [] { main_thread.store(PyThread_get_thread_ident()); });
   python.on_main_thread = [] { return PyThread_get_thread_ident() == main_thread.load(); };
+  python.on_python_thread = [] { return PyGILState_GetThisThreadState() != nullptr; };
   python.at_next_instruction = [](void (*call)()) {
     static std::atomic<void (*)()> pending{nullptr};
     pending.store(call);

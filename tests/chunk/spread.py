@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 import torch_lms
 from tests.chunk.plain import Optimize, Plain, loss_of
 from tests.chunk.test_chunked import OPTIMIZERS, Owner, in_order
-from tests.unit.trainings import TRAININGS, Batch, vector_batch
+from tests.unit.trainings import MIN_BYTES, TRAININGS, Batch, vector_batch
 from torch_lms.chunk import ShardedState, streamed_updates
 from torch_lms.chunk.sharding import ShardedOccupancy
 
@@ -436,6 +436,38 @@ def memory(rank: int, world: int) -> None:
     numel = sum(one.numel() for one in model.parameters())
     found = optimizer._data.allocated_bytes()
     assert sum(found.values()) <= 14 * numel / world * 1.05, (losses, found, numel)
+
+
+def within_a_limit(rank: int, world: int) -> None:
+    """What a rank keeps is paged by automatic mode, whose limit has room for less; what is gathered comes on top."""
+    torch.manual_seed(0)
+    make = partial(Owner, in_order, parts=12)
+    wanted = [
+        (losses[rank], [one.detach().clone() for one in reference.masters])
+        for losses, reference in expected(make(), ADAMW, vector_batch, world)
+    ]
+    gc.collect()
+    torch_lms.swap.count_cpu_allocations()
+    before_bytes = torch_lms.stats().allocated_bytes
+    model = make()
+    numel = sum(one.numel() for one in model.parameters())
+    limit_bytes = before_bytes + 10 * numel // world  # of 14
+    torch_lms.enable({"cpu": limit_bytes}, min_bytes=MIN_BYTES)
+    model, optimizer = chunked(model)
+    for step, (loss, _) in enumerate(wanted):
+        torch_lms.stats(reset=True)
+        torch.manual_seed(step)
+        found = once(model, batches_of(vector_batch, step, rank, world), lambda: None).detach()
+        assert torch.equal(found, loss), (step, found, loss)
+        optimizer.step()
+        counted = torch_lms.stats()
+        assert counted.peak_allocated_bytes <= limit_bytes, (step, counted)
+        assert counted.pageout_bytes > 0, (step, counted)
+        assert counted.limit_exceeded == 0, (step, counted)
+    torch_lms.disable()
+    check_released(optimizer)
+    for one, master in zip(model.state_dict().values(), wanted[-1][1], strict=True):
+        assert torch.equal(one, master)
 
 
 def save_path() -> str:

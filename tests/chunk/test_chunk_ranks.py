@@ -36,6 +36,10 @@ def test_three_ranks(tmp_path: Path) -> None:
     expect_success("checkpointing+clipping+memory", 3, tmp_path)
 
 
+def test_what_two_ranks_keep_is_paged_within_a_limit(tmp_path: Path) -> None:
+    expect_success("within_a_limit", 2, tmp_path)
+
+
 def test_a_rank_that_dies_is_an_error_on_the_others(tmp_path: Path) -> None:
     *others, last = run_ranks("tests.chunk.spread:dying", 3, tmp_path, timeout_s=170)
     assert last.status == -signal.SIGKILL

@@ -15,9 +15,15 @@ from tests.chunk.test_chunked import ADAMW, OPTIMIZERS, make
 from tests.unit.trainings import GPT_TRAINING, one_thread
 from torch_lms.chunk import placement, streamed_updates
 from torch_lms.chunk.layout import aligned
-from torch_lms.chunk.placement import Residence, chosen_update, hosted_chunks
+from torch_lms.chunk.placement import (
+    Residence,
+    UpdateChoice,
+    UpdateRates,
+    chosen_update,
+    hosted_chunks,
+    measured_rates,
+)
 from torch_lms.chunk.portions import Extent, groups_of, portions_of
-from torch_lms.plan.trace import Link
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 NEEDED = {"parameters": 2 << 30, "masters": 4 << 30, "optimizer state": 8 << 30}
@@ -67,24 +73,73 @@ def test_the_last_chunks_go_to_the_host_first(host_bytes: int, expected: list[bo
     assert hosted_chunks("device", [10, 0, 10, 10], host_bytes) == [False] * 4
 
 
+def rates(**changed: float) -> UpdateRates:
+    """Those of a GPU on PCIe and a processor that is slower than it."""
+    known = {"out_bytes_per_us": 50e3, "in_bytes_per_us": 50e3, "device_ns": 0.01, "host_ns": 0.5}
+    return UpdateRates(**{**known, **changed})
+
+
 @pytest.mark.parametrize(
-    ("device", "device_gib", "host_ns", "expected"),
+    ("changed", "expected"),
     [
-        (CPU, 1, 0.1, "device"),
-        (CUDA, 40, 0.1, "device"),
-        (CUDA, 10, 0.1, "host"),
-        (CUDA, 10, 0.24, "stream"),
-        (CUDA, 10, float("inf"), "stream"),
+        ({}, "stream"),  # 12 bytes at 50 GB/s: 0.24 ns
+        ({"host_ns": 0.1}, "host"),
+        ({"host_ns": 0.2}, "stream"),  # the host rounds otherwise: a little faster is not worth it
+        ({"host_ns": float("inf")}, "stream"),
+        ({"host_ns": 0.1, "in_bytes_per_us": 50e4}, "host"),  # the slower way counts
+        ({"host_ns": 0.1, "in_bytes_per_us": 50e4, "out_bytes_per_us": 50e4}, "stream"),
+        ({"host_ns": 0.001, "out_bytes_per_us": 5.0}, "host"),
+        ({"device_ns": float("inf")}, "host"),
+        ({"device_ns": 0.4, "host_ns": 0.3}, "host"),
     ],
 )
-def test_where_updates_are_made_follows_from_room_and_rates(
-    device: torch.device, device_gib: int, host_ns: float, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    of_a_gpu = Link(out_bytes_per_us=50e3, in_bytes_per_us=50e3, latency_us=10.0)
-    monkeypatch.setattr(placement, "measure_link", lambda _: of_a_gpu)
-    monkeypatch.setattr(placement, "step_seconds", lambda _, numel: host_ns * 1e-9 * numel)
-    optimizer = ADAMW([torch.ones(1, requires_grad=True)])
-    assert chosen_update(optimizer, device, NEEDED, device_gib << 30) == expected
+def test_what_has_no_room_is_updated_where_it_takes_least(changed: dict[str, float], expected: str) -> None:
+    choice = chosen_update(NEEDED, CUDA, 10 << 30, lambda: rates(**changed))
+    assert choice.update_on == expected
+    assert choice.rates == rates(**changed)
+    assert choice.beyond_bytes == 9 << 30
+    assert not choice.given
+    others = {where: ns for where, ns in choice.ns_each.items() if where != "host"}
+    assert (choice.update_on == "host") == (choice.ns_each["host"] < 0.8 * min(others.values()))
+
+
+@pytest.mark.parametrize(("device", "device_gib"), [(CPU, 1), (CUDA, 28)])
+def test_nothing_is_measured_where_all_is_on_the_device(device: torch.device, device_gib: int) -> None:
+    choice = chosen_update(NEEDED, device, device_gib << 30, lambda: pytest.fail("expected nothing to measure"))
+    assert choice == UpdateChoice(update_on="device")
+
+
+def test_rates_are_measured_without_a_change_of_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "_TRIED_NUMEL", 1 << 10)
+    parameter = torch.ones(1, requires_grad=True)
+    optimizer = ADAMW([parameter])
+    found = measured_rates(optimizer, CPU, torch.bfloat16, chunk_numel=1 << 20, device_bytes=1 << 30)
+    assert all(0 < value < float("inf") for value in vars(found).values())
+    assert not optimizer.state
+    assert optimizer.param_groups[0]["params"] == [parameter]
+
+    class Untriable(torch.optim.SGD):
+        def step(self, closure: object = None) -> None:  # type: ignore[override]
+            raise RuntimeError("as asked")
+
+    untriable = Untriable([parameter])
+    found = measured_rates(untriable, CPU, torch.bfloat16, chunk_numel=1 << 20, device_bytes=1 << 30)
+    assert found.device_ns == found.host_ns == float("inf")
+
+
+@one_thread()
+@pytest.mark.parametrize("where", ["device", "host", "stream"])
+def test_a_program_that_says_where_is_followed(where: str) -> None:
+    given = Chunked(make(GPT_TRAINING), ADAMW, update_on=where).optimizer
+    assert (given.update_choice.update_on, given.update_choice.given) == (where, True)
+    assert given.data.update_on == where
+    assert given.update_choice.rates is None
+
+
+@one_thread()
+def test_a_program_that_does_not_is_told_what_was_chosen() -> None:
+    chosen = Chunked(make(GPT_TRAINING), ADAMW).optimizer
+    assert chosen.update_choice == UpdateChoice(update_on="device")
 
 
 @one_thread()

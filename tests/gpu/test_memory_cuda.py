@@ -306,6 +306,27 @@ def test_storages_beyond_the_limit_take_turns(paged: ModuleType, cleaned: None) 
     del tensors, tensor
 
 
+def test_storages_move_aside_for_a_large_one_although_two_streams_use_them(paged: ModuleType, cleaned: None) -> None:
+    """Updates on streams of their own once had whatever lay in the way paged out in each step."""
+    torch_lms.enable("512MiB")
+    side = torch.cuda.Stream()
+    tensors = [filled(32, value) for value in range(14)]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(A_WHILE_CYCLES)
+        for tensor in tensors:
+            tensor.add_(1)
+    del tensors[::2], tensor  # holes of 32 MiB
+    torch.cuda.current_stream().wait_stream(side)
+    before = torch_lms.stats().pageouts
+    large = filled(128, -1)  # for which two have to go elsewhere
+    assert torch_lms.stats().pageouts == before
+    with torch.cuda.stream(side):
+        found = [extremes(one) for one in tensors]
+    assert found == [(value + 1, value + 1) for value in range(1, 14, 2)]
+    assert extremes(large) == (-1, -1)
+
+
 def test_op_larger_than_the_limit_raises_and_the_next_one_works(paged: ModuleType, cleaned: None) -> None:
     torch_lms.enable("256MiB")
     with pytest.raises(torch.OutOfMemoryError):

@@ -258,12 +258,23 @@ FencePtr CudaTransferBackend::copy_to_device(
 bool CudaTransferBackend::copy_on_device(void* to, const void* from, size_t nbytes) {
   DeviceScope scope(device_);
   const cudaStream_t current = current_stream_();
-  const size_t count = stream_count_.load(std::memory_order_acquire);
-  if (is_capturing(current) || count > 1 || (count == 1 && streams_[0] != current)) {
+  std::vector<cudaStream_t> others = noted_streams();
+  others.erase(std::remove(others.begin(), others.end(), current), others.end());
+  if (is_capturing(current) || std::any_of(others.begin(), others.end(), &is_capturing)) {
     return false;
   }
+  CudaFence before(device_);
+  for (cudaStream_t other : others) {
+    before.record(other);
+  }
+  before.order(current);
   check_cuda(
       cudaMemcpyAsync(to, from, nbytes, cudaMemcpyDeviceToDevice, current), "to submit a copy");
+  if (!others.empty()) {
+    CudaFence after(device_);
+    after.record(current);
+    std::for_each(others.begin(), others.end(), [&](cudaStream_t other) { after.order(other); });
+  }
   return true;
 }
 

@@ -43,6 +43,7 @@ class RecentEntities {
 struct Frame {
   int64_t depth = 0; ///< Records inside of the outermost op, itself included; 0 outside.
   bool holding = false; ///< What the outermost op calls is watched, too.
+  bool collective = false; ///< Threads of a library use what it uses, and all that it makes inside.
   bool sealed =
       false; ///< The outermost op is one of PyTorch's with a kernel: it may have a recipe.
   bool inside_kernel = false; ///< The outermost op of this thread is part of another thread's.

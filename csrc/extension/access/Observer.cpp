@@ -77,6 +77,17 @@ bool is_on_main_thread(Frame& frame) {
   return frame.on_main_thread != 0;
 }
 
+/// Note [Threads of libraries]
+/// What the ops of a thread that a C++ library has started make is used outside of ops, too: Gloo's
+/// threads make buffers, and receive into them by their addresses, while the program's ops go on.
+/// So no storage becomes an entity there: it does at its first use by an op of the program's. What
+/// a collective makes inside of itself on the program's thread stays for good, as what it was
+/// given.
+bool on_library_thread() {
+  const auto on_python_thread = interpreter().on_python_thread;
+  return on_python_thread != nullptr && !on_python_thread() && !in_backward();
+}
+
 } // namespace
 
 Observer::Observer(Pager& pager, Policy& policy, Recipes& recipes, Planning& planning, Chaos& chaos)
@@ -115,8 +126,9 @@ void Observer::begin(const at::RecordFunction& record) {
     // What an op of PyTorch's calls uses the same, but for Python code that runs inside of it:
     // hooks, and subclasses of tensors. That matters where something is dropped, which has no host
     // copy.
-    const OpTraits op = frame.holding || recipes_.any() ? frame.kinds.of(record) : OpTraits();
+    OpTraits op = frame.holding || recipes_.any() ? frame.kinds.of(record) : OpTraits();
     if (op.kind > OpKind::kComposite) {
+      op.kind = frame.collective ? OpKind::kCollective : op.kind;
       pin_inputs(record, frame, op);
     }
     return;
@@ -132,7 +144,8 @@ void Observer::begin(const at::RecordFunction& record) {
     return;
   }
   frame.depth = 1;
-  frame.holding = kind == OpKind::kHolding || kind == OpKind::kCollective;
+  frame.collective = kind == OpKind::kCollective;
+  frame.holding = kind == OpKind::kHolding || frame.collective;
   bool all = true;
   try {
     begin_outermost(record, frame);
@@ -214,7 +227,8 @@ Entity* Observer::find(c10::StorageImpl& storage, Frame& frame) {
     return nullptr;
   }
   return frame.recent.get(storage, [&] {
-    return tracked ? pager_.find_or_track(storage, /*by_hand=*/false) : pager_.find(storage);
+    const bool makes = tracked && !on_library_thread();
+    return makes ? pager_.find_or_track(storage, /*by_hand=*/false) : pager_.find(storage);
   });
 }
 

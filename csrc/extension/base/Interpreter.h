@@ -22,6 +22,8 @@ struct Interpreter {
   std::pair<std::string, std::string> (*where)() = nullptr;
   /// Whether the calling thread is Python's main thread.
   bool (*on_main_thread)() = nullptr;
+  /// Whether the calling thread is known to Python: one that a C++ library has started is not.
+  bool (*on_python_thread)() = nullptr;
 };
 
 Interpreter& interpreter() noexcept;

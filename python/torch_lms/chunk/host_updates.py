@@ -130,7 +130,8 @@ class HostUpdates(Updates):
                 self._out.wait_event(made)
                 if buffer.free is not None:
                     self._out.wait_event(buffer.free)
-            came = _copy(self._gradients_out(numbers, gradients, buffer.chunk), self._out)
+            with self._timed("gradients out", self._out):
+                came = _copy(self._gradients_out(numbers, gradients, buffer.chunk), self._out)
             return self._worker.submit(self._update, numbers, buffer, came, scale)
         except BaseException:
             self._buffers.put(buffer)
@@ -144,16 +145,22 @@ class HostUpdates(Updates):
         try:
             if came is not None:
                 came.synchronize()
-            gradients = [self._part(self._gradients, one).copy_(self._part(buffer.chunk, one)) for one in numbers]
-            if scale is not None:
-                torch._foreach_div_(gradients, scale)
-            self._masters.step(numbers, gradients)
-            for number in numbers:
-                self._part(buffer.chunk, number).copy_(self._data.tensor_to_update(number))
-            buffer.free = _copy(self._parameters_in(numbers, buffer.chunk), self._in)
+            with self._timed("update"):
+                self._update_in(numbers, buffer, scale)
+            with self._timed("parameters in", self._in):
+                buffer.free = _copy(self._parameters_in(numbers, buffer.chunk), self._in)
             return buffer.free
         finally:
             self._buffers.put(buffer)
+
+    def _update_in(self, numbers: Sequence[int], buffer: _Buffer, scale: float | None) -> None:
+        """From the gradients in a buffer to the parameters there."""
+        gradients = [self._part(self._gradients, one).copy_(self._part(buffer.chunk, one)) for one in numbers]
+        if scale is not None:
+            torch._foreach_div_(gradients, scale)
+        self._masters.step(numbers, gradients)
+        for number in numbers:
+            self._part(buffer.chunk, number).copy_(self._data.tensor_to_update(number))
 
     def _gradients_out(self, numbers: Sequence[int], gradients: Sequence[torch.Tensor], buffer: torch.Tensor) -> Pairs:
         """As one copy, where all gradients lie in the chunk."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 import torch
@@ -18,7 +19,7 @@ from torch_lms.chunk.layout import ALIGNMENT, Layout, best_chunk_numel, pack
 from torch_lms.chunk.model_data import ModelData, ModelTensor
 from torch_lms.chunk.occupancy import Occupancy
 from torch_lms.chunk.optimizer import ChunkedOptimizer
-from torch_lms.chunk.placement import chosen_update, hosted_chunks
+from torch_lms.chunk.placement import UpdateChoice, chosen_update, hosted_chunks, measured_rates
 from torch_lms.chunk.ranks import Ranks, ranks_of
 from torch_lms.chunk.sharding import ShardedOccupancy
 from torch_lms.chunk.units import UnitHooks
@@ -72,7 +73,9 @@ def chunked(
             activations are; ``"host"``, whose processor updates them beside the device's work; or ``"stream"``, on the
             host, from where they stream through the device, which updates them: the same bits as on the device, and
             faster than a processor where the link is. ``"auto"`` keeps on the device what it has room for, which the
-            second step shows (PyTorch's count of peak memory begins anew before it), and the rest on the host.
+            second step shows (PyTorch's count of peak memory begins anew before it), and the rest on the host, from
+            where it goes the way that takes least by rates that are measured here: see the optimizer's
+            ``update_choice``.
         mesh: of one dimension (``mesh["dp"]``), of ranks that train the model together, each on its share of the batch:
             every rank keeps one part of each chunk, and all get the first one's model. All must call this, and then the
             model, alike. Gradients are means over ranks.
@@ -100,14 +103,19 @@ def chunked(
     budget = budget_of(device, device_limit, host_limit)
     if device.type != "cpu" or (device_limit is not None and host_limit is not None):
         check_budget(needed, device, budget, update_on=update_on)  # else it is the disk's room, found out by writing
-    chosen = chosen_update(optimizer, device, needed, budget.device_bytes) if update_on == "auto" else update_on
+    if update_on == "auto":
+        known = {"chunk_numel": layout.chunk_numel, "device_bytes": budget.device_bytes}
+        measure = partial(measured_rates, optimizer, device, dtype, **known)
+        choice = chosen_update(needed, device, budget.device_bytes, measure)
+    else:
+        choice = UpdateChoice(update_on=update_on, given=True)
     if device_limit is not None:
         enable({device: device_limit}, host_limit=host_limit)
     _spread_buffers(model, ranks, device, move=tensors[0].parameter.is_meta)
     each_bytes = (needed["masters"] + needed["optimizer state"]) // layout.chunks
-    on_host = hosted_chunks(chosen, [each_bytes] * layout.chunks, budget.host_bytes)
-    data = ModelData(ordered, layout, dtype, device, chosen, on_host, ranks)
-    chunked_optimizer = ChunkedOptimizer(optimizer, data)
+    on_host = hosted_chunks(choice.update_on, [each_bytes] * layout.chunks, budget.host_bytes)
+    data = ModelData(ordered, layout, dtype, device, choice.update_on, on_host, ranks)
+    chunked_optimizer = ChunkedOptimizer(optimizer, data, choice)
     ready = chunked_optimizer.gradient_ready if step_in_backward else _nothing
     alone = ranks.group is None
     occupancy = (Occupancy if alone else ShardedOccupancy)(

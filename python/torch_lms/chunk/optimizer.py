@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,8 +17,9 @@ from torch_lms.chunk.host_updates import HostUpdates
 from torch_lms.chunk.masters import Masters
 from torch_lms.chunk.model_data import ModelData
 from torch_lms.chunk.occupancy import Occupancy
-from torch_lms.chunk.placement import Residence
+from torch_lms.chunk.placement import Residence, UpdateChoice
 from torch_lms.chunk.streamed_updates import StreamedUpdates
+from torch_lms.chunk.timeline import Timeline
 from torch_lms.chunk.trials import treats_each_element_alone
 from torch_lms.chunk.updates import Updates
 from torch_lms.errors import ChunkError
@@ -51,14 +53,16 @@ class ChunkedOptimizer(Optimizer):
     Args:
         inner: the optimizer that was given.
         data: of the model.
+        choice: of where masters are updated.
     """
 
     grad_scale: torch.Tensor | None
     found_inf: torch.Tensor
 
-    def __init__(self, inner: Optimizer, data: ModelData) -> None:
+    def __init__(self, inner: Optimizer, data: ModelData, choice: UpdateChoice) -> None:
         self._ready = False
         self._data = data
+        self._choice = choice
         # GradScaler leaves gradients scaled then, and says by how much.
         self._step_supports_amp_scaling = data.dtype == torch.float16
         super().__init__([{"params": group["params"]} for group in inner.param_groups], inner.defaults)
@@ -78,6 +82,11 @@ class ChunkedOptimizer(Optimizer):
     def data(self) -> ModelData:
         """Of the model."""
         return self._data
+
+    @property
+    def update_choice(self) -> UpdateChoice:
+        """Where masters are updated, and the rates that this was chosen by, where it was."""
+        return self._choice
 
     def attach(self, occupancy: Occupancy, hooks: ModuleHooks, *, device_bytes: int, fills: bool) -> None:
         """Before anything else is called.
@@ -114,6 +123,32 @@ class ChunkedOptimizer(Optimizer):
             ChunkError: always: a copy could not update the model's chunks.
         """
         raise ChunkError("expected one optimizer of chunks, found it being copied or pickled; use its state_dict()")
+
+    @contextmanager
+    def record_updates(self) -> Iterator[Timeline]:
+        """Records when the updates of a step run that is made inside of it, its backward and `step`.
+
+        Afterwards the timeline says how much of them was hidden behind the backward; what is updated where its masters
+        are, on the device, is not in it. To record takes little time, but waits for the device before and after.
+        """
+        timeline = Timeline(self._data.device)
+        hooks = [
+            one.parameter.register_hook(timeline.gradient_came)
+            for one in self._data.tensors
+            if one.parameter.requires_grad
+        ]
+        timeline.begin()
+        if self._elsewhere is not None:
+            self._elsewhere.timeline = timeline
+        try:
+            yield timeline
+            self.settle()
+        finally:
+            if self._elsewhere is not None:
+                self._elsewhere.timeline = None
+            for hook in hooks:
+                hook.remove()
+        timeline.end()
 
     def settle(self, numbers: Iterable[int] | None = None) -> None:
         """Until all updates that are under way beside the program are over.

@@ -10,7 +10,8 @@ is left to hide their streams behind.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -18,35 +19,119 @@ from torch.optim import Optimizer
 
 from torch_lms.chunk.masters import Masters
 from torch_lms.chunk.model_data import ModelData
-from torch_lms.chunk.trials import step_seconds
+from torch_lms.chunk.trials import update_seconds
 from torch_lms.swap.link import measure_link
 
-__all__ = ["Residence", "chosen_update", "hosted_chunks"]
+__all__ = ["Residence", "UpdateChoice", "UpdateRates", "chosen_update", "hosted_chunks", "measured_rates"]
 
 UpdateOn = Literal["device", "host", "stream"]
 
-_SHARE_THAT_STAYS = 0.5  # of the device: with less model data nothing has to be seen first
+_SHARE_FOR_DATA = 0.5  # of the device, for the model's data, as long as no step has shown how much there is
 _FASTER = 0.8  # a processor rounds otherwise than the device: it has to be worth it
-_TRIED_NUMEL = 1 << 22
+_TRIED_NUMEL = 1 << 24
+_DEVICE_BYTES_FOR_EACH = 256  # that is tried there: what it takes is an eighth of the device at most
+_NARROW_BYTES = 2  # of a gradient that goes to the host, and of the parameter that comes from there
 _MARGIN_SHARE = 0.03  # of the device, for what lies in pieces
 _COUNTED_STEP = 2
 
 
-def chosen_update(optimizer: Optimizer, device: torch.device, needed: Mapping[str, int], device_bytes: int) -> UpdateOn:
-    """Where masters are best updated, by the device's room and by rates that are measured here.
+@dataclass(frozen=True, kw_only=True)
+class UpdateRates:
+    """What an update takes, as it was measured at the start.
+
+    Attributes:
+        out_bytes_per_us: of copies from the device to the host.
+        in_bytes_per_us: the other way.
+        device_ns: that the device takes for each element; endless if the optimizer cannot be tried.
+        host_ns: likewise, the host's processor.
+    """
+
+    out_bytes_per_us: float
+    in_bytes_per_us: float
+    device_ns: float
+    host_ns: float
+
+    def ns_each(self, kept_bytes: int) -> dict[UpdateOn, float]:
+        """What an element takes that has no room on the device, by where it is updated.
+
+        Args:
+            kept_bytes: of its master and of what the optimizer keeps of it.
+        """
+        out_ns, in_ns = 1e3 / self.out_bytes_per_us, 1e3 / self.in_bytes_per_us
+        return {
+            "device": kept_bytes * (out_ns + in_ns) + self.device_ns,  # paged: one goes before another comes
+            "stream": max(kept_bytes * out_ns, kept_bytes * in_ns, self.device_ns),  # side by side
+            "host": max(_NARROW_BYTES * out_ns, _NARROW_BYTES * in_ns, self.host_ns),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateChoice:
+    """Where masters are updated, and why.
+
+    Attributes:
+        update_on: where.
+        given: whether the program has said so.
+        beyond_bytes: of the model's data that the device is taken to have no room for; 0 if it was not looked at.
+        rates: that were measured; None where nothing had to be.
+        ns_each: what an element without room on the device takes by these, by where it is updated.
+    """
+
+    update_on: UpdateOn
+    given: bool = False
+    beyond_bytes: int = 0
+    rates: UpdateRates | None = None
+    ns_each: Mapping[UpdateOn, float] = field(default_factory=dict)
+
+
+def chosen_update(
+    needed: Mapping[str, int], device: torch.device, device_bytes: int, measure: Callable[[], UpdateRates]
+) -> UpdateChoice:
+    """Where masters are best updated: on the device if there is room, else where it takes least.
+
+    Processors and GPUs do not round alike: the host has to be faster by a fifth.
 
     Args:
-        optimizer: is tried on the host.
-        device: of the model.
         needed: bytes of the model's data, by what they hold.
+        device: of the model.
+        device_bytes: that the program may use there.
+        measure: the rates; called if there is a choice.
+    """
+    beyond_bytes = sum(needed.values()) - int(_SHARE_FOR_DATA * device_bytes)
+    if device.type == "cpu" or beyond_bytes <= 0:
+        return UpdateChoice(update_on="device")
+    rates = measure()
+    kept_bytes = 4 * (needed["masters"] + needed["optimizer state"]) // max(1, needed["masters"])
+    ns_each = rates.ns_each(kept_bytes)
+    best: UpdateOn = "device" if ns_each["device"] < ns_each["stream"] else "stream"
+    if ns_each["host"] < _FASTER * ns_each[best]:
+        best = "host"
+    return UpdateChoice(update_on=best, beyond_bytes=beyond_bytes, rates=rates, ns_each=ns_each)
+
+
+def measured_rates(
+    optimizer: Optimizer, device: torch.device, dtype: torch.dtype, *, chunk_numel: int, device_bytes: int
+) -> UpdateRates:
+    """Of the link, and of updates of one chunk, or of a part of it that no cache holds; takes a second at most.
+
+    Args:
+        optimizer: is tried; nothing of it changes.
+        device: of the model.
+        dtype: of parameters and gradients.
+        chunk_numel: elements of a chunk.
         device_bytes: that the program may use there.
     """
-    if device.type == "cpu" or sum(needed.values()) <= _SHARE_THAT_STAYS * device_bytes:
-        return "device"
     link = measure_link(str(device))
-    bytes_each = 4 * (needed["masters"] + needed["optimizer state"]) / max(1, needed["masters"])
-    stream_s = bytes_each / (1e6 * min(link.in_bytes_per_us, link.out_bytes_per_us))
-    return "host" if step_seconds(optimizer, _TRIED_NUMEL) / _TRIED_NUMEL < _FASTER * stream_s else "stream"
+    numel = max(1, min(chunk_numel, _TRIED_NUMEL, device_bytes // _DEVICE_BYTES_FOR_EACH))
+    device_ns, host_ns = (
+        1e9 * update_seconds(optimizer, numel, where, dtype) / numel for where in (device, torch.device("cpu"))
+    )
+    return UpdateRates(
+        out_bytes_per_us=link.out_bytes_per_us,
+        in_bytes_per_us=link.in_bytes_per_us,
+        device_ns=device_ns,
+        host_ns=host_ns,
+    )
 
 
 def hosted_chunks(update_on: UpdateOn, bytes_of: Sequence[int], host_bytes: int) -> list[bool]:

@@ -179,15 +179,17 @@ class StreamedUpdates(Updates):
         with _on(self._compute):
             if buffer.came is not None and self._compute is not None:
                 self._compute.wait_event(buffer.came)
-            parts = [self._part(buffer, span, gradients[span.number], scale) for span in spans]
-            new = self._masters.step_parts(parts)
-            self._make_parameters(place[0], portion, spans, buffer)
+            with self._timed("update", self._compute, beside=self._compute is not None):
+                parts = [self._part(buffer, span, gradients[span.number], scale) for span in spans]
+                new = self._masters.step_parts(parts)
+                self._make_parameters(place[0], portion, spans, buffer)
         self._follow(self._out, of=self._compute)
         with _on(self._out):
-            for key, there in buffer.sources.items():
-                there.copy_(buffer.lists[key][: portion.numel], non_blocking=True)
-            for span, values in zip(spans, new, strict=True):
-                self._put_new(span, values)
+            with self._timed("masters out", self._out, beside=self._out is not None):
+                for key, there in buffer.sources.items():
+                    there.copy_(buffer.lists[key][: portion.numel], non_blocking=True)
+                for span, values in zip(spans, new, strict=True):
+                    self._put_new(span, values)
             if self._out is not None:
                 buffer.free = self._gone[place] = self._out.record_event()
         self._bring_next(place)
@@ -282,12 +284,12 @@ class StreamedUpdates(Updates):
                 self._in.wait_event(buffer.free)
             if place in self._gone and self._in is not None:
                 self._in.wait_event(self._gone[place])
-            buffer.sources.clear()
-            for key, there in self._lists(place).items():
-                if key not in buffer.lists:
-                    buffer.lists[key] = self._room(key)
-                buffer.lists[key][: there.numel()].copy_(there, non_blocking=True)
-                buffer.sources[key] = there
+            buffer.sources = self._lists(place)
+            for key in buffer.sources.keys() - buffer.lists.keys():
+                buffer.lists[key] = self._room(key)
+            with self._timed("masters in", self._in, beside=self._in is not None):
+                for key, there in buffer.sources.items():
+                    buffer.lists[key][: there.numel()].copy_(there, non_blocking=True)
             buffer.place = place
             buffer.came = None if self._in is None else self._in.record_event()
 

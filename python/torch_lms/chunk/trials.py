@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-__all__ = ["state_bytes_each", "step_seconds", "treats_each_element_alone"]
+from torch_lms.swap.link import wait_for_device
+
+__all__ = ["state_bytes_each", "treats_each_element_alone", "update_seconds"]
 
 _SHAPE = (4, 6)
 _PIECE = 7
@@ -44,14 +46,21 @@ def state_bytes_each(optimizer: Optimizer, device: torch.device) -> int:
     return sum(value.element_size() for value in values if value.shape == start.shape)
 
 
-def step_seconds(optimizer: Optimizer, numel: int) -> float:
-    """What one step on that many elements takes a processor; endless if it cannot be tried."""
-    tensor, gradient = torch.zeros(numel), torch.ones(numel)
+def update_seconds(optimizer: Optimizer, numel: int, device: torch.device, dtype: torch.dtype) -> float:
+    """What one update of that many elements takes a device or processor; endless if it cannot be tried.
+
+    From 16-bit gradients to 16-bit parameters, as chunks are updated.
+    """
     times = []
     try:
+        parameter = torch.zeros(numel, dtype=dtype, device=device)
+        tensor, gradient = torch.zeros(numel, device=device), torch.ones_like(parameter)
         for _ in range(_TIMED_STEPS):  # the first takes memory
+            wait_for_device(device)
             start = time.perf_counter()
-            _steps(optimizer, optimizer.param_groups[0], [tensor], [[gradient]])
+            _steps(optimizer, optimizer.param_groups[0], [tensor], [[gradient.float()]])
+            parameter.copy_(tensor)
+            wait_for_device(device)
             times.append(time.perf_counter() - start)
     except Exception:
         return float("inf")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 from torch_lms.chunk.model_data import ModelData
+from torch_lms.chunk.timeline import Timeline
 
 __all__ = ["Updates"]
 
@@ -21,6 +23,13 @@ class Updates(ABC):
 
     def __init__(self, data: ModelData) -> None:
         self._data = data
+        self.timeline: Timeline | None = None  # what is done is recorded there
+
+    def _timed(
+        self, lane: str, stream: torch.cuda.Stream | None = None, *, beside: bool = True
+    ) -> AbstractContextManager[object]:
+        """As `Timeline.span`, where one records."""
+        return nullcontext() if self.timeline is None else self.timeline.span(lane, stream, beside=beside)
 
     def groups(self, chunk: int) -> list[list[int]]:
         """The tensors of a chunk that are best updated together."""

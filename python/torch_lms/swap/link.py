@@ -10,7 +10,7 @@ import torch
 
 from torch_lms.plan.trace import Link
 
-__all__ = ["copy_seconds", "measure_link"]
+__all__ = ["copy_seconds", "measure_link", "wait_for_device"]
 
 _BYTES = 32 << 20
 
@@ -41,16 +41,17 @@ def copy_seconds(*copies: tuple[torch.Tensor, torch.Tensor], rounds: int = 3) ->
     streams = [nullcontext() if device is None else torch.cuda.stream(torch.cuda.Stream(device)) for _ in copies]
     times = []
     for _ in range(rounds):
-        _wait(device)
+        wait_for_device(device)
         start = time.perf_counter()
         for (to, source), stream in zip(copies, streams, strict=True):
             with stream:
                 to.copy_(source, non_blocking=True)
-        _wait(device)
+        wait_for_device(device)
         times.append(time.perf_counter() - start)
     return min(times)
 
 
-def _wait(device: torch.device | None) -> None:
-    if device is not None:
+def wait_for_device(device: torch.device | None) -> None:
+    """Until a GPU has done all that it was given; others have."""
+    if device is not None and device.type == "cuda":
         torch.cuda.synchronize(device)
