@@ -123,8 +123,7 @@ OpTraits find_traits(const char* name, const char* overload) {
 
 } // namespace
 
-OpTraits OpKinds::of(const at::RecordFunction& record) {
-  const char* name = record.name();
+OpTraits OpKinds::of(const at::RecordFunction& record, const char* name) {
   Known& known = known_[(reinterpret_cast<uintptr_t>(name) >> 4) % known_.size()];
   if (known.address == name && std::strcmp(known.name.data(), name) == 0) {
     return known.traits;
@@ -138,8 +137,8 @@ OpTraits OpKinds::of(const at::RecordFunction& record) {
   return traits;
 }
 
-OpTraits OpKinds::now(const at::RecordFunction& record) {
-  OpTraits op = of(record);
+OpTraits OpKinds::now(const at::RecordFunction& record, const char* name) {
+  OpTraits op = of(record, name);
   if (op.kind == OpKind::kSealed && !op.casts.empty() && casts_now(record, op.casts)) {
     op.kind = OpKind::kComposite;
   }

@@ -47,11 +47,11 @@ struct OpTraits {
 /// Not thread-safe: a thread's own.
 class OpKinds {
  public:
-  /// Blocks, for an op's first time, on the dispatcher's lock.
-  OpTraits of(const at::RecordFunction& record);
+  /// Blocks, for an op's first time, on the dispatcher's lock. `name`: the record's.
+  OpTraits of(const at::RecordFunction& record, const char* name);
 
   /// The same for an op that begins: under autocast some only call others.
-  OpTraits now(const at::RecordFunction& record);
+  OpTraits now(const at::RecordFunction& record, const char* name);
 
  private:
   /// Names are compared, too: only those of ops stay where they are.

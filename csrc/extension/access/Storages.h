@@ -63,7 +63,7 @@ bool visit_storages(const c10::IValue& value, const Visit& visit) {
   bool all = true;
   if (value.isTensor()) {
     const at::TensorImpl* tensor = value.unsafeToTensorImpl();
-    return tensor == c10::UndefinedTensorImpl::singleton() || visit_storages(tensor, visit);
+    return visit_storages(tensor, visit) || tensor == c10::UndefinedTensorImpl::singleton();
   }
   if (value.isList()) {
     for (const c10::IValue& element : value.toListRef()) {
