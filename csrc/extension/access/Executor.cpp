@@ -74,6 +74,7 @@ void Executor::doubt() {
   bad_cycles_ = kBadCycles - 1;
 }
 
+/// Under the mutex.
 void Executor::take_plan_locked(std::shared_ptr<const CompiledPlan> plan) {
   if (plan_ == plan) {
     return;

@@ -134,8 +134,8 @@ void Observer::begin(const at::RecordFunction& record) {
     return;
   }
   const char* const name = record.name();
-  const OpTraits op = frame.kinds.now(record, name);
-  const OpKind kind = op.kind;
+  OpTraits op = frame.kinds.of(record, name);
+  const OpKind kind = op.kind = OpKinds::kind_now(record, op);
   if (kind <= OpKind::kComposite) {
     if (kind == OpKind::kNode) {
       policy_->note_node_begins();
@@ -230,62 +230,90 @@ Entity* Observer::find(c10::StorageImpl& storage, Frame& frame) {
   return tracked ? frame.recent.find_or_track(storage, pager_) : frame.recent.find(storage, pager_);
 }
 
+/// What `pin_inputs` finds on its way.
+struct Observer::Pinning {
+  Device* noted = nullptr; // whose stream has been noted
+  const Device* asked = nullptr; // whether it captures
+  size_t input_bytes = 0;
+  bool settled = true;
+};
+
+inline void Observer::pin_input(
+    c10::StorageImpl& storage,
+    bool written,
+    Frame& frame,
+    Pinning& pinning) {
+  if (storage.device_type() == c10::kCUDA) {
+    // Also for what is no entity yet: if it is paged out next, this op comes first.
+    Device* device = pager_.devices().known(storage.device());
+    if (device != nullptr && device != pinning.noted) {
+      device->note_current_stream();
+      pinning.noted = device;
+    }
+  } else if (storage.device_type() != c10::kCPU) {
+    return;
+  }
+  if (written) {
+    recipes_.before_write(storage);
+  }
+  Entity* entity = find(storage, frame);
+  if (entity == nullptr) {
+    return;
+  }
+  frame.pinned.push_back(entity);
+  if (planning_.recording()) {
+    frame.wrote.push_back(written);
+  }
+  const bool resident = entity->pin_settled();
+  if (&entity->device() != pinning.asked) {
+    pinning.asked = &entity->device();
+    pinning.settled = pinning.settled && !pinning.asked->capturing();
+  }
+  pinning.settled = pinning.settled && resident;
+  if (written && (!resident || entity->keeps_copy())) {
+    frame.written.push_back(entity);
+  }
+  if (frame.timed) {
+    pinning.input_bytes += entity->uses.last() != frame.now ? entity->nbytes() : 0;
+    entity->uses.record(frame.now, policy_->cycles().shape(frame.cycle));
+  }
+}
+
 /// False if not all of the inputs could be seen.
 bool Observer::pin_inputs(const at::RecordFunction& record, Frame& frame, const OpTraits& op) {
   const size_t first = frame.pinned.size();
-  Device* noted = nullptr;
-  const Device* asked = nullptr; // whether it captures
-  size_t input_bytes = 0;
-  bool settled = op.kind != OpKind::kCollective && op.kind != OpKind::kInspecting;
-  const auto pin_input = [&](c10::StorageImpl& storage, bool written) {
-    if (storage.device_type() == c10::kCUDA) {
-      // Also for what is no entity yet: if it is paged out next, this op comes first.
-      Device* device = pager_.devices().known(storage.device());
-      if (device != nullptr && device != noted) {
-        device->note_current_stream();
-        noted = device;
-      }
-    } else if (storage.device_type() != c10::kCPU) {
-      return;
-    }
-    if (written) {
-      recipes_.before_write(storage);
-    }
-    Entity* entity = find(storage, frame);
-    if (entity == nullptr) {
-      return;
-    }
-    frame.pinned.push_back(entity);
-    if (planning_.recording()) {
-      frame.wrote.push_back(written);
-    }
-    const bool resident = entity->pin_settled();
-    if (&entity->device() != asked) {
-      asked = &entity->device();
-      settled = settled && !asked->capturing();
-    }
-    settled = settled && resident;
-    if (written && (!resident || entity->keeps_copy())) {
-      frame.written.push_back(entity);
-    }
-    if (frame.timed) {
-      input_bytes += entity->uses.last() != frame.now ? entity->nbytes() : 0;
-      entity->uses.record(frame.now, policy_->cycles().shape(frame.cycle));
-    }
-  };
+  Pinning pinning;
+  pinning.settled = op.kind != OpKind::kCollective && op.kind != OpKind::kInspecting;
   bool all = true;
   size_t argument = 0;
   for (const c10::IValue& value : inputs_of(record)) {
     const bool written = op.writes(argument++);
-    all = visit_storages(value, [&](c10::StorageImpl& storage) { pin_input(storage, written); }) &&
-          all;
+    const auto pin = [&](c10::StorageImpl& storage) {
+      pin_input(storage, written, frame, pinning);
+    };
+    all = visit_storages(value, pin) && all;
   }
+  if (frame.pinned.size() != first) {
+    settle_pinned(record, frame, op.kind, first, all, pinning);
+  }
+  return all;
+}
+
+/// What has been pinned from `first` on: there is something.
+void Observer::settle_pinned(
+    const at::RecordFunction& record,
+    Frame& frame,
+    OpKind kind,
+    size_t first,
+    bool all,
+    Pinning& pinning) {
+  size_t input_bytes = pinning.input_bytes;
   if (input_bytes != 0 && all &&
       LargeOps::worth_looking(frame.pinned[first]->device(), input_bytes)) {
     large_ops_.make_fit(record, frame, first);
   }
-  if (!settled) {
-    use_unsettled(frame, first, op.kind);
+  if (!pinning.settled) {
+    use_unsettled(frame, first, kind);
   }
   for (Entity* entity : frame.written) { // also those that have just come in
     if (entity->keeps_copy()) {
@@ -297,7 +325,6 @@ bool Observer::pin_inputs(const at::RecordFunction& record, Frame& frame, const 
     input_bytes -= std::min(input_bytes, entity->nbytes());
   }
   this_thread().op_input_bytes += input_bytes; // that lie on the device
-  return all;
 }
 
 void Observer::bring_inputs(const at::RecordFunction& record, Frame& frame) {
@@ -433,7 +460,7 @@ void Observer::note_end(const at::RecordFunction& record, Frame& frame, size_t i
   }
   if (planning_.wants_ops() && !frame.inside_kernel) {
     planning_.end_op(record, frame);
-  } else if (frame.recipe != nullptr) {
+  } else if (frame.recipe != nullptr && record.needsOutputs()) {
     note_recipe(record, frame);
   }
   if (std::exchange(this_thread().op_refused, false)) {
@@ -563,6 +590,9 @@ void Observer::stop() {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     fed_ = false;
+    if (observing() && outputs_ && wanted()) {
+      install(/*outputs=*/false); // for what is still out
+    }
   }
   stop_if_idle();
 }
