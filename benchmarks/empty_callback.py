@@ -29,7 +29,7 @@ def _built() -> ModuleType:
     folder = _HERE.parent / "build" / "empty_callback" / torch.__version__
     folder.mkdir(parents=True, exist_ok=True)
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # ninja's program
-    return torch.utils.cpp_extension.load(
+    built: ModuleType = torch.utils.cpp_extension.load(
         "torch_lms_empty_callback",
         [str(_HERE / "empty_callback.cpp")],
         # Without NDEBUG the layout of some of PyTorch's classes would differ from its own.
@@ -37,3 +37,4 @@ def _built() -> ModuleType:
         with_cuda=False,
         build_directory=str(folder),
     )
+    return built

@@ -127,7 +127,8 @@ void Observer::begin(const at::RecordFunction& record) {
     // What an op of PyTorch's calls uses the same, but for Python code that runs inside of it:
     // hooks, and subclasses of tensors. That matters where something is dropped, which has no host
     // copy.
-    const OpTraits op = frame.holding || recipes_.any() ? frame.kinds.of(record, record.name()) : OpTraits();
+    const OpTraits op =
+        frame.holding || recipes_.any() ? frame.kinds.of(record, record.name()) : OpTraits();
     if (op.kind > OpKind::kComposite) {
       pin_inputs(record, frame, op);
     }
