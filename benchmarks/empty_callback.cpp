@@ -15,10 +15,10 @@ std::unique_ptr<at::ObserverContext> on_begin(const at::RecordFunction&) {
 
 void on_end(const at::RecordFunction&, at::ObserverContext*) {}
 
-void install() {
+void install(bool outputs) {
   handle = at::addGlobalCallback(at::RecordFunctionCallback(&on_begin, &on_end)
                                      .needsInputs(true)
-                                     .needsOutputs(true)
+                                     .needsOutputs(outputs)
                                      .scopes({at::RecordScope::FUNCTION}));
 }
 

@@ -1,10 +1,12 @@
-"""The least that seeing an op costs: a callback of PyTorch's that gets inputs and outputs, and does nothing."""
+"""The least that seeing an op costs: a callback of PyTorch's that gets inputs, perhaps outputs, and does nothing."""
 
 from __future__ import annotations
 
 import os
 import sys
+from functools import cache, partial
 from pathlib import Path
+from types import ModuleType
 
 import torch
 import torch.utils.cpp_extension
@@ -16,12 +18,18 @@ __all__ = ["empty_callback"]
 _HERE = Path(__file__).parent
 
 
-def empty_callback() -> Scope:
+def empty_callback(*, outputs: bool) -> Scope:
     """Installs it, and takes it away. The first call compiles it, which takes half a minute."""
+    built = _built()
+    return Scope(begin=partial(built.install, outputs), end=built.uninstall)
+
+
+@cache
+def _built() -> ModuleType:
     folder = _HERE.parent / "build" / "empty_callback" / torch.__version__
     folder.mkdir(parents=True, exist_ok=True)
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # ninja's program
-    built = torch.utils.cpp_extension.load(
+    built: ModuleType = torch.utils.cpp_extension.load(
         "torch_lms_empty_callback",
         [str(_HERE / "empty_callback.cpp")],
         # Without NDEBUG the layout of some of PyTorch's classes would differ from its own.
@@ -29,4 +37,4 @@ def empty_callback() -> Scope:
         with_cuda=False,
         build_directory=str(folder),
     )
-    return Scope(begin=built.install, end=built.uninstall)
+    return built

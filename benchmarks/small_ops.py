@@ -3,7 +3,8 @@
 A callback that sees an op's inputs refers to them. For a tensor that nothing but a Python variable refers to, this is a
 first reference from C++, for which PyTorch takes Python's lock, twice. Tensors that a graph keeps for backward have one
 already. So both are measured; and a view of a storage that is known, which has to be found. What PyTorch itself takes
-for a callback that does nothing stands beside each.
+for a callback that does nothing stands beside each: one that gets an op's inputs, as where paging is by hand, and one
+that gets its outputs too, as in automatic mode.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ __all__ = ["measure_ops"]
 _MIB = 1 << 20
 _ARMED_MOST_NS = {"cpu": 150.0, "cuda": 250.0}
 _ASLEEP = "automatic mode, far from its limit"
-_EMPTY = "an empty callback, no paging"
+_EMPTY = {
+    "an empty callback that gets inputs, no paging": False,
+    "an empty callback that gets inputs and outputs, no paging": True,
+}
 # What two runs of the same differ by anyway.
 _NOISE = 0.02
 
@@ -95,7 +99,7 @@ class _Surroundings:
             _ASLEEP: Scope(begin=self.begin_far, end=self.end),
             "automatic mode, near its limit": Scope(begin=self.begin_near, end=self.end),
             "something paged out": Scope(begin=self.begin_by_hand, end=self.end_by_hand),
-            _EMPTY: empty_callback(),
+            **{name: empty_callback(outputs=outputs) for name, outputs in _EMPTY.items()},
         }
 
 
@@ -131,7 +135,7 @@ def measure_ops(device: str, result: Result, count: int, budget_s: float) -> Non
             _add(result, what, found, count, surroundings.observed)
             if scope_name == _ASLEEP:
                 _check_asleep(result, what, found, count, surroundings.observed)
-            elif scope_name != _EMPTY:
+            elif scope_name not in _EMPTY:
                 added, most = 1e9 * found.quiet_added / count, _ARMED_MOST_NS[device]
                 result.check(f"{what}: added", f"{most:.0f} ns", round(added, 1), ok=added <= most)
     del graph

@@ -394,3 +394,39 @@ def test_a_dlpack_capsule_of_what_was_out_keeps_sharing_its_memory() -> None:
         torch_lms.pageout(tensor)
     other[0] = 12345
     assert tensor[0] == 12345
+
+
+# --- ops while something is out ---------------------------------------------------------------------
+
+
+def test_what_ops_have_used_before_it_went_out_comes_in_for_the_next() -> None:
+    other = filled(1)
+    paged_out(other)  # ops are observed from here on
+    tensor = filled()
+    expected = tensor + 4
+    for _ in range(3):
+        tensor.add_(1)
+    paged_out(tensor)
+    assert state(tensor) == "paged_out"
+    tensor.add_(1)
+    assert is_resident(tensor)
+    assert torch.equal(tensor, expected)
+    assert not is_resident(other)
+
+
+def test_what_ops_have_used_while_it_was_smaller_comes_in_for_the_next() -> None:
+    other, tensor = filled(1), filled()
+    expected = tensor + 1
+    paged_out(other, tensor)
+    torch_lms.prefetch(tensor)
+    torch_lms.wait()
+    kept = tensor.clone()
+    tensor.untyped_storage().resize_(0)
+    tensor[:0].neg_()
+    tensor.untyped_storage().resize_(NBYTES)
+    tensor.copy_(kept)
+    paged_out(tensor)
+    assert state(tensor) == "paged_out"
+    tensor.add_(1)
+    assert is_resident(tensor)
+    assert torch.equal(tensor, expected)

@@ -61,7 +61,7 @@ void Executor::clear() {
     std::lock_guard<std::mutex> lock(mutex_);
     active_.store(false, std::memory_order_release);
     plans_.clear();
-    plan_ = nullptr;
+    take_plan_locked(nullptr);
     followed_ = nullptr;
     bound.swap(bound_);
     late_.clear();
@@ -74,6 +74,20 @@ void Executor::doubt() {
   bad_cycles_ = kBadCycles - 1;
 }
 
+/// Under the mutex.
+void Executor::take_plan_locked(std::shared_ptr<const CompiledPlan> plan) {
+  if (plan_ == plan) {
+    return;
+  }
+  plan_ = std::move(plan);
+  keys_.reset();
+  if (plan_ != nullptr) {
+    for (const PlannedOp& op : plan_->ops) {
+      keys_.set(op.key % keys_.size());
+    }
+  }
+}
+
 /// `before`: what stood for the numbers of the same plan.
 void Executor::start_cycle_locked(std::vector<Bound>& before) {
   seen_.clear();
@@ -81,7 +95,8 @@ void Executor::start_cycle_locked(std::vector<Bound>& before) {
   found_ = 0;
   holds_ = false;
   missed_.store(0, std::memory_order_relaxed);
-  const auto last = std::exchange(plan_, plans_.empty() ? nullptr : plans_.back());
+  const auto last = plan_;
+  take_plan_locked(plans_.empty() ? nullptr : plans_.back());
   bound_.assign(plan_ != nullptr ? plan_->recurring.size() : 0, Bound());
   if (plan_ == last) {
     for (size_t number = 0; number < bound_.size(); ++number) {
@@ -133,7 +148,7 @@ int32_t Executor::place_of_locked(uint64_t key, std::vector<Bound>* garbage) {
         alike = other->ops[place].key == seen_[place];
       }
       if (alike) {
-        plan_ = other;
+        take_plan_locked(other);
         holds_ = false;
         garbage->swap(bound_);
         bound_.assign(plan_->recurring.size(), Bound());
@@ -142,7 +157,9 @@ int32_t Executor::place_of_locked(uint64_t key, std::vector<Bound>* garbage) {
     }
   }
   seen_.push_back(key);
-  for (size_t place = next_; place < next_ + kPlacesToLookAhead; ++place) {
+  // Most ops of another program are in no place: to look at each would take longer than the op.
+  const size_t end = keys_.test(key % keys_.size()) ? next_ + kPlacesToLookAhead : next_;
+  for (size_t place = next_; place < end; ++place) {
     if (fits(*plan_, place)) {
       next_ = place + 1;
       ++found_;
@@ -185,6 +202,7 @@ void Executor::begin_op(const at::RecordFunction& record, Frame& frame) {
       return;
     }
     const PlannedOp& op = plan_->ops[static_cast<size_t>(frame.place)];
+    frame.binds = op.binds;
     if (op.binds) {
       bind_inputs_locked(op, frame, &garbage);
     }
@@ -201,6 +219,9 @@ void Executor::begin_op(const at::RecordFunction& record, Frame& frame) {
 
 void Executor::end_op(const at::RecordFunction& record, Frame& frame) {
   const std::shared_ptr<OpRecipe> recipe = std::move(frame.recipe);
+  if (!std::exchange(frame.binds, false)) {
+    return;
+  }
   std::shared_ptr<const CompiledPlan> plan;
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -289,11 +310,14 @@ void Executor::prefetch_late() {
 
 void Executor::after_op(Frame& frame) {
   const int32_t place = std::exchange(frame.place, -1);
+  if (place < 0) {
+    return;
+  }
   std::vector<Bound> drops;
   std::vector<EntityPtr> pageouts;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (plan_ == nullptr || place < 0 || static_cast<size_t>(place) >= plan_->ops.size()) {
+    if (plan_ == nullptr || static_cast<size_t>(place) >= plan_->ops.size()) {
       return;
     }
     const PlannedOp& op = plan_->ops[static_cast<size_t>(place)];

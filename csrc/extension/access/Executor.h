@@ -1,6 +1,7 @@
 #pragma once
 
 #include <atomic>
+#include <bitset>
 #include <cstdint>
 #include <deque>
 #include <memory>
@@ -83,6 +84,7 @@ class Executor {
 
   int32_t place_of_locked(uint64_t key, std::vector<Bound>* garbage);
   void bind_inputs_locked(const PlannedOp& op, Frame& frame, std::vector<Bound>* garbage);
+  void take_plan_locked(std::shared_ptr<const CompiledPlan> plan);
   void start_cycle_locked(std::vector<Bound>& before);
   void prefetch_late();
   void hold_placeholders(int32_t place);
@@ -97,6 +99,7 @@ class Executor {
   std::mutex mutex_; // guards what follows
   std::vector<std::shared_ptr<const CompiledPlan>> plans_;
   std::shared_ptr<const CompiledPlan> plan_; // of this cycle
+  std::bitset<4096> keys_; // of its ops, by their remainders
   std::vector<Bound> bound_;
   std::vector<uint64_t> seen_; // keys of this cycle
   size_t next_ = 0; // the place that is expected

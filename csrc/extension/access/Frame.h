@@ -8,33 +8,72 @@
 
 #include <extension/access/OpKind.h>
 #include <extension/access/OpRecipe.h>
+#include <extension/trace/CycleTracker.h>
 #include <extension/transfer/Pager.h>
 
 namespace torch_lms {
 
-/// Which entities the ops of one thread have been using: most ops use what the last ones used,
-/// and to find them again here takes no lock.
+/// Which entities the ops of one thread have been using, and which storages without one: most ops
+/// use what the last ones used, and to find it again here takes no lock.
 ///
 /// Not thread-safe: a thread's own.
 class RecentEntities {
  public:
-  /// The storage's entity if it has been remembered; else what `find` returns, remembered.
-  template <typename Find>
-  Entity* get(c10::StorageImpl& storage, Find&& find) {
-    EntityPtr& known = slots_[(reinterpret_cast<uintptr_t>(&storage) >> 5) % slots_.size()];
-    if (known != nullptr && known->stands_for(storage)) {
-      return known.get();
+  /// The storage's entity, from `pager` if it is not remembered; null if it has none.
+  Entity* find(c10::StorageImpl& storage, Pager& pager) {
+    Slot& slot = slot_of(storage);
+    if (slot.knows(storage)) {
+      return slot.entity.get();
     }
-    EntityPtr found = find();
-    if (found != nullptr) {
-      known = std::move(found);
-      return known.get();
+    const uint64_t changes = pager.table().changes(); // before the look-up
+    if (slot.without == &storage && slot.changes == changes) {
+      return nullptr;
     }
-    return nullptr;
+    Entity* found = slot.keep(pager.find(storage));
+    // Not one that has been resized: it may be again, and have its entity back.
+    if (found == nullptr && !pager.table().lists(storage)) {
+      slot.without = &storage;
+      slot.changes = changes;
+    }
+    return found;
+  }
+
+  /// The same; what is not remembered `track` finds, or makes.
+  template <typename Track>
+  Entity* find_or_track(c10::StorageImpl& storage, Track&& track) {
+    Slot& slot = slot_of(storage);
+    return slot.knows(storage) ? slot.entity.get() : slot.keep(track());
   }
 
  private:
-  std::array<EntityPtr, 256> slots_;
+  struct Slot {
+    EntityPtr entity;
+    const c10::StorageImpl* without = nullptr; ///< It had no entity after so many `changes`.
+    uint64_t changes = 0;
+
+    bool knows(const c10::StorageImpl& storage) const noexcept {
+      return entity != nullptr && entity->stands_for(storage);
+    }
+    Entity* keep(EntityPtr found) {
+      if (found == nullptr) {
+        return nullptr;
+      }
+      entity = std::move(found);
+      return entity.get();
+    }
+  };
+
+  Slot& slot_of(const c10::StorageImpl& storage) noexcept {
+    return slots_[(reinterpret_cast<uintptr_t>(&storage) >> 5) % slots_.size()];
+  }
+
+  std::array<Slot, 256> slots_;
+};
+
+/// What an op has used, as far as automatic mode wants to know.
+struct UsedDevices {
+  std::array<Device*, 2> devices{}; ///< The first ones.
+  size_t input_bytes = 0;
 };
 
 /// What one thread's ops have pinned, and what has been given out to it.
@@ -47,18 +86,21 @@ struct Frame {
   bool sealed =
       false; ///< The outermost op is one of PyTorch's with a kernel: it may have a recipe.
   bool inside_kernel = false; ///< The outermost op of this thread is part of another thread's.
-  uint64_t now = 0; ///< The time of the outermost op.
+  bool timed = false; ///< The outermost op has a time: automatic mode wants to know what it uses.
+  uint64_t now = 0; ///< That time.
   std::vector<Entity*> pinned; ///< The table keeps what is pinned.
   std::vector<Entity*> served; ///< Of these, the ones used in their host copies.
   std::vector<Entity*> written; ///< Of these, the ones that the op may write to, while it begins.
   std::vector<bool> wrote; ///< Whether the op may write to each of `pinned`, while it is recorded.
   uint64_t recording = 0; ///< In which the outermost op began.
   int32_t place = -1; ///< Of the outermost op in the cycle, if it has one.
+  bool binds = false; ///< The plan's op at that place makes something that an action names.
   std::shared_ptr<OpRecipe> recipe; ///< Of the outermost op, if somebody wants it.
   c10::Storage before; ///< What it overwrites, as it was, if it is to be auditioned.
   std::vector<EntityPtr> given_out; ///< Whose addresses the thread has been given, and pinned.
   std::vector<EntityPtr> given_out_on_host; ///< Of these, those in their host copies.
   RecentEntities recent;
+  KnownShape cycle;
   OpKinds kinds;
   int8_t on_main_thread = -1; ///< -1: not asked yet.
 };

@@ -69,6 +69,18 @@ Frame& frame_of_thread() {
   return this_frame != nullptr ? *this_frame : make_frame();
 }
 
+UsedDevices devices_of(const Frame& frame) {
+  UsedDevices used;
+  for (const Entity* entity : frame.pinned) {
+    Device* device = &entity->device();
+    used.input_bytes += entity->nbytes();
+    if (device != used.devices[0] && device != used.devices[1]) {
+      used.devices[used.devices[0] == nullptr ? 0 : 1] = device;
+    }
+  }
+  return used;
+}
+
 bool is_on_main_thread(Frame& frame) {
   if (frame.on_main_thread < 0) {
     const auto ask = interpreter().on_main_thread;
@@ -126,15 +138,17 @@ void Observer::begin(const at::RecordFunction& record) {
     // What an op of PyTorch's calls uses the same, but for Python code that runs inside of it:
     // hooks, and subclasses of tensors. That matters where something is dropped, which has no host
     // copy.
-    OpTraits op = frame.holding || recipes_.any() ? frame.kinds.of(record) : OpTraits();
+    OpTraits op =
+        frame.holding || recipes_.any() ? frame.kinds.of(record, record.name()) : OpTraits();
     if (op.kind > OpKind::kComposite) {
       op.kind = frame.collective ? OpKind::kCollective : op.kind;
       pin_inputs(record, frame, op);
     }
     return;
   }
-  const OpTraits op = frame.kinds.now(record);
-  const OpKind kind = op.kind;
+  const char* const name = record.name();
+  OpTraits op = frame.kinds.of(record, name);
+  const OpKind kind = op.kind = OpKinds::kind_now(record, op);
   if (kind <= OpKind::kComposite) {
     if (kind == OpKind::kNode) {
       policy_->note_node_begins();
@@ -148,7 +162,7 @@ void Observer::begin(const at::RecordFunction& record) {
   frame.holding = kind == OpKind::kHolding || frame.collective;
   bool all = true;
   try {
-    begin_outermost(record, frame);
+    begin_outermost(record, name, frame);
     all = pin_inputs(record, frame, op);
   } catch (const std::exception& error) { // PyTorch logs it, and runs the op
     refuse_dropped(record, error);
@@ -183,16 +197,17 @@ void Observer::refuse_dropped(const at::RecordFunction& record, const std::excep
   }
 }
 
-void Observer::begin_outermost(const at::RecordFunction& record, Frame& frame) {
+void Observer::begin_outermost(const at::RecordFunction& record, const char* name, Frame& frame) {
   OpClock::get().begin_op();
-  if (policy_->enabled()) {
+  frame.timed = policy_->enabled();
+  if (frame.timed) {
     frame.now = policy_->cycles().next_op();
   }
   if (!frame.given_out.empty() && !in_foreign_call()) {
     take_back();
   }
   // It asks the device, and nobody waits for what it forgets but who wants ops unobserved again.
-  if (pager_.arrivals().any() && (!policy_->enabled() || frame.now % kOpsBetweenSettles == 0)) {
+  if (pager_.arrivals().any() && (!frame.timed || frame.now % kOpsBetweenSettles == 0)) {
     pager_.arrivals().settle();
   }
   if (pager_.has_finished()) {
@@ -200,7 +215,7 @@ void Observer::begin_outermost(const at::RecordFunction& record, Frame& frame) {
   }
   this_thread().op = &record;
   this_thread().op_number = 0;
-  this_thread().op_name = record.name();
+  this_thread().op_name = name;
 }
 
 /// At the first op of a backward.
@@ -226,63 +241,99 @@ Entity* Observer::find(c10::StorageImpl& storage, Frame& frame) {
   if (!tracked && !pager_.tracks_by_hand()) {
     return nullptr;
   }
-  return frame.recent.get(storage, [&] {
-    const bool makes = tracked && !on_library_thread();
-    return makes ? pager_.find_or_track(storage, /*by_hand=*/false) : pager_.find(storage);
+  if (!tracked) {
+    return frame.recent.find(storage, pager_);
+  }
+  return frame.recent.find_or_track(storage, [&] {
+    return on_library_thread() ? pager_.find(storage)
+                               : pager_.find_or_track(storage, /*by_hand=*/false);
   });
+}
+
+/// What `pin_inputs` finds on its way.
+struct Observer::Pinning {
+  Device* noted = nullptr; // whose stream has been noted
+  const Device* asked = nullptr; // whether it captures
+  size_t input_bytes = 0;
+  bool settled = true;
+};
+
+inline void Observer::pin_input(
+    c10::StorageImpl& storage,
+    bool written,
+    Frame& frame,
+    Pinning& pinning) {
+  if (storage.device_type() == c10::kCUDA) {
+    // Also for what is no entity yet: if it is paged out next, this op comes first.
+    Device* device = pager_.devices().known(storage.device());
+    if (device != nullptr && device != pinning.noted) {
+      device->note_current_stream();
+      pinning.noted = device;
+    }
+  } else if (storage.device_type() != c10::kCPU) {
+    return;
+  }
+  if (written) {
+    recipes_.before_write(storage);
+  }
+  Entity* entity = find(storage, frame);
+  if (entity == nullptr) {
+    return;
+  }
+  frame.pinned.push_back(entity);
+  if (planning_.recording()) {
+    frame.wrote.push_back(written);
+  }
+  const bool resident = entity->pin_settled();
+  if (&entity->device() != pinning.asked) {
+    pinning.asked = &entity->device();
+    pinning.settled = pinning.settled && !pinning.asked->capturing();
+  }
+  pinning.settled = pinning.settled && resident;
+  if (written && (!resident || entity->keeps_copy())) {
+    frame.written.push_back(entity);
+  }
+  if (frame.timed) {
+    pinning.input_bytes += entity->uses.last() != frame.now ? entity->nbytes() : 0;
+    entity->uses.record(frame.now, policy_->cycles().shape(frame.cycle));
+  }
 }
 
 /// False if not all of the inputs could be seen.
 bool Observer::pin_inputs(const at::RecordFunction& record, Frame& frame, const OpTraits& op) {
   const size_t first = frame.pinned.size();
-  const CycleShape cycle = policy_->cycles().shape();
-  Device* noted = nullptr;
-  size_t input_bytes = 0;
-  bool settled = op.kind != OpKind::kCollective && op.kind != OpKind::kInspecting;
+  Pinning pinning;
+  pinning.settled = op.kind != OpKind::kCollective && op.kind != OpKind::kInspecting;
   bool all = true;
   size_t argument = 0;
   for (const c10::IValue& value : inputs_of(record)) {
     const bool written = op.writes(argument++);
-    all = visit_storages(
-              value,
-              [&](c10::StorageImpl& storage) {
-                if (storage.device_type() == c10::kCUDA) {
-                  // Also for what is no entity yet: if it is paged out next, this op comes first.
-                  Device* device = pager_.devices().known(storage.device());
-                  if (device != nullptr && device != noted) {
-                    device->note_current_stream();
-                    settled = settled && !device->capturing();
-                    noted = device;
-                  }
-                } else if (storage.device_type() != c10::kCPU) {
-                  return;
-                }
-                if (written) {
-                  recipes_.before_write(storage);
-                }
-                Entity* entity = find(storage, frame);
-                if (entity == nullptr) {
-                  return;
-                }
-                frame.pinned.push_back(entity);
-                if (planning_.recording()) {
-                  frame.wrote.push_back(written);
-                }
-                settled = entity->pin_settled() && settled;
-                input_bytes += entity->uses.last() != frame.now ? entity->nbytes() : 0;
-                if (written) {
-                  frame.written.push_back(entity);
-                }
-                entity->uses.record(frame.now, cycle);
-              }) &&
-          all;
+    const auto pin = [&](c10::StorageImpl& storage) {
+      pin_input(storage, written, frame, pinning);
+    };
+    all = visit_storages(value, pin) && all;
   }
+  if (frame.pinned.size() != first) {
+    settle_pinned(record, frame, op.kind, first, all, pinning);
+  }
+  return all;
+}
+
+/// What has been pinned from `first` on: there is something.
+void Observer::settle_pinned(
+    const at::RecordFunction& record,
+    Frame& frame,
+    OpKind kind,
+    size_t first,
+    bool all,
+    Pinning& pinning) {
+  size_t input_bytes = pinning.input_bytes;
   if (input_bytes != 0 && all &&
       LargeOps::worth_looking(frame.pinned[first]->device(), input_bytes)) {
     large_ops_.make_fit(record, frame, first);
   }
-  if (!settled) {
-    use_unsettled(frame, first, op.kind);
+  if (!pinning.settled) {
+    use_unsettled(frame, first, kind);
   }
   for (Entity* entity : frame.written) { // also those that have just come in
     if (entity->keeps_copy()) {
@@ -294,7 +345,6 @@ bool Observer::pin_inputs(const at::RecordFunction& record, Frame& frame, const 
     input_bytes -= std::min(input_bytes, entity->nbytes());
   }
   this_thread().op_input_bytes += input_bytes; // that lie on the device
-  return all;
 }
 
 void Observer::bring_inputs(const at::RecordFunction& record, Frame& frame) {
@@ -339,11 +389,11 @@ void Observer::use_unsettled(Frame& frame, size_t first, OpKind kind) {
 }
 
 void Observer::note_outputs(const at::RecordFunction& record, Frame& frame) {
-  const CycleShape cycle = policy_->cycles().shape();
   for (const c10::IValue& value : outputs_of(record)) {
     visit_storages(value, [&](c10::StorageImpl& storage) {
-      if (Entity* entity = find(storage, frame)) {
-        entity->uses.record(frame.now, cycle);
+      Entity* entity = find(storage, frame);
+      if (entity != nullptr && frame.timed) {
+        entity->uses.record(frame.now, policy_->cycles().shape(frame.cycle));
       }
     });
   }
@@ -381,7 +431,14 @@ void Observer::release_pinned(Frame& frame) noexcept {
   this_thread().op_name = nullptr;
   this_thread().op_input_bytes = 0;
   torch_lms::release(frame.pinned, frame.served);
+  frame.wrote.clear();
   OpClock::get().end_op();
+  if (frame.recipe != nullptr) {
+    frame.recipe = nullptr;
+  }
+  if (frame.before) {
+    frame.before = c10::Storage();
+  }
 }
 
 void Observer::end(const at::RecordFunction& record) {
@@ -392,33 +449,17 @@ void Observer::end(const at::RecordFunction& record) {
   if (--frame.depth != 0) {
     return;
   }
-  Device* devices[2] = {nullptr, nullptr};
-  size_t input_bytes = 0;
-  for (const Entity* entity : frame.pinned) {
-    Device* device = &entity->device();
-    input_bytes += entity->nbytes();
-    if (device != devices[0] && device != devices[1]) {
-      devices[devices[0] == nullptr ? 0 : 1] = device;
-    }
+  UsedDevices used;
+  if (frame.timed) {
+    used = devices_of(frame);
   }
   std::exception_ptr failed;
   try {
-    note_outputs(record, frame);
-    if (planning_.wants_ops() && !frame.inside_kernel) {
-      planning_.end_op(record, frame);
-    } else if (frame.recipe != nullptr) {
-      note_recipe(record, frame);
-    }
-    if (std::exchange(this_thread().op_refused, false)) {
-      large_ops_.note_refused(record, input_bytes);
-    }
+    note_end(record, frame, used.input_bytes);
   } catch (...) {
     failed = std::current_exception();
   }
   release_pinned(frame);
-  frame.wrote.clear();
-  frame.recipe = nullptr;
-  frame.before = c10::Storage();
   if (failed != nullptr) {
     std::rethrow_exception(failed); // PyTorch logs it
   }
@@ -426,17 +467,41 @@ void Observer::end(const at::RecordFunction& record) {
     return;
   }
   planning_.after_op(frame);
+  if (frame.timed) {
+    tell_policy(record, frame, used);
+  }
+  chaos_.after_op();
+}
+
+/// What the op has made, before what it has pinned is let go of.
+void Observer::note_end(const at::RecordFunction& record, Frame& frame, size_t input_bytes) {
+  if (record.needsOutputs()) {
+    note_outputs(record, frame);
+  }
+  if (planning_.wants_ops() && !frame.inside_kernel) {
+    planning_.end_op(record, frame);
+  } else if (frame.recipe != nullptr && record.needsOutputs()) {
+    note_recipe(record, frame);
+  }
+  if (std::exchange(this_thread().op_refused, false)) {
+    large_ops_.note_refused(record, input_bytes);
+  }
+}
+
+void Observer::tell_policy(
+    const at::RecordFunction& record,
+    Frame& frame,
+    const UsedDevices& used) {
   note_program_thread();
   const bool on_main_thread = is_on_main_thread(frame);
   const bool of_program = in_program(frame);
-  policy_->after_op(devices[0], on_main_thread, of_program);
-  if (devices[1] != nullptr) {
-    policy_->after_op(devices[1], on_main_thread, of_program);
+  policy_->after_op(used.devices[0], on_main_thread, of_program);
+  if (used.devices[1] != nullptr) {
+    policy_->after_op(used.devices[1], on_main_thread, of_program);
   }
   if (of_program) {
     planning_.note_op(record);
   }
-  chaos_.after_op();
 }
 
 // --- addresses that are given out -------------------------------------------------------
@@ -545,6 +610,9 @@ void Observer::stop() {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     fed_ = false;
+    if (observing() && outputs_ && wanted()) {
+      install(/*outputs=*/false); // for what is still out
+    }
   }
   stop_if_idle();
 }

@@ -96,10 +96,21 @@ class Observer final : public OpFeed {
   void begin(const at::RecordFunction& record);
   void end(const at::RecordFunction& record);
   void refuse_dropped(const at::RecordFunction& record, const std::exception& error);
-  void begin_outermost(const at::RecordFunction& record, Frame& frame);
+  void begin_outermost(const at::RecordFunction& record, const char* name, Frame& frame);
+  struct Pinning;
+  void pin_input(c10::StorageImpl& storage, bool written, Frame& frame, Pinning& pinning);
   bool pin_inputs(const at::RecordFunction& record, Frame& frame, const OpTraits& op);
+  void settle_pinned(
+      const at::RecordFunction& record,
+      Frame& frame,
+      OpKind kind,
+      size_t first,
+      bool all,
+      Pinning& pinning);
   void bring_inputs(const at::RecordFunction& record, Frame& frame);
   void use_unsettled(Frame& frame, size_t first, OpKind kind);
+  void note_end(const at::RecordFunction& record, Frame& frame, size_t input_bytes);
+  void tell_policy(const at::RecordFunction& record, Frame& frame, const UsedDevices& used);
   void note_outputs(const at::RecordFunction& record, Frame& frame);
   void note_recipe(const at::RecordFunction& record, Frame& frame);
   void release_pinned(Frame& frame) noexcept;

@@ -78,18 +78,6 @@ c10::DispatchKeySet keys_of(const c10::IValue& value) {
   return keys;
 }
 
-/// Whether autocast's kernel is about to run: not inside of what it calls.
-bool casts_now(const at::RecordFunction& record, c10::DispatchKeySet casts) {
-  const c10::DispatchKeySet here = casts - c10::impl::tls_local_dispatch_key_set().excluded_;
-  if (here.empty()) {
-    return false;
-  }
-  const Values inputs = inputs_of(record);
-  return std::any_of(inputs.begin(), inputs.end(), [here](const c10::IValue& value) {
-    return keys_of(value).has_any(here);
-  });
-}
-
 OpTraits traits_of_pytorchs(const char* name, const char* overload) {
   if (std::strcmp(name, "aten::record_stream") == 0 ||
       std::strcmp(name, "aten::_lazy_clone") == 0) {
@@ -123,12 +111,19 @@ OpTraits find_traits(const char* name, const char* overload) {
 
 } // namespace
 
-OpTraits OpKinds::of(const at::RecordFunction& record) {
-  const char* name = record.name();
-  Known& known = known_[(reinterpret_cast<uintptr_t>(name) >> 4) % known_.size()];
-  if (known.address == name && std::strcmp(known.name.data(), name) == 0) {
-    return known.traits;
+bool OpKinds::casts_now(const at::RecordFunction& record, c10::DispatchKeySet casts) {
+  const c10::DispatchKeySet here = casts - c10::impl::tls_local_dispatch_key_set().excluded_;
+  if (here.empty()) {
+    return false;
   }
+  const Values inputs = inputs_of(record);
+  return std::any_of(inputs.begin(), inputs.end(), [here](const c10::IValue& value) {
+    return keys_of(value).has_any(here);
+  });
+}
+
+OpTraits OpKinds::look_up(const at::RecordFunction& record, const char* name) {
+  Known& known = known_of(name);
   const OpTraits traits = find_traits(name, record.overload_name());
   if (std::strlen(name) < known.name.size()) {
     known.address = name;
@@ -136,14 +131,6 @@ OpTraits OpKinds::of(const at::RecordFunction& record) {
     known.traits = traits;
   }
   return traits;
-}
-
-OpTraits OpKinds::now(const at::RecordFunction& record) {
-  OpTraits op = of(record);
-  if (op.kind == OpKind::kSealed && !op.casts.empty() && casts_now(record, op.casts)) {
-    op.kind = OpKind::kComposite;
-  }
-  return op;
 }
 
 } // namespace torch_lms

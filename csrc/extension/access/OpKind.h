@@ -2,6 +2,7 @@
 
 #include <array>
 #include <cstdint>
+#include <cstring>
 
 #include <ATen/record_function.h>
 #include <c10/core/DispatchKeySet.h>
@@ -47,11 +48,20 @@ struct OpTraits {
 /// Not thread-safe: a thread's own.
 class OpKinds {
  public:
-  /// Blocks, for an op's first time, on the dispatcher's lock.
-  OpTraits of(const at::RecordFunction& record);
+  /// Blocks, for an op's first time, on the dispatcher's lock. `name`: the record's.
+  OpTraits of(const at::RecordFunction& record, const char* name) {
+    const Known& known = known_of(name);
+    return known.address == name && std::strcmp(known.name.data(), name) == 0
+               ? known.traits
+               : look_up(record, name);
+  }
 
-  /// The same for an op that begins: under autocast some only call others.
-  OpTraits now(const at::RecordFunction& record);
+  /// The kind of an op that begins, of such traits: under autocast some only call others.
+  static OpKind kind_now(const at::RecordFunction& record, const OpTraits& op) {
+    return op.kind != OpKind::kSealed || op.casts.empty() || !casts_now(record, op.casts)
+               ? op.kind
+               : OpKind::kComposite;
+  }
 
  private:
   /// Names are compared, too: only those of ops stay where they are.
@@ -60,6 +70,13 @@ class OpKinds {
     std::array<char, 48> name{};
     OpTraits traits;
   };
+
+  Known& known_of(const char* name) noexcept {
+    return known_[(reinterpret_cast<uintptr_t>(name) >> 4) % known_.size()];
+  }
+  OpTraits look_up(const at::RecordFunction& record, const char* name);
+  /// Whether autocast's kernel is about to run: not inside of what it calls.
+  static bool casts_now(const at::RecordFunction& record, c10::DispatchKeySet casts);
 
   std::array<Known, 512> known_;
 };

@@ -26,15 +26,21 @@ inline Values outputs_of(const at::RecordFunction& record) {
   return top_of(Values(outputs.data(), outputs.size()), record.num_outputs());
 }
 
-/// Calls `visit` with every storage behind a value: of tensors, in lists and tuples, and of the
-/// parts of sparse ones. Returns false if there are tensors whose storages cannot be seen:
-/// wrappers (functorch's, nested tensors), whose op comes again, unwrapped.
+/// Of a tensor without a storage of its own: see `visit_storages`.
 template <typename Visit>
-bool visit_storages(const at::TensorImpl* tensor, const Visit& visit) {
+bool visit_parts(const at::TensorImpl* tensor, const Visit& visit);
+
+template <typename Visit>
+inline bool visit_storages(const at::TensorImpl* tensor, const Visit& visit) {
   if (tensor->has_storage()) {
     visit(*tensor->unsafe_storage().unsafeGetStorageImpl());
     return true;
   }
+  return visit_parts(tensor, visit);
+}
+
+template <typename Visit>
+bool visit_parts(const at::TensorImpl* tensor, const Visit& visit) {
   const auto visit_part = [&visit](const at::TensorBase& part) {
     return !part.defined() || visit_storages(part.unsafeGetTensorImpl(), visit);
   };
@@ -58,13 +64,25 @@ bool visit_storages(const at::TensorImpl* tensor, const Visit& visit) {
   }
 }
 
+/// Of a list or a tuple: see `visit_storages`.
 template <typename Visit>
-bool visit_storages(const c10::IValue& value, const Visit& visit) {
-  bool all = true;
+bool visit_elements(const c10::IValue& value, const Visit& visit);
+
+/// Calls `visit` with every storage behind a value: of tensors, in lists and tuples, and of the
+/// parts of sparse ones. Returns false if there are tensors whose storages cannot be seen:
+/// wrappers (functorch's, nested tensors), whose op comes again, unwrapped.
+template <typename Visit>
+inline bool visit_storages(const c10::IValue& value, const Visit& visit) {
   if (value.isTensor()) {
     const at::TensorImpl* tensor = value.unsafeToTensorImpl();
-    return tensor == c10::UndefinedTensorImpl::singleton() || visit_storages(tensor, visit);
+    return visit_storages(tensor, visit) || tensor == c10::UndefinedTensorImpl::singleton();
   }
+  return !(value.isList() || value.isTuple()) || visit_elements(value, visit);
+}
+
+template <typename Visit>
+bool visit_elements(const c10::IValue& value, const Visit& visit) {
+  bool all = true;
   if (value.isList()) {
     for (const c10::IValue& element : value.toListRef()) {
       if (!element.isTensor() && !element.isList() && !element.isTuple() && !element.isNone()) {

@@ -4,15 +4,12 @@
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <mutex>
 
 #include <entity/HostPool.h>
 
 namespace torch_lms {
 namespace {
-
-std::atomic<bool> forked{false};
 
 // Devices may share a pool, and may come while another thread forks.
 std::mutex fork_mutex; // held from `before` to `in_parent` or `in_child`
@@ -52,10 +49,6 @@ void in_child() {
 }
 
 } // namespace
-
-bool in_forked_child() noexcept {
-  return forked.load(std::memory_order_relaxed);
-}
 
 void watch_forks(VisitPools pools) {
   visit_pools = pools;

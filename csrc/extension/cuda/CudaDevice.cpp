@@ -234,9 +234,10 @@ CudaDevice::BeyondLimit::~BeyondLimit() {
 
 bool CudaDevice::capturing() const {
   const LimitedCudaAllocator& limited = LimitedCudaAllocator::get();
-  // Every op asks. Where each capture announces its pool, the driver need not be asked.
+  // Every op asks. Where each capture announces its pool, and on the default stream, which cannot
+  // be captured, the driver need not be asked.
   return limited.capturing() ||
-         (!limited.installed() &&
+         (!limited.installed() && c10::cuda::getCurrentCUDAStream().stream() != nullptr &&
           c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None);
 }
 

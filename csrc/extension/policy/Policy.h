@@ -156,7 +156,9 @@ class Policy final : public Room, public PagerListener {
   void note_node_begins() noexcept;
   /// While a plan is carried out: nothing goes or comes ahead of need but by the plan.
   void set_planned(bool planned) noexcept {
-    planned_.store(planned, std::memory_order_relaxed);
+    if (planned_.load(std::memory_order_relaxed) != planned) { // else many threads write to it
+      planned_.store(planned, std::memory_order_relaxed);
+    }
   }
   Placeholders& placeholders() noexcept {
     return placeholders_;

@@ -38,16 +38,16 @@ void CycleTracker::begin_cycle(uint64_t forward, uint64_t length, uint64_t began
   version_.fetch_add(1, std::memory_order_release);
 }
 
-CycleShape CycleTracker::shape() const noexcept {
+void CycleTracker::read_shape(KnownShape& known) const noexcept {
   for (;;) {
     const uint64_t version = version_.load(std::memory_order_acquire);
-    CycleShape shape;
-    shape.forward = forward_.load(std::memory_order_acquire);
-    shape.length = length_.load(std::memory_order_acquire);
-    shape.began = began_.load(std::memory_order_acquire);
-    shape.number = number_.load(std::memory_order_acquire);
+    known.shape.forward = forward_.load(std::memory_order_acquire);
+    known.shape.length = length_.load(std::memory_order_acquire);
+    known.shape.began = began_.load(std::memory_order_acquire);
+    known.shape.number = number_.load(std::memory_order_acquire);
     if (version % 2 == 0 && version_.load(std::memory_order_relaxed) == version) {
-      return shape;
+      known.version = version;
+      return;
     }
   }
 }

@@ -8,6 +8,14 @@
 
 namespace torch_lms {
 
+/// A thread's copy of the shape, so that it need not be read anew for each use.
+///
+/// Not thread-safe: a thread's own.
+struct KnownShape {
+  CycleShape shape;
+  uint64_t version = ~uint64_t{0};
+};
+
 /// Counts outermost ops and finds the cycles of a program that trains: a
 /// cycle ends when a backward has ended and something else begins.
 ///
@@ -33,12 +41,24 @@ class CycleTracker {
   }
 
   /// Takes no lock: every use asks for it.
-  CycleShape shape() const noexcept;
+  CycleShape shape() const noexcept {
+    KnownShape known;
+    return shape(known);
+  }
+  /// The same, and `known` is brought up to date.
+  const CycleShape& shape(KnownShape& known) const noexcept {
+    if (version_.load(std::memory_order_acquire) != known.version) {
+      read_shape(known);
+    }
+    return known.shape;
+  }
 
  private:
+  void begin_cycle(uint64_t forward, uint64_t length, uint64_t began);
+  void read_shape(KnownShape& known) const noexcept;
+
   std::atomic<uint64_t> ops_{0};
   std::atomic<bool> in_backward_{false};
-  void begin_cycle(uint64_t forward, uint64_t length, uint64_t began);
 
   std::mutex mutex_; // of who writes what follows
   uint64_t backward_began_ = 0;

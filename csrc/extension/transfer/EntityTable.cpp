@@ -16,6 +16,12 @@ EntityPtr EntityTable::find(const c10::StorageImpl& storage) {
   return at != shard.entities.end() && at->second->stands_for(storage) ? at->second : nullptr;
 }
 
+bool EntityTable::lists(const c10::StorageImpl& storage) {
+  Shard& shard = shard_of(storage);
+  std::lock_guard<std::mutex> lock(shard.mutex);
+  return shard.entities.count(&storage) != 0;
+}
+
 bool EntityTable::unfix(const c10::StorageImpl& storage) {
   Shard& shard = shard_of(storage);
   std::lock_guard<std::mutex> lock(shard.mutex);

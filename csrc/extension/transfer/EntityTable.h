@@ -1,6 +1,8 @@
 #pragma once
 
 #include <array>
+#include <atomic>
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -37,6 +39,9 @@ class EntityTable {
   /// Null if the storage has no entity.
   EntityPtr find(const c10::StorageImpl& storage);
 
+  /// Whether it has one, or had one before it was resized.
+  bool lists(const c10::StorageImpl& storage);
+
   /// The storage's entity, made by `make` (which may decline) if there is none or the one there
   /// is belongs to memory that the storage no longer holds. `make` runs under the shard's
   /// mutex: nobody moves the bytes of a storage that has no entity.
@@ -59,6 +64,13 @@ class EntityTable {
   /// Number of entries, dead ones included.
   size_t size();
 
+  /// Changes before a storage gets an entity: a storage that had none has none while it stays the
+  /// same. Takes no lock. See Note [Who may still use a storage]: an op that finds it unchanged has
+  /// published its tick before, and an entity's tick is taken after the change.
+  uint64_t changes() const noexcept {
+    return changes_.load(std::memory_order_seq_cst);
+  }
+
  private:
   struct Shard {
     std::mutex mutex;
@@ -78,6 +90,7 @@ class EntityTable {
     const bool stays = entity != nullptr &&
                        (entity->stands_for(storage) || entity->used_by_ops() || !entity->retire());
     if (!stays) {
+      changes_.fetch_add(1, std::memory_order_seq_cst);
       EntityPtr made = make();
       if (made == nullptr) {
         return nullptr;
@@ -104,6 +117,7 @@ class EntityTable {
   static void sweep(Shard& shard, std::vector<EntityPtr>& dead);
 
   std::array<Shard, 64> shards_;
+  std::atomic<uint64_t> changes_{0};
 };
 
 } // namespace torch_lms
