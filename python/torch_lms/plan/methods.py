@@ -59,8 +59,10 @@ def simple_methods(problem: Problem, *, all_of_them: bool = False) -> list[Metho
 def linear_methods(problem: Problem) -> list[Method]:
     """The linear program, for small problems with two lengths of chains."""
     small = len(problem.candidates) <= _LARGE
-    shares = {"linear": _CHAIN_SHARE, "linear, short chains": _SHORT_CHAIN_SHARE} if small else {"linear": _CHAIN_SHARE}
-    return [Method(name, _linear_with(share), (0.94,) if small else ()) for name, share in shares.items()]
+    if not small:
+        return [Method("linear", _linear_with(_CHAIN_SHARE, seconds=0.0), (0.98,))]
+    shares = {"linear": _CHAIN_SHARE, "linear, short chains": _SHORT_CHAIN_SHARE}
+    return [Method(name, _linear_with(share, seconds=_INTEGER_SECONDS), (0.98, 0.94)) for name, share in shares.items()]
 
 
 def _short_chains(problem: Problem) -> Choices:
@@ -68,9 +70,9 @@ def _short_chains(problem: Problem) -> Choices:
     return fit(calm, greedy(calm))
 
 
-def _linear_with(chain_share: float) -> Callable[[Problem], Choices | None]:
+def _linear_with(chain_share: float, *, seconds: float) -> Callable[[Problem], Choices | None]:
     def choose(problem: Problem) -> Choices | None:
-        return linear(problem, chain_bytes=chain_share * problem.limit_bytes, seconds=_INTEGER_SECONDS)
+        return linear(problem, chain_bytes=chain_share * problem.limit_bytes, seconds=seconds)
 
     return choose
 
