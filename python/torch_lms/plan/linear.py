@@ -66,7 +66,7 @@ def linear_bound_us(problem: Problem) -> float | None:
 
 
 def linear(problem: Problem, *, chain_bytes: float, seconds: float) -> Choices | None:
-    """Solves the program, then makes its fractions whole: by a small integer program over those that are not, or rounded.
+    """Solves the program, then makes its fractions whole, by a small integer program over those that are not.
 
     Args:
         problem: what is asked.
@@ -118,6 +118,8 @@ class _Program:
         self._problem, self._careful = problem, dropped is not None
         self._at = choose_checkpoints(problem.plain_bytes, problem.durations_us, problem.limit_bytes)
         self._count = len(self._at)
+        # For each place the first checkpoint that is not before it.
+        self._next: list[int] = np.searchsorted(self._at, np.arange(len(problem.durations_us) + 2)).tolist()
         needy = problem.plain_bytes > problem.limit_bytes
         useful = problem.arrays.sums(needy.astype(np.float64)) > 0
         self._numbers: list[int] = np.flatnonzero(useful).tolist()
@@ -198,7 +200,7 @@ class _Program:
                 self.rows.at_most(used, float(room[place]))
 
     def _stretch(self, steps: list[dict[int, float]], variables: list[int], first: int, end: int, size: float) -> None:
-        low, high = (int(one) for one in np.searchsorted(self._at, (first, end)))
+        low, high = self._next[first], self._next[end]
         if low >= high:
             return
         for variable in variables:
@@ -219,10 +221,10 @@ class _Program:
         for number, variable in self._swap.items():
             one = self._problem.candidates[number]
             if not one.unchanged:
-                leaving[int(np.searchsorted(self._at, one.out_after, side="right"))][variable] = one.bytes / _MIB
+                leaving[self._next[one.out_after + 1]][variable] = one.bytes / _MIB
                 all_out[variable] = link.out_us(one.bytes) / 1e3
             if one.back_at is not None:
-                needed[int(np.searchsorted(self._at, one.back_at % places))][variable] = one.bytes / _MIB
+                needed[self._next[one.back_at % places]][variable] = one.bytes / _MIB
                 all_in[variable] = link.in_us(one.bytes) / 1e3
         wraps = any((one.back_at or 0) >= places for one in self._problem.candidates)
         carried = self.rows.variable() if wraps else None  # what the cycle before has brought in
@@ -251,11 +253,9 @@ class _Program:
         for number, variable in self._replay.items():
             replay = self._problem.candidates[number].replay
             assert replay is not None
-            at = int(np.searchsorted(self._at, self._earliest[number], side="right"))
-            replays[at][variable] = replay.own_us / 1e3
+            replays[self._next[self._earliest[number] + 1]][variable] = replay.own_us / 1e3
         for storage, variable in self._drop.items():
-            at = int(np.searchsorted(self._at, self._spent[storage].needed, side="right"))
-            replays[at][variable] = self._spent[storage].duration_us / 1e3
+            replays[self._next[self._spent[storage].needed + 1]][variable] = self._spent[storage].duration_us / 1e3
         return plain, replays
 
     def _add_spent(self) -> None:
