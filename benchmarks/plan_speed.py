@@ -1,7 +1,7 @@
 """How long planning takes, and how close plans come to the linear program's bound, on synthetic models.
 
-The traces are from formulas (``tests/plan``), so this runs anywhere. Limits are shares of the plain peak. Times are those
-of one processor: planning has one thread, and others may use the machine.
+The traces are from formulas (``tests/plan``), so this runs anywhere. Limits are shares of the plain peak. Times are
+those of the processor, since others may use the machine; planning has one thread.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ COLUMNS = [
     ("over_bound", "Step / bound", "{:.4f}"),
     ("peak", "Peak / limit", "{:.4f}"),
     ("method", "Method", "{}"),
-    ("planned_s", "Planned in (s)", "{:.2f}"),
-    ("simulated_s", "Simulated in (s)", "{:.3f}"),
+    ("planned_s", "Planned in (CPU s)", "{:.2f}"),
+    ("simulated_s", "Simulated in (CPU s)", "{:.3f}"),
 ]
 
 
@@ -73,7 +73,7 @@ def add_limit(result: Result, model: str, trace: Trace, share: float) -> None:
     ratio = known.step_us / known.lower_bound_us
     result.check(f"{what}, step over bound", f"{TARGET_RATIO}", ratio, ratio <= TARGET_RATIO)
     if len(trace.storages) >= TARGET_STORAGES:
-        result.check(f"{what}, planned in", f"{TARGET_S} s", planned_s, planned_s <= TARGET_S)
+        result.check(f"{what}, planned in", f"{TARGET_S} CPU s", planned_s, planned_s <= TARGET_S)
 
 
 def main() -> None:
