@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable
 
 from benchmarks.results import Result
 from tests.plan.large_traces import encoder_decoder_trace, experts_trace
@@ -15,7 +16,7 @@ from tests.plan.traces import gpt_trace
 from torch_lms.plan import Trace, make_plan, simulate
 
 GIB = 2**30
-MODELS = {
+MODELS: dict[str, Callable[[], Trace]] = {
     "GPT, 24 layers": lambda: gpt_trace(layers=24),
     "GPT, 360 layers": lambda: gpt_trace(layers=360),
     "Encoder and decoder, 24 layers each": lambda: encoder_decoder_trace(layers=24),
