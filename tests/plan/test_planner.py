@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from itertools import islice, pairwise
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from tests.plan.large_traces import encoder_decoder_trace, experts_trace
 from tests.plan.random_traces import all_decisions, traces
 from tests.plan.traces import Program, gpt_trace
 from torch_lms.errors import LimitError
@@ -28,6 +30,7 @@ from torch_lms.plan import (
 from torch_lms.plan import linear as linear_module
 from torch_lms.plan.anchors import find_anchors
 from torch_lms.plan.linear import linear_bound_us
+from torch_lms.plan.methods import carry_through, linear_methods
 from torch_lms.plan.problem import Problem
 
 MIB = 2**20
@@ -111,6 +114,39 @@ def test_what_fits_is_left_alone() -> None:
     assert (plan.method, plan.methods, plan.actions()) == ("keep", (), {})
     assert plan.predicted.step_us == plan.predicted.plain_us
     assert plan.decisions[0].reason.startswith("Everything fits: the peak is ")
+
+
+def test_what_lives_on_after_its_last_use_is_served_where_nothing_else_makes_room() -> None:
+    program = Program()
+    [kept] = program.op("first", 10.0, makes=[80], recipe=False)
+    program.op("reads", 10.0, reads=[kept], recipe=False)
+    [made] = program.op("last", 10.0, makes=[80], recipe=False)
+    program.release(made)
+    program.drafts[kept].recurring = True
+    trace = program.trace()
+    assert least_limit(trace) == 80
+    for limit in (80, 120, 159):
+        plan = make_plan(trace, limit)
+        assert kinds(plan) == {KEEP, HOST}
+        assert carried_out(trace, plan).feasible
+
+
+@pytest.mark.parametrize("share", [0.6, 0.4])
+@pytest.mark.parametrize("make", [experts_trace, encoder_decoder_trace], ids=["experts", "encoder and decoder"])
+def test_thousands_of_small_storages_are_planned_close_to_the_bound(make: Callable[[], Trace], share: float) -> None:
+    trace = make()
+    assert len(trace.storages) > 4000
+    problem = Problem(trace, int(peak(trace) * share))
+    bound_us = linear_bound_us(problem)
+    assert bound_us is not None
+    assert bound_us > 1.01 * trace.plain_us
+    [method] = linear_methods(problem)
+    by_program, plan = carry_through(problem, method), make_plan(trace, problem.limit_bytes, simply=True)
+    assert by_program is not None
+    assert by_program.timeline.feasible
+    assert by_program.timeline.step_us <= 1.02 * bound_us
+    assert plan.predicted.lower_bound_us == pytest.approx(bound_us)
+    assert plan.predicted.step_us <= 1.03 * bound_us
 
 
 def test_each_way_alone_makes_plans() -> None:

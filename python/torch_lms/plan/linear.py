@@ -14,13 +14,18 @@ Minimised are the replays and the waits. Backlog and ahead are fluid, and a repl
 memory than one that comes late: every plan that the simulator carries out is a point of this program, so its value is a
 bound. A spent input of a recipe, one that the program has released by then, is held or replayed too.
 
+Note [Rounds]: what a plan drops may have to be made again early, for something else that is made from it. Which does is
+known once it is known what is dropped. So to plan, the program is solved as if nothing came early; then again, with the
+places at which what it dropped would be made again. The worst case, that all are dropped that can be, is no guide: in a
+mixture of experts it makes plans that take twice as long.
+
 Related: POFO (Beaumont et al., NeurIPS 2021) weighs both ways for chains, by dynamic programming; Checkmate (Jain et
 al., MLSys 2020) rounds a linear program of what to recompute.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from importlib.util import find_spec
 
 import numpy as np
@@ -41,6 +46,8 @@ _MIB = float(2**20)
 _WHOLE = 1e-4
 _COPY_PRICE = 0.02
 _LINK_RESERVE = 0.05
+_ROUNDS = 2
+_GAP = 0.01  # of what a plan adds to the program's own time
 
 
 def scipy_is_there() -> bool:
@@ -54,32 +61,48 @@ def linear_bound_us(problem: Problem) -> float | None:
     Args:
         problem: what is asked.
     """
-    relaxed = _Program(problem, careful=False).rows.solve()
+    relaxed = _Program(problem).rows.solve()
     return None if relaxed is None else float(problem.durations_us.sum()) + max(relaxed.objective, 0.0) * 1e3
 
 
 def linear(problem: Problem, *, chain_bytes: float, seconds: float) -> Choices | None:
-    """Solves the program, then makes its fractions whole by a small integer program over those that are not.
+    """Solves the program, then makes its fractions whole, by a small integer program over those that are not.
 
     Args:
         problem: what is asked.
         chain_bytes: that one replay may make again too early; see `find_anchors`.
-        seconds: at most for the integer program.
+        seconds: at most for the integer program; 0 rounds, which is as good where storages are many and small.
 
     Returns:
         None if even fractions keep no limit.
     """
-    program = _Program(problem.keeping(find_anchors(problem, chain_bytes)), careful=True)
-    relaxed = program.rows.solve()
-    if relaxed is None:
+    found = _relaxed(problem.keeping(find_anchors(problem, chain_bytes)))
+    if found is None:
         return None
+    program, relaxed = found
     fractions = relaxed.values[program.fractions]
     open_ones = program.fractions[(fractions > _WHOLE) & (fractions < 1 - _WHOLE)]
-    if not len(open_ones):
+    if not len(open_ones) or not seconds:
         return program.choices(relaxed)
     settled = np.setdiff1d(program.fractions, open_ones)
     program.rows.settle(settled, np.round(relaxed.values[settled]))
-    return program.choices(program.rows.solve(whole=open_ones, seconds=seconds) or relaxed)
+    return program.choices(program.rows.solve(whole=open_ones, seconds=seconds, gap=_GAP) or relaxed)
+
+
+def _relaxed(problem: Problem) -> tuple[_Program, Solution] | None:
+    """The program of the last of the [Rounds] in which fractions keep the limit, and these; None if there is none."""
+    found, dropped = None, frozenset[int]()
+    for _ in range(_ROUNDS):
+        program = _Program(problem, dropped=dropped)
+        relaxed = program.rows.solve()
+        if relaxed is None:
+            break
+        found = program, relaxed
+        before = dropped
+        dropped = frozenset(number for number, kind in program.choices(relaxed).items() if kind == RECOMPUTE)
+        if dropped == before:
+            break
+    return found
 
 
 class _Program:
@@ -87,18 +110,20 @@ class _Program:
 
     Args:
         problem: what is asked.
-        careful: to plan, not to bound: relief ends where a storage may have to be made again, copies have a small price
-            and the link is a little slower.
+        dropped: what is likely to be, see [Rounds]. Relief ends where one of them has to be made again, copies have a
+            small price and the link is a little slower. None to bound, not to plan.
     """
 
-    def __init__(self, problem: Problem, *, careful: bool) -> None:
-        self._problem, self._careful = problem, careful
+    def __init__(self, problem: Problem, dropped: Collection[int] | None = None) -> None:
+        self._problem, self._careful = problem, dropped is not None
         self._at = choose_checkpoints(problem.plain_bytes, problem.durations_us, problem.limit_bytes)
         self._count = len(self._at)
+        # For each place the first checkpoint that is not before it.
+        self._next: list[int] = np.searchsorted(self._at, np.arange(len(problem.durations_us) + 2)).tolist()
         needy = problem.plain_bytes > problem.limit_bytes
         useful = problem.arrays.sums(needy.astype(np.float64)) > 0
         self._numbers: list[int] = np.flatnonzero(useful).tolist()
-        self._earliest = earliest_replays(problem)
+        self._earliest = earliest_replays(problem, dropped)
         self._spent = find_spent(problem, self._earliest)
         self.rows = Rows()
         self._add_variables()
@@ -175,7 +200,7 @@ class _Program:
                 self.rows.at_most(used, float(room[place]))
 
     def _stretch(self, steps: list[dict[int, float]], variables: list[int], first: int, end: int, size: float) -> None:
-        low, high = (int(one) for one in np.searchsorted(self._at, (first, end)))
+        low, high = self._next[first], self._next[end]
         if low >= high:
             return
         for variable in variables:
@@ -196,10 +221,10 @@ class _Program:
         for number, variable in self._swap.items():
             one = self._problem.candidates[number]
             if not one.unchanged:
-                leaving[int(np.searchsorted(self._at, one.out_after, side="right"))][variable] = one.bytes / _MIB
+                leaving[self._next[one.out_after + 1]][variable] = one.bytes / _MIB
                 all_out[variable] = link.out_us(one.bytes) / 1e3
             if one.back_at is not None:
-                needed[int(np.searchsorted(self._at, one.back_at % places))][variable] = one.bytes / _MIB
+                needed[self._next[one.back_at % places]][variable] = one.bytes / _MIB
                 all_in[variable] = link.in_us(one.bytes) / 1e3
         wraps = any((one.back_at or 0) >= places for one in self._problem.candidates)
         carried = self.rows.variable() if wraps else None  # what the cycle before has brought in
@@ -228,11 +253,9 @@ class _Program:
         for number, variable in self._replay.items():
             replay = self._problem.candidates[number].replay
             assert replay is not None
-            at = int(np.searchsorted(self._at, self._earliest[number], side="right"))
-            replays[at][variable] = replay.own_us / 1e3
+            replays[self._next[self._earliest[number] + 1]][variable] = replay.own_us / 1e3
         for storage, variable in self._drop.items():
-            at = int(np.searchsorted(self._at, self._spent[storage].needed, side="right"))
-            replays[at][variable] = self._spent[storage].duration_us / 1e3
+            replays[self._next[self._spent[storage].needed + 1]][variable] = self._spent[storage].duration_us / 1e3
         return plain, replays
 
     def _add_spent(self) -> None:

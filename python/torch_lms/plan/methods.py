@@ -32,12 +32,12 @@ class Method:
     Attributes:
         name: in plans.
         choose: choices for a problem; None if it finds none.
-        tighter: shares of the limit to plan for where compute waits.
+        shares: of the limit to plan for, the next one where compute waits under the plan for the one before.
     """
 
     name: str
     choose: Callable[[Problem], Choices | None]
-    tighter: tuple[float, ...]
+    shares: tuple[float, ...]
 
 
 def simple_methods(problem: Problem, *, all_of_them: bool = False) -> list[Method]:
@@ -48,19 +48,24 @@ def simple_methods(problem: Problem, *, all_of_them: bool = False) -> list[Metho
         all_of_them: also those that large problems usually do without.
     """
     small = len(problem.candidates) <= _LARGE
-    tighter = (0.96, 0.88, 0.75) if small else (0.95,)
-    found = [Method("greedy", greedy, tighter), Method("dawnpiper", dawnpiper, tighter if small else ())]
+    shares = (1.0, 0.96, 0.88, 0.75) if small else (1.0, 0.98, 0.95)
+    found = [Method("greedy", greedy, shares), Method("dawnpiper", dawnpiper, shares if small else (1.0,))]
     if small or all_of_them:
-        found.append(Method("greedy, exact", exact_greedy, tighter))
-        found.append(Method("greedy, short chains", _short_chains, tighter))
+        found.append(Method("greedy, exact", exact_greedy, shares))
+        found.append(Method("greedy, short chains", _short_chains, shares))
     return found
 
 
 def linear_methods(problem: Problem) -> list[Method]:
     """The linear program, for small problems with two lengths of chains."""
     small = len(problem.candidates) <= _LARGE
-    shares = {"linear": _CHAIN_SHARE, "linear, short chains": _SHORT_CHAIN_SHARE} if small else {"linear": _CHAIN_SHARE}
-    return [Method(name, _linear_with(share), (0.94,) if small else ()) for name, share in shares.items()]
+    if not small:
+        # Planned for all of the limit, copies of many small storages wait for each other's room.
+        return [Method("linear", _linear_with(_CHAIN_SHARE, seconds=0.0), (0.98, 1.0))]
+    chains = {"linear": _CHAIN_SHARE, "linear, short chains": _SHORT_CHAIN_SHARE}
+    return [
+        Method(name, _linear_with(share, seconds=_INTEGER_SECONDS), (1.0, 0.98, 0.94)) for name, share in chains.items()
+    ]
 
 
 def _short_chains(problem: Problem) -> Choices:
@@ -68,9 +73,9 @@ def _short_chains(problem: Problem) -> Choices:
     return fit(calm, greedy(calm))
 
 
-def _linear_with(chain_share: float) -> Callable[[Problem], Choices | None]:
+def _linear_with(chain_share: float, *, seconds: float) -> Callable[[Problem], Choices | None]:
     def choose(problem: Problem) -> Choices | None:
-        return linear(problem, chain_bytes=chain_share * problem.limit_bytes, seconds=_INTEGER_SECONDS)
+        return linear(problem, chain_bytes=chain_share * problem.limit_bytes, seconds=seconds)
 
     return choose
 
@@ -85,13 +90,17 @@ def carry_through(problem: Problem, method: Method) -> Timed | None:
     Returns:
         Its choices, repaired, timed and without those that memory has room for; None if it made none.
     """
-    best = _carry(problem, problem, method)
-    for share in method.tighter:
-        if best is None or (best.timeline.feasible and best.timeline.waits_us <= _WORTH_WAITS * best.timeline.step_us):
-            break
+    best: Timed | None = None
+    for share in method.shares:
         found = _carry(problem, problem.under(int(share * problem.limit_bytes)), method)
         best = found if found is not None and found.better_than(best) else best
+        if best is not None and _is_calm(best):
+            break
     return best
+
+
+def _is_calm(timed: Timed) -> bool:
+    return timed.timeline.feasible and timed.timeline.waits_us <= _WORTH_WAITS * timed.timeline.step_us
 
 
 def _carry(problem: Problem, tighter: Problem, method: Method) -> Timed | None:

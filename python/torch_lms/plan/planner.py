@@ -41,34 +41,40 @@ def make_plan(
         recompute: whether they may be dropped and made again.
         others: plans of the same cycle, for instance for lower limits; the new plan is never slower than one of them
             that keeps the limit.
-        simply: whether the linear program is left out, which takes most of the time.
+        simply: whether no plan is made by the linear program, which takes most of the time; it still gives the bound.
 
     Raises:
         LimitError: if no plan keeps the limit; it states `least_limit`.
     """
-    planning = _Planning(trace, limit_bytes, host_limit_bytes, swap, recompute)
-    best = planning.best(others, simply)
-    if best is None:
-        least = least_limit(trace, host_limit_bytes=host_limit_bytes, swap=swap, recompute=recompute)
-        host = "" if host_limit_bytes is None else f" with {host_limit_bytes} bytes of host memory"
-        raise LimitError(
-            f"expected a limit of at least {least} bytes ({least / _GIB:.2f} GiB){host}, found {limit_bytes}: no plan "
-            "was found that needs less; raise the limit or make the program's largest ops smaller"
-        )
-    return planning.plan(*best)
+    problem = Problem(trace, limit_bytes, host_limit_bytes=host_limit_bytes, swap=swap, recompute=recompute)
+    for served in _ways_to_serve(problem):
+        planning = _Planning(served)
+        best = planning.best(others, simply)
+        if best is not None:
+            return planning.plan(*best)
+    least = least_limit(trace, host_limit_bytes=host_limit_bytes, swap=swap, recompute=recompute)
+    host = "" if host_limit_bytes is None else f" with {host_limit_bytes} bytes of host memory"
+    raise LimitError(
+        f"expected a limit of at least {least} bytes ({least / _GIB:.2f} GiB){host}, found {limit_bytes}: no plan "
+        "was found that needs less; raise the limit or make the program's largest ops smaller"
+    )
+
+
+def _ways_to_serve(problem: Problem) -> Iterator[Problem]:
+    """With few storages on the host; then with all that can be there, as for the least limit."""
+    yield with_served(problem)
+    if problem.swap:
+        yield with_served(problem.under(0)).under(problem.limit_bytes)
 
 
 class _Planning:
     """One call of `make_plan`."""
 
-    def __init__(
-        self, trace: Trace, limit_bytes: int, host_limit_bytes: int | None, swap: bool, recompute: bool
-    ) -> None:
-        problem = Problem(trace, limit_bytes, host_limit_bytes=host_limit_bytes, swap=swap, recompute=recompute)
-        self.problem = with_served(problem)
-        self.plain = simulate(trace, [])
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.plain = simulate(problem.trace, [])
         self.results: list[MethodResult] = []
-        self.bound_us = trace.plain_us
+        self.bound_us = problem.trace.plain_us
 
     def best(self, others: Sequence[Plan], simply: bool) -> tuple[str, Timed] | None:
         """The winner's name and what it chose; None if nothing keeps the limit."""
@@ -86,11 +92,13 @@ class _Planning:
             tried = {result.name for result in self.results}
             more = simple_methods(self.problem, all_of_them=True)
             yield from self._carried([method for method in more if method.name not in tried])
-        if simply or not scipy_is_there():
-            why = "it takes longer" if simply else "SciPy is not installed"
+        solvable = scipy_is_there()
+        if solvable:
+            self.bound_us = linear_bound_us(self.problem) or self.bound_us
+        if simply or not solvable:
+            why = "SciPy is not installed" if not solvable else "it takes longer"
             self.results.append(MethodResult(name="linear", step_us=None, note=f"left out: {why}"))
             return
-        self.bound_us = linear_bound_us(self.problem) or self.bound_us
         yield from self._carried(linear_methods(self.problem))
 
     def _carried(self, methods: Sequence[Method]) -> Iterator[tuple[str, Timed]]:

@@ -13,6 +13,7 @@ __all__ = ["Rows", "Solution"]
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+_PROVEN = 1e-4
 _SOLVED, _OUT_OF_TIME, _INFEASIBLE = 0, 1, 2  # what `scipy.optimize.milp` says
 
 
@@ -57,14 +58,17 @@ class Rows:
         for variable, value in zip(variables.tolist(), values.tolist(), strict=True):
             self._least[variable] = self._most[variable] = value
 
-    def solve(self, *, whole: Ints | None = None, seconds: float | None = None) -> Solution | None:
+    def solve(
+        self, *, whole: Ints | None = None, seconds: float | None = None, gap: float = _PROVEN
+    ) -> Solution | None:
         """The least sum of costs; None if no values keep all rows, or none were found in time.
 
         Args:
             whole: variables that must be whole numbers; None for none.
             seconds: at most.
+            gap: between the sum and what it is proven to be never below, as a share, at which whole numbers will do.
         """
-        found = self._run(whole, seconds)
+        found = self._run(whole, seconds, gap)
         if found.x is None:
             return None
         return Solution(np.asarray(found.x, dtype=np.float64), float(found.fun))
@@ -79,7 +83,7 @@ class Rows:
             whole: variables that must be whole numbers.
             seconds: at most.
         """
-        found = self._run(whole, seconds)
+        found = self._run(whole, seconds, _PROVEN)
         if found.status == _INFEASIBLE:
             return np.inf
         if found.status not in (_SOLVED, _OUT_OF_TIME):
@@ -87,7 +91,7 @@ class Rows:
         proven = found.mip_dual_bound if len(whole) else found.fun if found.status == _SOLVED else None
         return -np.inf if proven is None else float(proven)
 
-    def _run(self, whole: Ints | None, seconds: float | None) -> Any:
+    def _run(self, whole: Ints | None, seconds: float | None, gap: float) -> Any:
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import csc_array
 
@@ -97,7 +101,7 @@ class Rows:
         if whole is not None:
             integrality[whole] = 1
         # With whole numbers, HiGHS's presolve may print to the process's standard output.
-        options: dict[str, float | bool] = {"mip_rel_gap": 1e-4, "presolve": whole is None}
+        options: dict[str, float | bool] = {"mip_rel_gap": gap, "presolve": whole is None}
         if seconds is not None:
             options["time_limit"] = seconds
         return milp(

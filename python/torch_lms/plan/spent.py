@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from torch_lms.plan.candidates import recipe_lasts, spent_inputs
@@ -34,10 +34,14 @@ class Spent:
     inputs: tuple[int, ...]
 
 
-def earliest_replays(problem: Problem) -> list[int]:
+def earliest_replays(problem: Problem, dropped: Collection[int] | None = None) -> list[int]:
     """For each candidate the first place at which it, or what is made from it, may be needed again.
 
     A storage that wraps or that nothing uses again gets the place that its stretch ends at.
+
+    Args:
+        problem: what is asked.
+        dropped: the candidates that are dropped; None if all may be that can be made again.
     """
     trace = problem.trace
     consumers: dict[int, list[int]] = defaultdict(list)
@@ -58,12 +62,16 @@ def earliest_replays(problem: Problem) -> list[int]:
         for number in own:
             one = problem.candidates[number]
             found[number] = min([found[number], *(place for place in later if place > one.out_after)])
-        mine = {found[number] for number in own if problem.candidates[number].replay is not None}
+        mine = {found[number] for number in own if _may_be_dropped(problem, number, dropped)}
         released = trace.storages[made].released
         if released is not None:
             mine |= {min((place for place in later if place > released), default=places)}
         passed[made] = sorted(mine)[:_PLACES_KEPT]
     return found
+
+
+def _may_be_dropped(problem: Problem, number: int, dropped: Collection[int] | None) -> bool:
+    return problem.candidates[number].replay is not None and (dropped is None or number in dropped)
 
 
 def find_spent(problem: Problem, earliest: list[int]) -> Mapping[int, Spent]:
