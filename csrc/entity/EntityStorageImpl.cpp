@@ -139,7 +139,7 @@ bool EntityStorageImpl::begin_pageout(std::shared_ptr<PageoutTransfer>* started)
       return false;
     }
     *started = transfer = out_;
-    if (unreferenced_locked()) {
+    if (unreferenced_locked() || replaced_since_request_locked(*transfer)) {
       return false;
     }
     set_state(EntityState::kPagingOut);
@@ -174,6 +174,24 @@ bool EntityStorageImpl::unreferenced_locked() {
     return false;
   }
   out_ = nullptr;
+  gone_.store(true, std::memory_order_release);
+  set_state(EntityState::kResident);
+  return true;
+}
+
+/// An op that had not pinned the entity may have given the storage other memory since (Note [Who
+/// may still use a storage]). Such ops are over, and who comes now calls the page-out off.
+bool EntityStorageImpl::replaced_since_request_locked(const PageoutTransfer& transfer) {
+  if (!transfer.doubtful) {
+    return false;
+  }
+  void* device = nullptr;
+  const KeepAlive keep = binding_->acquire(nbytes_, &device); // the transfer has another
+  if (keep != nullptr && device == transfer.device) {
+    return false;
+  }
+  out_ = nullptr;
+  binding_->unwatch();
   gone_.store(true, std::memory_order_release);
   set_state(EntityState::kResident);
   return true;

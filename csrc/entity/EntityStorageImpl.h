@@ -360,6 +360,7 @@ class EntityStorageImpl : public std::enable_shared_from_this<EntityStorageImpl>
   bool leave_locked(EntityState to, void* address, std::unique_ptr<DeviceBlock>* garbage);
   void order_after_arrival_locked();
   bool unreferenced_locked();
+  bool replaced_since_request_locked(const PageoutTransfer& transfer);
   void set_state(EntityState state) noexcept {
     state_.store(state, std::memory_order_release);
     refresh_settled();

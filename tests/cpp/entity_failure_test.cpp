@@ -242,6 +242,22 @@ TEST(a_copy_waits_for_ops_that_began_before_the_entity_was_seen_or_asked_for) {
   }
 }
 
+TEST(memory_that_an_op_replaces_after_the_request_is_not_read) {
+  for (const size_t nbytes : {size_t{4099}, size_t{8192}}) { // the same, and another
+    EntityRig rig(Copies::kOnCaller);
+    OtherOp op;
+    REQUIRE(rig.entity->request_pageout(OpClock::get().tick()));
+    rig.storage->replace_memory(nbytes, rig.seed); // by the op, which has not pinned the entity
+    op.end();
+    CHECK(!rig.entity->pageout_must_wait());
+    CHECK(!rig.entity->begin_pageout(&rig.out));
+    CHECK(rig.entity->gone());
+    CHECK_EQ(rig.entity->state(), R);
+    CHECK(!rig.storage->watched);
+    CHECK_EQ(rig.backend->interruptions.count(BackendStep::kCopyToHost), 0);
+  }
+}
+
 TEST(work_that_an_op_submits_after_the_request_is_copied) {
   EntityRig rig(Copies::kOnStreams);
   OtherOp op;
