@@ -92,6 +92,15 @@ TEST(a_cycle_that_has_come_once_is_not_certain) {
   CHECK(finder.certain());
 }
 
+TEST(what_the_first_segment_was_is_not_expected_to_come_again) {
+  CycleFinder finder;
+  CHECK(finder.may_repeat()); // as where there are no backwards
+  run(finder, "A");
+  CHECK(!finder.may_repeat());
+  run(finder, "B");
+  CHECK(finder.may_repeat());
+}
+
 TEST(a_cycle_that_changes_is_found_again) {
   CycleFinder finder;
   run(finder, repeated("ABB", 6));

@@ -141,8 +141,8 @@ void Planning::end_cycle() {
     compare(*device, followed, cycle_us);
   }
   std::lock_guard<std::mutex> lock(mutex_);
-  const bool records =
-      wanted && !waiting_ && !on_demand_ && policy_.attention() == Policy::Attention::kArmed;
+  const bool records = wanted && finder_.may_repeat() && !waiting_ && !on_demand_ &&
+                       policy_.attention() == Policy::Attention::kArmed;
   policy_.set_planned(executor_.active() || records); // what comes ahead of need would be counted
   if (records) {
     recorder_.begin(*device, [this, device] { return policy_.take_recent_peak(*device); });

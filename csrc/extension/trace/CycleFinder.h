@@ -43,6 +43,12 @@ class CycleFinder {
     return period_;
   }
 
+  /// Whether what comes next may be found to repeat what came last. The first segment begins where
+  /// the program happens to be, most often behind what follows a backward in each step.
+  bool may_repeat() const noexcept {
+    return segments_.size() != 1;
+  }
+
   /// Whether such a cycle has come twice in a row, or no order is to be expected any more.
   bool certain() const noexcept {
     return certain_;
