@@ -48,9 +48,9 @@ def without_autocast() -> Step:
 
 
 @counts_exactly
-@pytest.mark.parametrize("begin", [training, without_autocast])
-def test_a_product_is_made_again_with_and_without_autocast(begin: Callable[[], Step]) -> None:
-    ops, equal = in_fresh_process(made_again, begin, False, 0.8, within_s=PLANNED_WITHIN_S)
+@pytest.mark.parametrize(("begin", "share"), [(training, 0.75), (without_autocast, 0.7)])  # too little for sums alone
+def test_a_product_is_made_again_with_and_without_autocast(begin: Callable[[], Step], share: float) -> None:
+    ops, equal = in_fresh_process(made_again, begin, False, share, within_s=PLANNED_WITHIN_S)
     assert ops.count("aten::bmm") > 1
     assert equal
 
