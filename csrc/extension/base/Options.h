@@ -29,6 +29,11 @@ struct PolicyOptions {
   /// Ops after which a storage has cooled: what was used later is likely to be used again soon.
   uint64_t ops_to_cool = 6;
 
+  /// What is needed soon goes last, also if it leaves without a copy: one in so many of what could
+  /// go. Without backwards what is dirty is written in each pass, and would be copied out in each.
+  size_t soon_share = 4;
+  size_t soon_share_without_backward = 16;
+
   /// Ops for which an order of what goes out serves: see Note [The order that is kept].
   uint64_t ops_to_keep_order = 16;
 

@@ -127,10 +127,10 @@ std::vector<Victim> DeviceWatch::resident_by_next_use(
   std::sort(victims.begin(), victims.end(), [](const Victim& a, const Victim& b) {
     return a.next_use > b.next_use;
   });
-  // What leaves without a copy costs half as much: it goes first, unless it is needed soon. Without
-  // backwards what has none is written in each pass, and would be copied out in each.
-  const size_t share_soon = shape.length == 0 ? 16 : 4;
-  const auto soon = victims.end() - static_cast<std::ptrdiff_t>(victims.size() / share_soon);
+  // What leaves without a copy costs half as much: it goes first, unless it is needed soon.
+  const size_t share =
+      shape.length == 0 ? options().soon_share_without_backward : options().soon_share;
+  const auto soon = victims.end() - static_cast<std::ptrdiff_t>(victims.size() / share);
   std::stable_partition(
       victims.begin(), soon, [](const Victim& victim) { return victim.entity->keeps_copy(); });
   return victims;
