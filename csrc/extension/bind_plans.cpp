@@ -1,5 +1,8 @@
 #include <extension/bind_plans.h>
 
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
 #include <memory>
 #include <string>
 #include <tuple>
@@ -70,16 +73,81 @@ py::object take_recording() {
   return std::move(values);
 }
 
-std::vector<int32_t> numbers(const py::handle& op, const char* name, size_t storages) {
-  const auto values = op[name].cast<std::vector<int32_t>>();
-  for (const int32_t value : values) {
-    if (value < 0 || static_cast<size_t>(value) >= storages) {
-      throw Error(
-          "expected numbers of storages below " + std::to_string(storages) + " in '" + name +
-          "', found " + std::to_string(value) + "; make the plan again");
-    }
-  }
+/// Whole numbers of one kind, packed as `torch_lms.plan.recording.compile_plan` does it. Objects of
+/// Python's, one for each, would make its garbage collector look through the whole program.
+template <typename Number>
+std::vector<Number> unpacked(const py::handle& plan, const char* name) {
+  const auto data = plan[name].cast<std::string>();
+  std::vector<Number> values(data.size() / sizeof(Number));
+  std::memcpy(values.data(), data.data(), values.size() * sizeof(Number));
   return values;
+}
+
+/// Lists of storages' numbers, op by op: each behind how many there are.
+class PackedLists {
+ public:
+  PackedLists(const py::handle& plan, const char* name, size_t storages)
+      : name_(name), values_(unpacked<int32_t>(plan, name)), storages_(storages) {}
+
+  std::vector<int32_t> next() {
+    const size_t left = values_.size() - at_;
+    if (left == 0 || values_[at_] < 0 || static_cast<size_t>(values_[at_]) > left - 1) {
+      fail("a list for each op, found one that ends too soon");
+    }
+    const auto begin = values_.begin() + static_cast<std::ptrdiff_t>(at_) + 1;
+    std::vector<int32_t> numbers(begin, begin + values_[at_]);
+    at_ += numbers.size() + 1;
+    for (const int32_t number : numbers) {
+      if (number < 0 || static_cast<size_t>(number) >= storages_) {
+        fail(
+            "numbers of storages below " + std::to_string(storages_) + ", found " +
+            std::to_string(number));
+      }
+    }
+    return numbers;
+  }
+
+ private:
+  void fail(const std::string& what) const {
+    throw Error("expected in '" + name_ + "' " + what + "; make the plan again");
+  }
+
+  std::string name_;
+  std::vector<int32_t> values_;
+  size_t storages_;
+  size_t at_ = 0;
+};
+
+std::vector<PlannedOp> planned_ops(const py::dict& plan, size_t storages) {
+  const auto keys = unpacked<uint64_t>(plan, "keys");
+  const auto binds = plan["binds"].cast<std::string>();
+  const auto makes_recipe = plan["makes_recipe"].cast<std::string>();
+  if (binds.size() != keys.size() || makes_recipe.size() != keys.size()) {
+    throw Error(
+        "expected flags for " + std::to_string(keys.size()) + " ops, found " +
+        std::to_string(binds.size()) + " and " + std::to_string(makes_recipe.size()) +
+        "; make the plan again");
+  }
+  PackedLists inputs(plan, "inputs", storages);
+  PackedLists outputs(plan, "outputs", storages);
+  PackedLists drops(plan, "drops", storages);
+  PackedLists drops_again(plan, "drops_again", storages);
+  PackedLists pageouts(plan, "pageouts", storages);
+  PackedLists prefetches(plan, "prefetches", storages);
+  std::vector<PlannedOp> ops(keys.size());
+  for (size_t place = 0; place < ops.size(); ++place) {
+    PlannedOp& op = ops[place];
+    op.key = keys[place];
+    op.inputs = inputs.next();
+    op.outputs = outputs.next();
+    op.drops = drops.next();
+    op.drops_again = drops_again.next();
+    op.pageouts = pageouts.next();
+    op.prefetches = prefetches.next();
+    op.binds = binds[place] != 0;
+    op.makes_recipe = makes_recipe[place] != 0;
+  }
+  return ops;
 }
 
 void add_plan(const py::dict& plan) {
@@ -87,21 +155,10 @@ void add_plan(const py::dict& plan) {
   compiled->signature = plan["signature"].cast<std::string>();
   compiled->timed = plan["timed"].cast<bool>();
   compiled->device = c10::Device(plan["device"].cast<std::string>());
-  compiled->recurring = plan["recurring"].cast<std::vector<bool>>();
-  const size_t storages = compiled->recurring.size();
-  for (const py::handle& planned : plan["ops"]) {
-    PlannedOp op;
-    op.key = planned["key"].cast<uint64_t>();
-    op.inputs = numbers(planned, "inputs", storages);
-    op.outputs = numbers(planned, "outputs", storages);
-    op.drops = numbers(planned, "drops", storages);
-    op.drops_again = numbers(planned, "drops_again", storages);
-    op.pageouts = numbers(planned, "pageouts", storages);
-    op.prefetches = numbers(planned, "prefetches", storages);
-    op.binds = planned["binds"].cast<bool>();
-    op.makes_recipe = planned["makes_recipe"].cast<bool>();
-    compiled->ops.push_back(std::move(op));
+  for (const char flag : plan["recurring"].cast<std::string>()) {
+    compiled->recurring.push_back(flag != 0);
   }
+  compiled->ops = planned_ops(plan, compiled->recurring.size());
   for (const auto& held : plan["placeholders"].cast<std::vector<std::pair<size_t, int32_t>>>()) {
     compiled->placeholders.push_back({held.first, held.second});
   }

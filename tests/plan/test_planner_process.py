@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-import json
+import marshal
+from collections.abc import Iterable, Mapping
+from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.plan.traces import gpt_trace
 from torch_lms.errors import PlanError
-from torch_lms.plan import Trace
+from torch_lms.plan import Plan, Trace, least_limit, make_plan
+from torch_lms.plan.margins import margins
+from torch_lms.plan.messages import read_message, write_message
 from torch_lms.plan.pieces import Request, plan_in_pieces
+from torch_lms.plan.predict import priced_again
+from torch_lms.plan.recording import compile_plan, timed_again
 from torch_lms.plan.simulator import simulate
 from torch_lms.swap.planner_process import PlannerProcess
 
@@ -18,14 +25,20 @@ TRACE = gpt_trace(layers=4)
 PEAK_BYTES = simulate(TRACE, []).peak_bytes
 
 
-def request(limit_bytes: int, *, trace: Trace = TRACE, margin_bytes: int = 0) -> dict[str, object]:
-    return {"trace": json.loads(trace.to_json()), "limit_bytes": limit_bytes, "margin_bytes": margin_bytes}
+def request(limit_bytes: int, *, trace: Trace = TRACE) -> dict[str, object]:
+    return {"trace": trace.to_json().encode(), "limit_bytes": limit_bytes}
 
 
-def test_a_plan_comes_soon_and_only_a_better_one_after_it() -> None:
+def plans_of(answers: Iterable[Mapping[str, Any]]) -> list[Plan]:
+    return [Plan.from_json(one["plan"]["document"].decode()) for one in answers if "plan" in one]
+
+
+def test_the_trace_comes_first_then_a_plan_soon_and_only_a_better_one_after_it() -> None:
     limit_bytes = PEAK_BYTES // 2
-    soon, *more = PlannerProcess().plans(request(limit_bytes))
-    asked = Request(trace=TRACE, limit_bytes=limit_bytes)
+    first, *answers = PlannerProcess().answers(request(limit_bytes))
+    assert Trace.from_json(first["trace"].decode()) == TRACE
+    soon, *more = plans_of(answers)
+    asked = Request(trace=TRACE, limit_bytes=limit_bytes, **margins(TRACE, limit_bytes, is_crowded=False))
     assert soon == plan_in_pieces(asked, simply=True)
     assert [one.name for one in soon.methods if "left out" in one.note] == ["linear"]
     assert all(plan.predicted.step_us < soon.predicted.step_us for plan in more)
@@ -34,14 +47,41 @@ def test_a_plan_comes_soon_and_only_a_better_one_after_it() -> None:
 
 
 def test_where_the_margin_leaves_no_plan_it_is_given_up() -> None:
-    limit_bytes = PEAK_BYTES // 2
-    *_, last = PlannerProcess().plans(request(limit_bytes, margin_bytes=limit_bytes - 1))
+    limit_bytes = least_limit(TRACE)
+    *_, last = plans_of(PlannerProcess().answers(request(limit_bytes)))
     assert last.limit_bytes == limit_bytes
+
+
+def test_a_plan_is_told_with_what_the_core_needs_of_it() -> None:
+    _, answer, *_ = PlannerProcess().answers(request(PEAK_BYTES // 2))
+    told = answer["plan"]
+    plan = Plan.from_json(told["document"].decode())
+    assert (told["signature"], told["device"]) == (plan.signature, plan.device)
+    assert told["step_us"] == plan.predicted.step_us
+    assert answer["compiled"] == marshal.loads(marshal.dumps(compile_plan(plan)))
+
+
+def test_the_plan_that_was_followed_is_priced_in_the_new_times() -> None:
+    followed = make_plan(TRACE, PEAK_BYTES // 2, simply=True)
+    times_us = [2 * op.duration_us for op in TRACE.ops]
+    asked = request(PEAK_BYTES // 2) | {"times_us": times_us, "followed": followed.to_json().encode()}
+    first, second, *_ = PlannerProcess().answers(asked)
+    trace = Trace.from_json(first["trace"].decode())
+    assert trace == timed_again(TRACE, times_us)
+    assert Plan.from_json(second["priced"]["document"].decode()) == priced_again(followed, trace)
+
+
+def test_a_message_that_ends_too_soon_is_none() -> None:
+    file = BytesIO()
+    write_message(file, {"some": [1, 2.0, b"three", None]})
+    assert read_message(BytesIO(file.getvalue())) == {"some": [1, 2.0, b"three", None]}
+    for length in range(len(file.getvalue())):
+        assert read_message(BytesIO(file.getvalue()[:length])) is None
 
 
 def test_a_limit_that_nothing_keeps_is_said() -> None:
     with pytest.raises(PlanError, match=r"expected a limit of at least [0-9]+ bytes"):
-        list(PlannerProcess().plans(request(1000)))
+        list(PlannerProcess().answers(request(1000)))
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -49,7 +89,7 @@ def test_a_planner_that_is_killed_is_an_error_and_leaves_nothing(when: str) -> N
     process = PlannerProcess()
     if when == "before":
         process.kill()
-    answers = process.plans(request(PEAK_BYTES // 2, trace=gpt_trace(layers=40)))
+    answers = process.answers(request(PEAK_BYTES // 2, trace=gpt_trace(layers=40)))
     killing = (process.kill() for _ in answers)
     with pytest.raises((PlanError, OSError)):
         list(killing)

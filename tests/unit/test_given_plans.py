@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +18,9 @@ from tests.unit.markers import counts_exactly
 from tests.unit.test_plans import PROGRAMS, STEPS, limit_for, plain_training, run
 from tests.unit.trainings import MIN_BYTES, one_thread
 from torch_lms._core import core
-from torch_lms.errors import PlanError
+from torch_lms.errors import LmsError, PlanError
 from torch_lms.plan import Plan, make_plan, simulate
+from torch_lms.plan.recording import compile_plan
 
 TRACE = gpt_trace(layers=2, width=256, tokens=1024, vocabulary=1000)
 OPS = tuple(replace(op, key=place + 1) for place, op in enumerate(TRACE.ops))
@@ -171,3 +173,27 @@ def test_there_is_no_plan_once_paging_on_demand_is_faster(monkeypatch: pytest.Mo
     assert torch_lms.current_plan() is not None
     monkeypatch.setattr("torch_lms.swap.planning.core.pages_on_demand", lambda: True)
     assert torch_lms.current_plan() is None
+
+
+@pytest.mark.parametrize("name", ["inputs", "outputs", "drops", "drops_again", "pageouts", "prefetches"])
+@pytest.mark.parametrize(
+    ("numbers", "expected"),
+    [
+        ([], "ends too soon"),
+        ([1], "ends too soon"),
+        ([-1], "ends too soon"),
+        ([1, 10**6], "found 1000000"),
+        ([1, -1], "found -1"),
+    ],
+)
+def test_lists_that_are_no_plan_s_are_refused(name: str, numbers: list[int], expected: str) -> None:
+    compiled = compile_plan(SYNTHETIC) | {"signature": "a#1", "timed": True, name: array("i", numbers).tobytes()}
+    with pytest.raises(LmsError, match=f"expected in '{name}' .*{expected}"):
+        core.add_plan(compiled)
+
+
+@pytest.mark.parametrize("name", ["binds", "makes_recipe"])
+def test_flags_of_another_number_of_ops_are_refused(name: str) -> None:
+    compiled = compile_plan(SYNTHETIC) | {"signature": "a#1", "timed": True, name: b"\0"}
+    with pytest.raises(LmsError, match=f"expected flags for {len(SYNTHETIC.ops)} ops"):
+        core.add_plan(compiled)

@@ -17,9 +17,9 @@ from tests.unit.test_plans import Step, gradients_of, limit_for, on, run, wait_f
 from tests.unit.trainings import MIN_BYTES, one_thread
 from torch_lms._core import core
 from torch_lms.plan.decision import RECOMPUTE
+from torch_lms.plan.recording import trace_of
 from torch_lms.plan.trace import Link, Recipe
 from torch_lms.swap.planning import last_trace
-from torch_lms.swap.recording import trace_of
 
 WIDTH, SIDE, ROWS, BLOCKS = 8, 16, 8, 5
 PLANNED_WITHIN_S = 200

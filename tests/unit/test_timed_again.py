@@ -7,8 +7,8 @@ from dataclasses import replace
 from tests.plan.traces import gpt_trace
 from torch_lms.plan import make_plan, simulate
 from torch_lms.plan.predict import priced_again
+from torch_lms.plan.recording import timed_again
 from torch_lms.plan.trace import Recipe, TraceOp, TraceStorage
-from torch_lms.swap.recording import timed_again
 
 KEYS = 7
 RECORDED = gpt_trace(layers=2, width=64, tokens=64, vocabulary=100)

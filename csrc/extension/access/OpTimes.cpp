@@ -9,6 +9,7 @@ void OpTimes::begin(Device& device, Lead lead) {
   std::lock_guard<std::mutex> lock(mutex_);
   device_ = &device;
   lead_ = lead;
+  wait_ = nullptr;
   waits_ = 0;
   paused_ = false;
   spans_.clear();
@@ -19,6 +20,21 @@ void OpTimes::abandon() {
   std::lock_guard<std::mutex> lock(mutex_);
   on_.store(false, std::memory_order_release);
   spans_.clear();
+  wait_ = nullptr;
+}
+
+/// Under the mutex.
+void OpTimes::keep_lead_locked() {
+  const auto now = Clock::now();
+  if (wait_ != nullptr && (now < enough_until_ || !wait_->passed())) {
+    return;
+  }
+  wait_ = device_->mark_time();
+  const auto waits = device_->let_host_lead();
+  enough_until_ = now + waits / 2;
+  if (waits.count() == 0) { // ops are over when they return
+    lead_ = Lead::kThere;
+  }
 }
 
 /// Under the mutex.
@@ -28,7 +44,7 @@ void OpTimes::open_span_locked(int32_t place) {
     return;
   }
   if (lead_ == Lead::kMade) {
-    device_->let_host_lead();
+    keep_lead_locked();
   }
   spans_.push_back({place, device_->mark_time(), nullptr});
 }

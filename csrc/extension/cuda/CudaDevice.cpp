@@ -186,6 +186,15 @@ class EventMark final : public TimeMark {
         cudaEventElapsedTime(&passed_ms, static_cast<const EventMark&>(earlier).event_, event_));
     return 1000.0 * passed_ms;
   }
+  bool passed() const override {
+    const cudaError_t found = C10_CUDA_ERROR_HANDLED(cudaEventQuery(event_));
+    if (found == cudaErrorNotReady) {
+      (void)cudaGetLastError(); // else the next check of PyTorch's would find it
+      return false;
+    }
+    C10_CUDA_CHECK(found);
+    return true;
+  }
 
  private:
   cudaEvent_t event_ = nullptr;
@@ -193,10 +202,12 @@ class EventMark final : public TimeMark {
 
 } // namespace
 
-void CudaDevice::let_host_lead() {
-  constexpr int64_t kCycles = 300000; // longer than PyTorch takes to submit all of an op
+std::chrono::microseconds CudaDevice::let_host_lead() {
+  constexpr int64_t kCycles = 600000; // PyTorch takes much less to submit all of an op
+  constexpr int64_t kMostCyclesPerUs = 2000; // of all these devices
   const c10::cuda::CUDAGuard guard(index_);
   at::cuda::sleep(kCycles);
+  return std::chrono::microseconds(kCycles / kMostCyclesPerUs);
 }
 
 std::shared_ptr<TimeMark> CudaDevice::mark_time() {

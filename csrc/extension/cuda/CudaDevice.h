@@ -35,7 +35,7 @@ class CudaDevice final : public Device {
   void reset_peak() override;
   bool has_contiguous(size_t nbytes) const override;
   std::vector<std::vector<AllocatorBlock>> blocks() const override;
-  void let_host_lead() override;
+  std::chrono::microseconds let_host_lead() override;
   std::shared_ptr<TimeMark> mark_time() override;
   size_t total_bytes() const override;
   void limit(size_t limit_bytes, Room& room) override;

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -29,6 +30,10 @@ class TimeMark {
   virtual ~TimeMark() = default;
   /// Waits until it has been reached. `earlier` is the same device's.
   virtual double us_since(const TimeMark& earlier) const = 0;
+  /// Whether it has been reached. Waits for nothing.
+  virtual bool passed() const {
+    return true;
+  }
 };
 
 /// Bytes on a device, as its allocator counts them.
@@ -93,8 +98,11 @@ class Device {
   virtual std::vector<std::vector<AllocatorBlock>> blocks() const = 0;
 
   /// The device does something else for a moment, on the calling thread's stream, so that what is
-  /// submitted next is there before it can begin: its time is the device's own then.
-  virtual void let_host_lead() {}
+  /// submitted next is there before it can begin: its time is the device's own then. Returns for
+  /// how long at least; nothing where ops are over when they return.
+  virtual std::chrono::microseconds let_host_lead() {
+    return {};
+  }
 
   /// Now, on the calling thread's stream; the clock's time where ops are over when they return.
   virtual std::shared_ptr<TimeMark> mark_time();

@@ -1,44 +1,78 @@
-"""The planner as a process: a request as JSON comes in, a plan as JSON goes out."""
+"""The planner as a process: a request comes in, plans go out. See Note [What the program does for a plan]."""
 
 from __future__ import annotations
 
-import json
+import os
 import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from torch_lms.errors import LimitError, LmsError
+from torch_lms.plan.document import Plan
+from torch_lms.plan.margins import margins
+from torch_lms.plan.messages import read_message, write_message
 from torch_lms.plan.pieces import Request, plan_in_pieces
-from torch_lms.plan.trace import Trace
+from torch_lms.plan.predict import priced_again
+from torch_lms.plan.recording import compile_plan, timed_again, told_of, trace_of
+from torch_lms.plan.trace import Link, Trace
 
-__all__ = ["main"]
+__all__ = ["answers", "main"]
 
 _WORTH_A_CHANGE = 0.002  # of a step
 
 
 def main() -> int:
-    """Reads a request, and writes plans, a line each. Returns the exit status.
-
-    The first comes soon; another follows if it is better.
-    """
-    given = json.load(sys.stdin)
-    try:
-        trace = Trace.from_json(json.dumps(given.pop("trace")))
-        _answer(Request(trace=trace, **given))
-    except LmsError as error:
-        print(" ".join(str(error).split()), file=sys.stderr)
-        return 1
+    """Reads a request, and writes the answers to it. Returns the exit status."""
+    given = read_message(sys.stdin.buffer)
+    with os.fdopen(os.dup(1), "wb") as out:
+        os.dup2(2, 1)  # whatever a solver prints is no answer
+        try:
+            for answer in answers(given or {}):
+                write_message(out, answer)
+        except LmsError as error:
+            print(" ".join(str(error).split()), file=sys.stderr)
+            return 1
     return 0
 
 
-def _answer(request: Request) -> None:
+def answers(given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """What is answered to a request: the trace, and plans. The first comes soon; another follows if it is better.
+
+    Args:
+        given: either a ``recording`` and the ``link`` that it was made beside, or a ``trace``, the ``times_us`` of a
+            cycle that followed a plan, and that plan as ``followed``; documents as JSON in bytes. Besides,
+            ``is_crowded`` (see `margins`) and the other arguments of a `Request`.
+    """
+    rest = dict(given)
+    trace = _trace_of(rest)
+    yield {"trace": trace.to_json().encode()}
+    if (followed := rest.pop("followed", None)) is not None:
+        yield {"priced": told_of(priced_again(Plan.from_json(followed.decode()), trace))}
+    rest |= margins(trace, rest["limit_bytes"], is_crowded=rest.pop("is_crowded", False))
+    for plan in _plans(Request(trace=trace, **rest)):
+        yield {"plan": told_of(plan), "compiled": compile_plan(plan)}
+
+
+def _trace_of(rest: dict[str, Any]) -> Trace:
+    """The request's trace; takes out of it what that is made of."""
+    recording, link = rest.pop("recording", None), rest.pop("link", None)
+    if recording is not None:
+        return trace_of(recording, limit_bytes=rest["limit_bytes"], link=Link(**link))
+    trace = Trace.from_json(rest.pop("trace").decode())
+    times_us = rest.pop("times_us", None)
+    return trace if times_us is None else timed_again(trace, times_us)
+
+
+def _plans(request: Request) -> Iterator[Plan]:
     soon = None
     try:
         soon = plan_in_pieces(request, simply=True)
-        print(soon.to_json(), end="", flush=True)
+        yield soon
     except LimitError:
         pass  # not so simply, perhaps
     best = plan_in_pieces(request, simply=False)
     if soon is None or best.predicted.step_us < soon.predicted.step_us * (1 - _WORTH_A_CHANGE):
-        print(best.to_json(), end="")
+        yield best
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_lms.errors import PlanError
-from torch_lms.plan.document import Plan
+from torch_lms.plan.messages import read_message, write_message
 
 __all__ = ["PlannerProcess"]
 
@@ -31,15 +30,14 @@ class PlannerProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            text=True,
             env=environment,
         )
 
-    def plans(self, request: Mapping[str, Any]) -> Iterator[Plan]:
+    def answers(self, request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """What it answers: one plan soon, and a better one later if there is one. To be called once.
 
         Args:
-            request: as `torch_lms.plan.__main__` reads it.
+            request: as `torch_lms.plan.__main__.answers` takes it.
 
         Raises:
             PlanError: if no plan keeps the limit; it says why.
@@ -53,10 +51,11 @@ class PlannerProcess:
             assert process.stdout is not None
             assert process.stderr is not None
             try:
-                process.stdin.write(json.dumps(request))
+                write_message(process.stdin, request)
                 process.stdin.close()
-                yield from map(Plan.from_json, process.stdout)
-                said = process.stderr.read().strip()
+                while (answer := read_message(process.stdout)) is not None:
+                    yield answer
+                said = process.stderr.read().decode(errors="replace").strip()
             except BaseException:  # also where nobody wants more: to leave the process open would wait for it
                 self.kill()
                 raise

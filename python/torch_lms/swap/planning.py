@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import atexit
 import itertools
-import json
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +17,14 @@ from torch_lms._core import core
 from torch_lms.errors import PlanError
 from torch_lms.plan.decision import DROP_UNCHANGED, HOST, RECOMPUTE, SWAP
 from torch_lms.plan.document import Measured, Plan
-from torch_lms.plan.predict import priced_again
+from torch_lms.plan.recording import compile_plan, told_of
 from torch_lms.plan.trace import Trace
 from torch_lms.swap import where
 from torch_lms.swap.link import measure_link
 from torch_lms.swap.planner_process import PlannerProcess
-from torch_lms.swap.recording import compile_plan, timed_again, trace_of
 
 __all__ = ["Wishes", "begin", "current_plan", "end", "given_plan", "last_trace", "start"]
 
-_MARGIN_SHARE = 32  # of the limit, which the allocator's rounding and small differences take
-_MARGIN_BYTES = 1 << 30
-_MOST_MARGIN_SHARE = 8
 _MUCH_SLOWER = 1.1  # than predicted
 _MOST_PLANS = 32  # the core carries out fewer, and compares a few more
 
@@ -51,12 +46,25 @@ class Wishes:
     recompute: bool = True
 
 
+class _Kept:
+    """A plan that the core may carry out; its document is read when somebody asks for it."""
+
+    def __init__(self, told: Mapping[str, Any], trace: bytes | None) -> None:
+        self.document: bytes = told["document"]
+        self.signature: str = told["signature"]
+        self.device: str = told["device"]
+        self.step_us: float = told["step_us"]  # as the plan predicts
+        self.trace = trace  # what it was made of
+
+    @cached_property
+    def plan(self) -> Plan:
+        return Plan.from_json(self.document.decode())
+
+
 _wishes: Wishes | None = None
-_plan: Plan | None = None
-_plans: dict[str, Plan] = {}  # by the core's names: the program may take turns between several
-_traces: dict[str, Trace] = {}  # what these were made of
+_latest = ""  # the name of a plan; empty for none
+_plans: dict[str, _Kept] = {}  # by the core's names: the program may take turns between several
 _numbers = itertools.count()  # of plans: several may have one signature
-_trace: Trace | None = None
 _planner: threading.Thread | None = None
 _process: PlannerProcess | None = None
 _lock = threading.Lock()
@@ -108,29 +116,27 @@ def begin(wishes: Wishes, plan: Plan | None = None) -> None:
         wishes: of the user.
         plan: to carry out from the first cycle that it fits on.
     """
-    global _wishes, _plan, _trace
+    global _wishes
     with _lock:
-        _wishes, _plan, _trace = wishes, None, None
-        _plans.clear()
-        _traces.clear()
-        if plan is not None:
-            _plan, name = replace(plan, measured=None), _name_of(plan)  # not measured yet in this run
-            _keep(name, _plan, None)
+        _wishes = wishes
+        _forget()
     bring_back_before_forks()
     for device in wishes.limits:
         measure_link(device)  # before there is a limit
         core.plan_program(device)
     if plan is not None:
-        core.add_plan(compile_plan(plan, name, timed=True))  # it is to stay as it is
+        plan = replace(plan, measured=None)  # not measured yet in this run
+        with _lock:
+            name = _keep(_Kept(told_of(plan), None))
+        core.add_plan({**compile_plan(plan), "signature": name, "timed": True})  # it is to stay as it is
 
 
 def end() -> None:
     """No plan is made any more; what is being made is thrown away."""
-    global _wishes, _plan, _trace, _planner
+    global _wishes, _planner
     with _lock:
-        _wishes, _plan, _trace = None, None, None
-        _plans.clear()
-        _traces.clear()
+        _wishes = None
+        _forget()
         planner, _planner = _planner, None
         if _process is not None:
             _process.kill()
@@ -146,20 +152,20 @@ def current_plan() -> Plan | None:
     ``print`` shows it as a table, ``to_json`` and ``save`` keep it for ``python -m torch_lms explain``.
     """
     with _lock:
-        plan, plans = _plan, dict(_plans)
-    if plan is None or core.pages_on_demand():
+        latest, plans = _plans.get(_latest), dict(_plans)
+    if latest is None or core.pages_on_demand():
         return None
     name, step_us, peak_bytes = core.measured_plan()
-    plan = plans.get(name, plan)
     if name not in plans or not step_us:
-        return plan
-    return replace(plan, measured=Measured(step_us=step_us, peak_bytes=peak_bytes))
+        return latest.plan
+    return replace(plans[name].plan, measured=Measured(step_us=step_us, peak_bytes=peak_bytes))
 
 
 def last_trace() -> Trace | None:
     """What the present plan was made of."""
     with _lock:
-        return _trace
+        latest = _plans.get(_latest)
+    return None if latest is None or latest.trace is None else Trace.from_json(latest.trace.decode())
 
 
 def start() -> None:
@@ -169,22 +175,22 @@ def start() -> None:
     name, times_us = core.take_times()
     where.forget()
     with _lock:
-        wishes, trace = _wishes, _traces.get(name)
+        wishes, followed = _wishes, _plans.get(name)
         is_crowded = recording is None and _takes_much_longer(name)
-    make_trace: Callable[[], Trace]
-    if wishes is not None and recording is not None:
-        make_trace = partial(_recorded, recording, wishes)
-    elif wishes is not None and trace is not None:
-        make_trace = partial(timed_again, trace, times_us)
+    if wishes is None:
+        return
+    if recording is not None:
+        name = ""
+        request = {"recording": recording, "limit_bytes": wishes.limits[recording["device"]]}
+        request["link"] = asdict(measure_link(recording["device"]))
+    elif followed is not None and followed.trace is not None:
+        request = {"trace": followed.trace, "times_us": times_us, "followed": followed.document}
+        request["limit_bytes"] = wishes.limits[followed.device]
     else:
         return
-    planner = threading.Thread(
-        target=_plan_beside,
-        args=(make_trace, wishes),
-        kwargs={"followed": name if recording is None else "", "is_crowded": is_crowded},
-        daemon=True,
-        name="torch_lms planner",
-    )
+    request |= {"is_crowded": is_crowded, "host_limit_bytes": wishes.host_limit_bytes}
+    request |= {"swap": wishes.swap, "recompute": wishes.recompute}
+    planner = threading.Thread(target=_plan_beside, args=(request, wishes, name), daemon=True, name="torch_lms planner")
     with _lock:
         _planner = planner
         if _process is not None:  # of an earlier recording
@@ -198,54 +204,50 @@ def _takes_much_longer(name: str) -> bool:
     Then most of the time goes into looking for memory in one piece, and what has been planned does not hold any more.
     """
     measured, step_us, _ = core.measured_plan()
-    plan = _plans.get(name)
-    return plan is not None and measured == name and step_us > plan.predicted.step_us * _MUCH_SLOWER
+    kept = _plans.get(name)
+    return kept is not None and measured == name and step_us > kept.step_us * _MUCH_SLOWER
 
 
-def _name_of(plan: Plan) -> str:
-    """A name for the core, which no other plan has."""
-    return f"{plan.signature}#{next(_numbers)}"
-
-
-def _keep(name: str, plan: Plan, trace: Trace | None) -> None:
-    """Under the lock: keeps a plan, and what it was made of, for as long as the core may carry it out."""
-    _plans[name] = plan
-    if trace is not None:
-        _traces[name] = trace
+def _keep(kept: _Kept) -> str:
+    """Under the lock: keeps a plan for as long as the core may carry it out. Returns its name, which no other has."""
+    global _latest
+    _latest = f"{kept.signature}#{next(_numbers)}"
+    _plans[_latest] = kept
     for old in list(_plans)[:-_MOST_PLANS]:
         del _plans[old]
-        _traces.pop(old, None)
+    return _latest
 
 
-def _recorded(recording: Mapping[str, Any], wishes: Wishes) -> Trace:
-    device = recording["device"]
-    return trace_of(recording, limit_bytes=wishes.limits[device], link=measure_link(device))
+def _forget() -> None:
+    """Under the lock."""
+    global _latest
+    _latest = ""
+    _plans.clear()
 
 
-def _plan_beside(make_trace: Callable[[], Trace], wishes: Wishes, *, followed: str, is_crowded: bool) -> None:
-    """Plans, on a thread of its own.
+def _plan_beside(request: dict[str, Any], wishes: Wishes, followed: str) -> None:
+    """Plans, on a thread of its own, which hardly runs Python: see Note [What the program does for a plan].
 
     Args:
-        make_trace: of the cycle.
+        request: of the planner process.
         wishes: of the user.
         followed: the name of the plan that has been followed while the cycle was timed; empty for a recording.
-        is_crowded: see `_margins`.
     """
-    global _plan, _trace
     made = timed = followed != ""
+    trace = b""
     try:
-        trace = make_trace()
-        if timed:
-            _price_again(followed, trace)
-        for plan in _plans_of(trace, wishes.limits[trace.device], wishes, is_crowded=is_crowded):
-            name = _name_of(plan)
-            compiled = compile_plan(plan, name, timed=timed)
+        for answer in _answers(request, wishes):
+            trace = answer.get("trace", trace)
             with _lock:
                 if not _is_wanted(wishes):
                     return
-                _plan, _trace = plan, trace
-                _keep(name, plan, trace)
-            core.add_plan(compiled)
+                if (priced := answer.get("priced")) is not None and followed in _plans:
+                    # It may stay: what it predicts is for the times of its own steps then.
+                    _plans[followed] = _Kept(priced, _plans[followed].trace)
+                if (told := answer.get("plan")) is None:
+                    continue
+                name = _keep(_Kept(told, trace))
+            core.add_plan({**answer["compiled"], "signature": name, "timed": timed})
             made = True
     except Exception as error:  # on a thread of ours: the program goes on with paging on demand, or with what was made
         with _lock:
@@ -254,51 +256,15 @@ def _plan_beside(make_trace: Callable[[], Trace], wishes: Wishes, *, followed: s
         warnings.warn(f"torch_lms: no plan was made for this program, which pages on demand: {error}", stacklevel=1)
 
 
-def _price_again(name: str, trace: Trace) -> None:
-    """A plan may stay that was made of the recording's times: what it predicts is for those of its own steps then."""
-    global _plan
-    with _lock:
-        plan = _plans.get(name)
-    if plan is None:
-        return
-    again = priced_again(plan, trace)
-    with _lock:
-        if _plans.get(name) is plan:
-            _plans[name] = again
-        if _plan is plan:
-            _plan = again
-
-
-def _margins(trace: Trace, limit_bytes: int, *, is_crowded: bool) -> dict[str, int]:
-    """How far below the limit a plan stays: on CUDA, free memory lies in pieces, and is to hold the largest storage.
-
-    Where that has turned out to be too little, it is as much as may be.
-    """
-    margin_bytes = min(limit_bytes // _MARGIN_SHARE, _MARGIN_BYTES)
-    largest_bytes = max((storage.bytes for storage in trace.storages), default=0)
-    most_bytes = limit_bytes // _MOST_MARGIN_SHARE - margin_bytes
-    wanted_bytes = most_bytes if is_crowded else min(largest_bytes, most_bytes)
-    pieces_bytes = wanted_bytes if trace.device.startswith("cuda") else 0
-    return {"margin_bytes": margin_bytes, "pieces_bytes": pieces_bytes}
-
-
-def _plans_of(trace: Trace, limit_bytes: int, wishes: Wishes, *, is_crowded: bool) -> Iterator[Plan]:
+def _answers(request: Mapping[str, Any], wishes: Wishes) -> Iterator[dict[str, Any]]:
     """By a process that `end`, and the next recording, kill."""
     global _process
-    request = {
-        "trace": json.loads(trace.to_json()),
-        "limit_bytes": limit_bytes,
-        **_margins(trace, limit_bytes, is_crowded=is_crowded),
-        "host_limit_bytes": wishes.host_limit_bytes,
-        "swap": wishes.swap,
-        "recompute": wishes.recompute,
-    }
     with _lock:
         if not _is_wanted(wishes):
             return
         process = _process = PlannerProcess()
     try:
-        yield from process.plans(request)
+        yield from process.answers(request)
     finally:
         with _lock:
             _process = None if _process is process else _process

@@ -22,6 +22,7 @@ _NOT_THE_USERS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.p
 
 
 _forwards: list[tuple[int, tuple[str, str]]] = []  # autograd's number after an op, and its place
+_names: dict[nn.Module, dict[nn.Module, str]] = {}  # of inner modules, by the outer one: to walk a model takes long
 
 
 def here() -> tuple[str, str]:
@@ -41,8 +42,9 @@ def here() -> tuple[str, str]:
 
 
 def forget() -> None:
-    """A cycle has been recorded: backward's ops of another one are not asked for."""
+    """A cycle has been recorded: backward's ops of another one are not asked for, and modules may change."""
     _forwards.clear()
+    _names.clear()
 
 
 def _in_frames() -> tuple[list[nn.Module], str]:
@@ -68,5 +70,7 @@ def _path(modules: list[nn.Module]) -> str:
 
 
 def _name_in(outer: nn.Module, inner: nn.Module) -> str:
-    names = (name for name, module in outer.named_modules() if module is inner)
-    return next(names, type(inner).__name__)
+    names = _names.get(outer)
+    if names is None:
+        names = _names[outer] = {module: name for name, module in outer.named_modules()}
+    return names.get(inner) or type(inner).__name__

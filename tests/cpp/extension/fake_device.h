@@ -435,10 +435,11 @@ class AsyncDevice final : public torch_lms::Device {
     return {};
   }
   std::shared_ptr<torch_lms::TimeMark> mark_time() override {
-    return std::make_shared<TickMark>(ticks.load());
+    return std::make_shared<TickMark>(ticks.load(), behind);
   }
-  void let_host_lead() override {
+  std::chrono::microseconds let_host_lead() override {
     ++leads;
+    return lead;
   }
   size_t total_bytes() const override {
     return size_t{1} << 30;
@@ -460,14 +461,20 @@ class AsyncDevice final : public torch_lms::Device {
   std::atomic<bool> fragmented{false};
   std::atomic<int64_t> ticks{0}; ///< What its clock shows.
   std::atomic<int> leads{0};
+  std::chrono::microseconds lead{1}; ///< How long the device says that it waits.
+  std::atomic<bool> behind{false}; ///< Whether it has not reached any mark.
 
  private:
   struct TickMark final : torch_lms::TimeMark {
-    explicit TickMark(int64_t now) : at(now) {}
+    TickMark(int64_t now, const std::atomic<bool>& is_behind) : at(now), behind(is_behind) {}
     double us_since(const torch_lms::TimeMark& earlier) const override {
       return static_cast<double>(at - static_cast<const TickMark&>(earlier).at);
     }
+    bool passed() const override {
+      return !behind.load();
+    }
     const int64_t at;
+    const std::atomic<bool>& behind;
   };
 
   const std::shared_ptr<torch_lms::HostPool> pool_;

@@ -1,5 +1,9 @@
 // How long ops take, without what they wait for.
 
+#include <chrono>
+#include <thread>
+#include <utility>
+
 #include <extension/access/OpTimes.h>
 
 #include "rig.h"
@@ -113,6 +117,40 @@ TEST(a_cycle_in_which_a_graph_is_captured_is_not_timed) {
   CHECK(times.end(2).empty());
 }
 
+TEST(the_host_gets_no_other_lead_while_it_has_one) {
+  AsyncDevice* const device = clock_of_device();
+  if (device == nullptr) {
+    return;
+  }
+  const int before = device->leads;
+  const auto lead = std::exchange(device->lead, std::chrono::hours(1));
+  OpTimes times;
+  times.begin(*device, Lead::kMade);
+  const auto run = [&](int32_t place) {
+    times.begin_op(place);
+    times.end_op(place);
+  };
+  run(0);
+  run(1); // the device waits at most for as long as it says
+  CHECK_EQ(device->leads - before, 1);
+  times.begin(*device, Lead::kMade);
+  device->lead = std::chrono::microseconds(1);
+  device->behind.store(true);
+  run(0);
+  std::this_thread::sleep_for(std::chrono::microseconds(10));
+  run(1); // it has not begun to wait
+  CHECK_EQ(device->leads - before, 2);
+  device->behind.store(false);
+  run(2);
+  CHECK_EQ(device->leads - before, 3);
+  device->lead = std::chrono::microseconds(0);
+  std::this_thread::sleep_for(std::chrono::microseconds(10));
+  run(3);
+  run(4); // there is nothing to lead
+  CHECK_EQ(device->leads - before, 4);
+  device->lead = lead;
+}
+
 TEST(the_host_gets_a_lead_before_each_part_of_an_op_where_it_has_none) {
   AsyncDevice* const device = clock_of_device();
   if (device == nullptr) {
@@ -124,6 +162,7 @@ TEST(the_host_gets_a_lead_before_each_part_of_an_op_where_it_has_none) {
     times.begin(*device, lead);
     times.begin_op(0);
     times.pause(*device);
+    std::this_thread::sleep_for(std::chrono::microseconds(10)); // longer than a lead
     times.resume(*device);
     times.end_op(0);
     CHECK_EQ(device->leads - before, lead == Lead::kMade ? 2 : 0);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
@@ -11,7 +12,7 @@ from typing import Any
 from torch_lms.plan.document import Actions, Plan
 from torch_lms.plan.trace import Cycle, Link, Recipe, Trace, TraceOp, TraceStorage
 
-__all__ = ["compile_plan", "timed_again", "trace_of"]
+__all__ = ["compile_plan", "timed_again", "told_of", "trace_of"]
 
 _PLACES_BETWEEN_LOOKS = 8  # at who has died: see Recorder.cpp
 _LINK_SHARE = 0.95
@@ -197,39 +198,42 @@ def _first_forward(ops: Sequence[Mapping[str, Any]], storages: Sequence[Mapping[
     return first
 
 
-def compile_plan(plan: Plan, name: str, *, timed: bool) -> dict[str, Any]:
-    """The plan as ``core.add_plan`` takes it: each op with what follows it.
-
-    Args:
-        plan: to be carried out.
-        name: that the core calls it by.
-        timed: whether its ops need not be timed while it is.
-    """
+def compile_plan(plan: Plan) -> dict[str, Any]:
+    """The plan as ``core.add_plan`` takes it, but for what it is called: each op with what follows it, packed."""
     actions = plan.actions()
+    after = [actions.get(place, Actions()) for place in range(len(plan.ops))]
     moving = {one.storage for one in plan.decisions if one.out_after is not None}
-    dropped = {number: place for place, after in sorted(actions.items()) for number in after.drop}  # the last time
-    ops = []
-    for place, op in enumerate(plan.ops):
-        after = actions.get(place, Actions())
-        ops.append(
-            {
-                "key": op.key,
-                "inputs": op.inputs,
-                "outputs": op.outputs,
-                "drops": after.drop,
-                "drops_again": [number for number in after.drop if dropped[number] > place],
-                "pageouts": after.pageout,
-                "prefetches": after.prefetch,
-                "binds": not moving.isdisjoint((*op.inputs, *op.outputs)),
-                # Also where it gives out what there was: it may have written to that.
-                "makes_recipe": any(dropped.get(number, -1) >= place for number in op.outputs),
-            }
-        )
+    dropped = {number: place for place, one in enumerate(after) for number in one.drop}  # the last time
+    again = [[number for number in one.drop if dropped[number] > place] for place, one in enumerate(after)]
     return {
-        "signature": name,
-        "timed": timed,
         "device": plan.device,
-        "ops": ops,
-        "recurring": plan.recurring,
+        "keys": array("Q", [op.key for op in plan.ops]).tobytes(),
+        "inputs": _packed(op.inputs for op in plan.ops),
+        "outputs": _packed(op.outputs for op in plan.ops),
+        "drops": _packed(one.drop for one in after),
+        "drops_again": _packed(again),
+        "pageouts": _packed(one.pageout for one in after),
+        "prefetches": _packed(one.prefetch for one in after),
+        "binds": bytes(not moving.isdisjoint((*op.inputs, *op.outputs)) for op in plan.ops),
+        # Also where it gives out what there was: it may have written to that.
+        "makes_recipe": bytes(
+            any(dropped.get(number, -1) >= place for number in op.outputs) for place, op in enumerate(plan.ops)
+        ),
+        "recurring": bytes(plan.recurring),
         "placeholders": [(one.bytes, one.until) for one in plan.placeholders],
+    }
+
+
+def _packed(lists: Iterable[Sequence[int]]) -> bytes:
+    """Each list behind its length, in four bytes a number."""
+    return array("i", [number for values in lists for number in (len(values), *values)]).tobytes()
+
+
+def told_of(plan: Plan) -> dict[str, Any]:
+    """The plan as a document, and what there is to know of it without reading that."""
+    return {
+        "document": plan.to_json().encode(),
+        "signature": plan.signature,
+        "device": plan.device,
+        "step_us": plan.predicted.step_us,
     }
