@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 import torch_lms
@@ -71,25 +71,37 @@ class HandWritten:
 
 
 class FullySharded:
-    """FSDP2 on one rank, with parameters and optimizer state on the host, and fused AdamW there."""
+    """FSDP2 with mixed precision, and fused AdamW.
 
-    def __init__(self, program: Program) -> None:
-        device = next(program.model.parameters()).device.type
-        backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-        dist.init_process_group(backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
+    Args:
+        program: whose model is sharded block by block.
+        mesh: of the ranks.
+        offload: whether parameters and optimizer state are on the host, and updated there.
+    """
+
+    def __init__(self, program: Program, mesh: DeviceMesh, *, offload: bool) -> None:
         program.model.float()
         options: dict[str, Any] = {
-            "mesh": init_device_mesh(device, (1,)),
+            "mesh": mesh,
             "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
-            "offload_policy": CPUOffloadPolicy() if device == "cuda" else OffloadPolicy(),
+            "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
         }
-        for block in (*program.blocks, program.model):
-            fully_shard(block, **options)
+        for block in program.blocks:
+            fully_shard(block, reshard_after_forward=True, **options)
+        fully_shard(program.model, **options)
         self.adamw = torch.optim.AdamW(program.model.parameters(), lr=LEARNING_RATE, fused=True)
 
     def step(self) -> None:
-        """The parameters, on the host."""
+        """The parameters, where they are."""
         self.adamw.step()
+
+
+def offloaded(program: Program) -> FullySharded:
+    """FSDP2 on one rank, with everything on the host that can be."""
+    device = next(program.model.parameters()).device.type
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
+    return FullySharded(program, init_device_mesh(device, (1,)), offload=device == "cuda")
 
 
 def in_chunks(program: Program, **options: Any) -> torch.optim.Optimizer:
@@ -124,7 +136,7 @@ ON_HOST = {"update_on": "host"}
 STREAMED = {"update_on": "stream"}
 WAYS = {
     "plain": Way(title="everything on the device, by hand", peer=HandWritten),
-    "fsdp": Way(title="FSDP2 with CPUOffloadPolicy", peer=FullySharded, comparable=False),
+    "fsdp": Way(title="FSDP2 with CPUOffloadPolicy", peer=offloaded, comparable=False),
     "device": Way(title="chunks, on the device", options=ON_DEVICE),
     "device-12": Way(title="chunks, paged by automatic mode, within 12 GiB", limit_gib=12, options=ON_DEVICE),
     "host": Way(title="chunks, updated on the host", options=ON_HOST, comparable=False),

@@ -74,7 +74,9 @@ def command() -> str:
     """The command that this process runs."""
     module = sys.modules["__main__"].__spec__
     name = ["-m", module.name] if module is not None else [Path(sys.argv[0]).name]
-    return shlex.join(["python3", *name, *sys.argv[1:]])
+    ranks = os.environ.get("LOCAL_WORLD_SIZE")
+    program = ["python3"] if ranks is None else ["torchrun", "--nproc-per-node", ranks]
+    return shlex.join([*program, *name, *sys.argv[1:]])
 
 
 @cache

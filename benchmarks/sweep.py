@@ -53,6 +53,7 @@ class Sweep:
         keys: of all rows, in their order in the table.
         judge: the checks of all rows that there are.
         preload: further modules that rows import.
+        device: of the rows; by default the CPU for small shapes, and a GPU for others.
     """
 
     def __init__(
@@ -62,12 +63,13 @@ class Sweep:
         keys: Sequence[str],
         judge: Callable[[Sequence[Row]], Iterable[Check]],
         preload: Sequence[str] = (),
+        device: str | None = None,
     ) -> None:
         self.result = result
         self.given = given
         self.keys = list(keys)
         self.judge = judge
-        self.device = "cpu" if given.tiny else "cuda"
+        self.device = device or ("cpu" if given.tiny else "cuda")
         self.began_s = time.monotonic()
         self.processes = FreshProcesses.for_device(self.device, [*PRELOAD, *preload])
         path = Path(given.output_dir) / f"{result.name}.json"

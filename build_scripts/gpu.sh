@@ -23,6 +23,7 @@
 #   large_state      6.7B within 60 GiB, 12.9B within 125              280 of 500 s
 #   chunked          GPT 1.3B in mixed precision, model data in chunks at most 300 s
 #   chunked_large    8, 13 and 16 thousand million parameters          at most 400 s
+#   chunk_ranks_rate GPT 1.3B in chunks on all GPUs, at least two      at most 200 s
 #   stage_relief     GPT 1.3B as one stage that gives segments up      290 of 330 s
 #   plan_picture     draws what plans, plans_peers and plans_compiled wrote
 # Each of their programs writes its file after every row, and goes on with the file that is there: stages and rows can
@@ -49,7 +50,7 @@ benchmarks=(transfers overhead model_state what_runs inference optimizer_choice)
 # How long each may take, in seconds; the others 120.
 declare -A most_s=([access]=150 [graphs]=170 [training]=170 [every_op]=300 [inference]=240 [optimizer_choice]=200
   [plans]=540 [plans_peers]=240 [plans_compiled]=500 [plan_models]=540 [largest_batch]=540 [largest_tokens]=300
-  [large_state]=500 [chunked]=300 [chunked_large]=400
+  [large_state]=500 [chunked]=300 [chunked_large]=400 [chunk_ranks_rate]=200
   [stage_relief]=330)
 
 # measure MODULE ROWS [WORD...]: a program about plans, some of its rows, and its plans in one file.
@@ -92,6 +93,10 @@ run_stage() {
     chunked) measure chunked '*' ;;
     stage_relief) measure stage_relief '*' ;;
     chunked_large) PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True measure chunked_large '*' ;;
+    chunk_ranks_rate)
+      python3 -m torch.distributed.run --standalone --nproc-per-node gpu -m benchmarks.chunk_ranks \
+        --only "${ONLY:-*}" --seconds $((most_s[$stage] - 15)) --output-dir "$OUT"
+      ;;
     plan_picture) python3 -m benchmarks.plan_picture "$OUT/plans.json" --output "$OUT/plans.svg" ;;
     *)
       echo "gpu.sh: expected one of the stages that --help names, found '$1'; correct its name" >&2
