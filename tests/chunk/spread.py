@@ -307,6 +307,31 @@ class Normed(nn.Module):
 def normed(rank: int, world: int) -> None:
     for backward in (once, accumulated):
         expect_equal(Normed, narrow_batch, rank, world, backward=backward)
+    gradients_of_norms(rank, world)
+
+
+def gradients_of_norms(rank: int, world: int) -> None:
+    """After each backward the sum of means, as of every other parameter; updates do not show the last bit of it."""
+    torch.manual_seed(0)
+    plain = placed(Normed())
+    model, _ = chunked(copy.deepcopy(plain))
+    plain = Plain(plain, ADAMW).model
+    norms = plain.get_submodule("layers.1"), model.get_submodule("layers.1")
+    buffers = {name: one.clone() for name, one in plain.named_buffers()}
+    sums: dict[str, torch.Tensor] = {}
+    for number in range(3):
+        of_ranks: dict[str, list[torch.Tensor]] = {}
+        for other in range(world):
+            plain.load_state_dict(buffers, strict=False)
+            plain.zero_grad()
+            loss_of(plain, batches_of(narrow_batch, number, other, world)[0]).backward()
+            for name, one in norms[0].named_parameters():
+                of_ranks.setdefault(name, []).append(one.grad)
+        loss_of(model, batches_of(narrow_batch, number, rank, world)[0]).backward()
+        for name, one in norms[1].named_parameters():
+            mean = mean_of(of_ranks[name])
+            sums[name] = mean if number == 0 else sums[name] + mean
+            assert torch.equal(one.grad, sums[name]), (number, name)
 
 
 def losses_of(model: nn.Module, optimizer: Any, rank: int, world: int, steps: range) -> list[torch.Tensor]:

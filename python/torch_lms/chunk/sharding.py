@@ -78,6 +78,7 @@ class ShardedOccupancy(Occupancy):
         self._shown: dict[int, torch.Tensor] = {}  # what `parameter.grad` is, by number
         self._whole = [number for number, one in enumerate(data.tensors) if one.wide and one.group is not None]
         self._whole_gradients: dict[int, torch.Tensor] = {}  # by number; of those that have none here
+        self._whole_before: dict[int, torch.Tensor] = {}  # by number; of backwards before the one that runs
 
     # --- modules ---
 
@@ -352,11 +353,16 @@ class ShardedOccupancy(Occupancy):
                 )
 
     def _hide_gradients(self) -> None:
-        """Autograd must not add to what has no bytes."""
+        """Autograd must not add to what has no bytes, nor to a mean what is none yet."""
         come = self._reductions.have_come()
         if come and not self._are_wanted(come):
             self._reductions.forget()
             return
+        for number in self._whole:
+            parameter = self._data.tensors[number].parameter
+            if parameter.grad is not None:
+                self._whole_before[number] = parameter.grad
+                parameter.grad = None
         for number in come - set(self._whole):
             parameter = self._data.tensors[number].parameter
             if parameter.grad is None:
@@ -369,6 +375,9 @@ class ShardedOccupancy(Occupancy):
         for number in self._had | (self._reductions.have_come() - set(self._whole)):
             self._note_gradient(number)
         self._had.clear()
+        for number, gradient in self._whole_before.items():  # of a backward that has failed
+            self._data.tensors[number].parameter.grad = gradient
+        self._whole_before.clear()
 
     def _end_backward(self) -> None:
         with self._lock, torch.no_grad():
@@ -388,18 +397,20 @@ class ShardedOccupancy(Occupancy):
         if not self._whole:
             return
         parameters = [self._data.tensors[number].parameter for number in self._whole]
-        given = []
-        for number, one in zip(self._whole, parameters, strict=True):
-            before = self._whole_gradients.pop(number, None)  # of backwards in which none came here
-            here = [gradient for gradient in (before, one.grad) if gradient is not None]
-            given.append(sum(here[1:], here[0]) if here else torch.zeros_like(one))
-        mean = torch.cat([one.flatten() for one in given]).div_(self._data.ranks.size)
+        came = [torch.zeros_like(one) if one.grad is None else one.grad for one in parameters]
+        mean = torch.cat([one.flatten() for one in came]).div_(self._data.ranks.size)
         self._data.ranks.sum(mean)
-        for number, one, of in zip(self._whole, parameters, mean.split([one.numel() for one in given]), strict=True):
+        for number, one, of in zip(self._whole, parameters, mean.split([one.numel() for one in came]), strict=True):
+            gradient = of.view_as(one)
+            if (before := self._whole_before.pop(number, None)) is not None:
+                one.grad = before.add_(gradient)
+                continue
+            elsewhere = self._whole_gradients.pop(number, None)  # of backwards in which none came here
+            gradient = gradient.clone() if elsewhere is None else elsewhere.add_(gradient)
             if one.grad is None:
-                self._whole_gradients[number] = of.view_as(one).clone()
+                self._whole_gradients[number] = gradient
             else:
-                one.grad.copy_(of.view_as(one))
+                one.grad.copy_(gradient)
 
     def _is_in_backward(self) -> bool:
         return self._running is not None and self._running() is not None
