@@ -19,7 +19,7 @@ from benchmarks.training import GIB, digest, make_deterministic
 from benchmarks.workloads import Program, make_program
 from torch_lms._core import core
 from torch_lms.plan import Plan
-from torch_lms.swap.planning import last_trace
+from torch_lms.swap.planning import is_planning, last_trace
 
 __all__ = ["Paging", "Run", "measure"]
 
@@ -28,7 +28,8 @@ _MOST_DIGEST_BYTES = 8 * GIB
 _TINY_MIN_BYTES = 4096
 _STEPS_TO_FALL_ASLEEP = 6  # the first ones may need less memory than others
 _SHARE_FOLLOWED = 0.9  # of a cycle's ops
-_MOST_S_TO_SETTLE = 20  # the plan is made again with other times
+_MOST_S_TO_SETTLE = 30  # the plan is made again with other times
+_STEPS_SETTLED = 2  # one that has just come is taken up in the next step
 _STEPS_AFTER_REFUSAL = 6  # another cycle may be recorded, and planned
 
 
@@ -197,9 +198,10 @@ class _Steps:
         most_steps = self.run.most_steps * (100 if self.run.tiny else 1)  # a planner takes as long for a tiny program
         row: dict[str, Any] = {"planned_after_steps": None, "followed_after_steps": None, "signatures": []}
         followed_at_s = 0.0
+        settled = 0  # steps
         with _Refusals() as refusals:
             while (
-                not core.follows_timed_plan()
+                settled < _STEPS_SETTLED
                 and not core.pages_on_demand()
                 and (not followed_at_s or time.perf_counter() - followed_at_s < _MOST_S_TO_SETTLE)
                 and (core.attention() != "asleep" or len(self.times_ms) < _STEPS_TO_FALL_ASLEEP)  # else it fits
@@ -207,6 +209,7 @@ class _Steps:
                 and time.perf_counter() - start < self.run.most_seconds
             ):
                 self.one()
+                settled = settled + 1 if core.follows_timed_plan() and not is_planning() else 0
                 plan = torch_lms.current_plan()
                 if plan is not None and plan.signature not in row["signatures"]:
                     row["signatures"].append(plan.signature)

@@ -23,7 +23,7 @@ from torch_lms.swap import where
 from torch_lms.swap.link import measure_link
 from torch_lms.swap.planner_process import PlannerProcess
 
-__all__ = ["Wishes", "begin", "current_plan", "end", "given_plan", "last_trace", "start"]
+__all__ = ["Wishes", "begin", "current_plan", "end", "given_plan", "is_planning", "last_trace", "start"]
 
 _MUCH_SLOWER = 1.1  # than predicted
 _MOST_PLANS = 32  # the core carries out fewer, and compares a few more
@@ -159,6 +159,12 @@ def current_plan() -> Plan | None:
     if name not in plans or not step_us:
         return latest.plan
     return replace(plans[name].plan, measured=Measured(step_us=step_us, peak_bytes=peak_bytes))
+
+
+def is_planning() -> bool:
+    """Whether a plan is being made."""
+    with _lock:
+        return _planner is not None and _planner.is_alive()
 
 
 def last_trace() -> Trace | None:
