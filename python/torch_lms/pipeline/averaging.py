@@ -113,12 +113,12 @@ class GradientAverages:
         self._hooked: set[int] = set()
         self._backwards: Counter[int] = Counter()
         self._in_last: _LastBackward | None = None
+        self._failed: PipelineError | None = None
         self._running: deque[_Running] = deque()
 
     def start(self) -> None:
         """Before a step's first action."""
         self._backwards.clear()
-        self._in_last = None
         for parameters in self._of_stage.values():
             for one in parameters:
                 if one.requires_grad and id(one) not in self._hooked and hasattr(nn.Parameter, _HOOK):
@@ -131,7 +131,13 @@ class GradientAverages:
             self._in_last = _LastBackward(self._buckets_of(action.stage))
 
     def end(self, action: Action) -> None:
-        """After an action: with a stage's last one, all its gradients are final."""
+        """After an action: with a stage's last one, all its gradients are final.
+
+        Raises:
+            PipelineError: for a gradient that cannot be averaged.
+        """
+        if self._failed is not None:
+            raise self._failed
         if action.kind not in (BACKWARD, WEIGHT_BACKWARD):
             return
         self._backwards[action.stage] += 1
@@ -152,23 +158,26 @@ class GradientAverages:
 
     def abandon(self) -> None:
         """After a step that has failed: nothing waits for other replicas any more, which then fail as well."""
-        self._in_last = None
+        self._in_last, self._failed = None, None
         if self._running:
             end_waits([self._members], self._device)
             self._running.clear()
 
     def arrived(self, parameter: nn.Parameter) -> None:
-        """A parameter's ``grad`` has been added to."""
+        """A parameter's ``grad`` has been added to; `end` raises what is wrong, which PyTorch would wrap here."""
         stage = self._in_last
-        if stage is None:
+        if stage is None or self._failed is not None:
             return
-        if stage.has_begun(parameter):
-            raise PipelineError(
-                f"expected one gradient of {self._names[id(parameter)]} in a backward, found another one after its "
-                "average began; checkpoint what uses it in several places with use_reentrant=False"
-            )
-        for bucket in stage.complete():
-            self._reduce(bucket)
+        try:
+            if stage.has_begun(parameter):
+                raise PipelineError(
+                    f"expected one gradient of {self._names[id(parameter)]} in a backward, found another one after its "
+                    "average began; checkpoint what uses it in several places with use_reentrant=False"
+                )
+            for bucket in stage.complete():
+                self._reduce(bucket)
+        except PipelineError as error:
+            self._failed = error
         stage.add(parameter)
 
     def _buckets_of(self, stage: int) -> Sequence[Bucket]:
