@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -205,24 +206,34 @@ def sparse_gradients_are_refused(rank: int, world: int) -> None:
 
 
 def fails_in_its_last_backward(rank: int, world: int) -> None:
-    """Others have begun to average by then: nothing waits for it, and the next step says why there is none."""
+    """Its averages that wait for the other replica end at once; the others hear of it, and have no next step."""
     pp, dp = groups_of(rank, world)
+    store = dist.distributed_c10d._get_default_store()
     config = replace(SMALL, executor="own")  # PyTorch wraps what fails in a backward
     pipeline = Pipeline(cut(seeded(Deep), 2), group=pp, data_parallel=dp, config=config)
     pipeline.step(half_of(rank % 2))
-    came = []
+    came: list[torch.Tensor] = []
+    works: list[Any] = []
 
-    def fail(gradient: torch.Tensor) -> None:
+    def in_last(gradient: torch.Tensor) -> None:
         came.append(gradient)
         if len(came) == MICROBATCHES:
+            works.extend(one.work for one in averages_of(pipeline)._running)
             raise ArithmeticError("no more numbers")
 
     if rank == 3:
-        next(pipeline.parameters()).register_hook(fail)
+        next(pipeline.parameters()).register_hook(in_last)
+    if rank == 2:
+        store.wait(["ended"])  # before it begins the step
     expected = (ArithmeticError, "no more numbers") if rank == 3 else (PipelineError, "rank 3 failed")
     with pytest.raises(expected[0], match=expected[1]):
         pipeline.step(half_of(rank % 2))
     assert not averages_of(pipeline)._running
+    if rank == 3:
+        assert works or not HOOKS
+        while not all(one.is_completed() for one in works):
+            time.sleep(0.05)
+        store.set("ended", "")
     with pytest.raises(PipelineError, match="rank 3 failed"):
         pipeline.step(half_of(rank % 2))
 
