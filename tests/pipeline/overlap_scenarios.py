@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,16 +25,16 @@ from torch_lms.pipeline.runner import Pipeline
 from torch_lms.pipeline.torch_backend import SCHEDULES, is_available
 from torch_lms.schedules.actions import BACKWARD, WEIGHT_BACKWARD
 
-WIDTH, ROWS, MICROBATCHES = 6, 8, 4
+WIDTH, WIDE, ROWS, MICROBATCHES = 6, 128, 8, 4
 SMALL = PipelineConfig(microbatches=MICROBATCHES, bucket_bytes=4 * WIDTH * (WIDTH + 1))  # of one layer
 REPLICA = [0]  # of which a stage runs
 HOOKS = hasattr(torch.Tensor, "register_post_accumulate_grad_hook")
 
 
 class Deep(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(12))
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(12))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -236,6 +238,33 @@ def fails_in_its_last_backward(rank: int, world: int) -> None:
         store.set("ended", "")
     with pytest.raises(PipelineError, match="rank 3 failed"):
         pipeline.step(half_of(rank % 2))
+
+
+def within_a_limit(rank: int, world: int) -> None:
+    """Under automatic mode, whose limit has no room for all weights and gradients, gradients are the same."""
+    import torch_lms
+
+    pp, dp = groups_of(rank, world)
+    model, x = seeded(partial(Deep, WIDE)), torch.rand(ROWS, WIDE, generator=torch.Generator().manual_seed(rank % 2))
+    config = replace(SMALL, bucket_bytes=4 * WIDE * (WIDE + 1))
+
+    def gradients(steps: int) -> dict[str, torch.Tensor]:
+        with Pipeline(cut(copy.deepcopy(model), 2), group=pp, data_parallel=dp, config=config) as pipeline:
+            for _ in range(steps):
+                pipeline.step(x)
+            return {name: one.clone() for name, one in gradients_of(pipeline).items() if one is not None}
+
+    expected = gradients(steps=3)
+    gc.collect()
+    torch_lms.swap.count_cpu_allocations()
+    held_bytes = sum(one.numel() * one.element_size() for one in expected.values())
+    torch_lms.enable({"cpu": torch_lms.stats().allocated_bytes + held_bytes * 5 // 2}, min_bytes=1 << 12)
+    found = gradients(steps=3)
+    assert torch_lms.stats().pageout_bytes > 0
+    torch_lms.disable()
+    assert found.keys() == expected.keys()
+    for name, one in found.items():
+        assert torch.equal(one, expected[name]), name
 
 
 def four_ranks(rank: int, world: int) -> None:

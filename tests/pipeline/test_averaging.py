@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,14 @@ from torch_lms.schedules.actions import Action
 
 MEMBERS = Members(None, (0, 1), 0)
 ONE = 4 * 5  # bytes of a weight
+has_core = pytest.mark.skipif(find_spec("torch_lms._C") is None, reason="the compiled core is not built")
 has_hooks = pytest.mark.skipif(
     not hasattr(torch.Tensor, "register_post_accumulate_grad_hook"), reason="gradients do not tell when they come"
 )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scenario", ["four_ranks", "failures"])
+@pytest.mark.parametrize("scenario", ["four_ranks", "failures", pytest.param("within_a_limit", marks=has_core)])
 def test_ranks(scenario: str, tmp_path: Path) -> None:
     for ended in run_ranks(f"tests.pipeline.overlap_scenarios:{scenario}", 4, tmp_path, timeout_s=100):
         assert ended.status == 0, ended.output

@@ -11,6 +11,10 @@ order whichever gradients come first; stages end in the order of the schedule. S
 not all need have the same gradients: a missing one counts as zero, and beside each gradient goes a number that is not
 zero where there is one. A parameter that no replica has a gradient for stays without.
 
+Note [Memory]: what is reduced is a copy, so that gradients may be paged out meanwhile, which tensors of collectives may
+not. Copies go as soon as one is found to have ended while another begins; at most they are all gradients of the rank,
+as they were when all began after the last action, but beside what the last backwards still keep.
+
 Note [Bits]: a gradient is divided by the number of replicas and then summed in the order of the backend's all-reduce.
 All replicas get the same bits. With two there is one order, whatever the buckets. With more, a ring adds in an order
 that depends on the place in its bucket: bits are the same again with the same ``bucket_bytes``, not with others.
