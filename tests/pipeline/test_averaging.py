@@ -162,6 +162,20 @@ def test_only_a_stage_s_last_backward_begins_averages(sent: Sent) -> None:
         sent.numels.clear()
 
 
+def test_where_gradients_do_not_tell_when_they_come_averages_begin_after_them(
+    sent: Sent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(averaging, "_HOOK", "not there")
+    stage = Weights()
+    averages = averages_of(stage)
+    averages.start()
+    averages.begin(BACKWARD)
+    in_turn(stage).backward()
+    assert sent.numels == []
+    averages.end(BACKWARD)
+    assert sent.numels == [6] * 4
+
+
 def test_types_and_sizes_have_buckets_of_their_own(sent: Sent) -> None:
     stage: Any = nn.Linear(3, 3)
     stage.index = 0
