@@ -31,7 +31,7 @@ has_hooks = pytest.mark.skipif(
 @pytest.mark.slow
 @pytest.mark.parametrize("scenario", ["four_ranks", "failures", pytest.param("within_a_limit", marks=has_core)])
 def test_ranks(scenario: str, tmp_path: Path) -> None:
-    for ended in run_ranks(f"tests.pipeline.overlap_scenarios:{scenario}", 4, tmp_path, timeout_s=100):
+    for ended in run_ranks(f"tests.pipeline.overlap_scenarios:{scenario}", 4, tmp_path):
         assert ended.status == 0, ended.output
 
 
