@@ -56,10 +56,10 @@ class Replicas:
         """Gives all members the parameters and buffers of the first."""
         for value in self._tensors:
             if value.numel():
-                whole = value.detach().contiguous()
+                # A copy: what a collective was given is never paged out again.
+                whole = value.detach().clone(memory_format=torch.contiguous_format)
                 dist.broadcast(as_bytes(whole), self.members.ranks[0], group=self.members.group)
-                if whole.data_ptr() != value.data_ptr():
-                    value.detach().copy_(whole)
+                value.detach().copy_(whole)
 
 
 def as_bytes(tensor: torch.Tensor) -> Any:
