@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from tests.partition.random_graphs import contiguous_placements, make_graph, measured, problems
 from torch_lms.errors import PartitionError
 from torch_lms.partition import (
-    KEEP_ALL,
     CostGraph,
     CostModel,
     CostNode,
+    DataParallel,
     DeviceSpec,
     LinkSpec,
     Partition,
@@ -30,6 +30,7 @@ from torch_lms.partition.sequence import UnitSequence
 from torch_lms.partition.units import Units
 
 HOST = LinkSpec(bytes_per_us=100.0)
+COPIES = DataParallel(ranks=2, link=LinkSpec(bytes_per_us=20.0), bucket_bytes=40)
 RELIEFS = [RecomputeAndSwap(), RecomputeAndSwap(host_link=HOST), RecomputeAndSwap(host_link=HOST, recompute=False)]
 
 
@@ -166,15 +167,16 @@ def test_a_search_counts_as_a_partition_does(problem: PartitionProblem, relief: 
     placements = list(contiguous_placements(problem))
     caps = [max(int(max(measured(problem, placements[0][1]).device_memory_bytes) * share), 1)] * problem.stages
     devices = tuple(replace(one, memory_cap_bytes=cap) for one, cap in zip(problem.devices, caps, strict=True))
-    plain = replace(problem, devices=devices, cost_model=replace(problem.cost_model, relief=KEEP_ALL))
-    tight = replace(plain, cost_model=replace(problem.cost_model, relief=relief))
+    model = replace(problem.cost_model, data_parallel=COPIES)
+    plain = replace(problem, devices=devices, cost_model=model)
+    tight = replace(plain, cost_model=replace(model, relief=relief))
     end = len(problem.units)
     cuts = np.arange(end + 1)
     sequence = UnitSequence(problem.units)
     table = CutTable(sequence, devices, tight.links_between(devices), tight.cost_model, cuts)
     marks = np.array([[0, *inner, end] for inner, _ in placements], dtype=np.int64)
     rows, shares = table.rows(marks)
-    times = table.step.times_us(rows)
+    times, fitting = table.step.times_us(rows), []
     for index, (_, placed) in enumerate(placements):
         before, after = measured(plain, placed), measured(tight, placed)
         assert math.isclose(after.step.step_us, times[index], rel_tol=1e-9, abs_tol=1e-9)
@@ -184,6 +186,11 @@ def test_a_search_counts_as_a_partition_does(problem: PartitionProblem, relief: 
         assert all(b >= a for a, b in zip(before.stage_time_us, after.stage_time_us, strict=True))
         if before.fits:
             assert after == before
+        if after.fits:
+            fitting.append(index)
+    for index in fitting:  # no sum along a step's longest path is longer than another step
+        _, passes = table.step.path(rows[:, :, index])
+        assert table.lowest(passes).cost_us <= min(times[fitting]) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("relief", RELIEFS)

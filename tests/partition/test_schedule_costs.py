@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -29,10 +30,19 @@ from torch_lms.partition import cut_search as search
 from torch_lms.partition.contiguous import ContiguousStages, Found
 from torch_lms.partition.figures import Figures
 from torch_lms.partition.sequence import UnitSequence
-from torch_lms.schedules import Action, make_schedule, simulate
+from torch_lms.schedules import Action, Event, make_schedule, simulate
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 exhaustive = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+
+
+@st.composite
+def copies(draw: st.DrawFn) -> DataParallel:
+    """One or three ranks, with gradients in one bucket or in several."""
+    link = LinkSpec(bytes_per_us=20.0, latency_us=draw(st.sampled_from([0.0, 0.5])))
+    return DataParallel(
+        ranks=draw(st.sampled_from([1, 3])), link=link, bucket_bytes=draw(st.sampled_from([10, 40, 1 << 20]))
+    )
 
 
 @st.composite
@@ -53,7 +63,7 @@ def shared_problems(draw: st.DrawFn, schedule: str) -> PartitionProblem:
         overlap_communication=draw(st.booleans()),
         memory_buffer=0.0,
         input_backward_share=draw(st.sampled_from([0.5, 0.3])),
-        data_parallel=DataParallel(ranks=draw(st.sampled_from([1, 3])), link=LinkSpec(bytes_per_us=20.0)),
+        data_parallel=draw(copies()),
         optimizer_offload=draw(st.sampled_from([None, LinkSpec(bytes_per_us=50.0, latency_us=1.0)])),
     )
     link = LinkSpec(bytes_per_us=draw(st.sampled_from([10.0, 100.0])), latency_us=1.0)
@@ -144,6 +154,56 @@ def test_steps_and_memory_of_devices_are_those_of_the_actions(schedule: str, dat
         assert figures.step.step_us == pytest.approx(step_us)
         assert figures.device_memory_bytes == held_along(problem, placed, actions.ranks, figures)
         assert sum(figures.device_time_us) == pytest.approx(sum(figures.stage_time_us))
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@exhaustive
+@given(data=st.data())
+def test_buckets_are_reduced_one_by_one_as_they_become_final(schedule: str, overlap: bool, data: st.DataObject) -> None:
+    """The end of a step, against a link for each device that takes one bucket after the other."""
+    drawn = data.draw(shared_problems(schedule))
+    model = replace(drawn.cost_model, optimizer_offload=None, overlap_communication=overlap)
+    problem = replace(drawn, cost_model=model)
+    actions = problem.step_on(problem.devices).schedule
+    assert isinstance(problem.links, LinkSpec)
+    link, share = problem.links, model.input_backward_share
+    for _, placed in itertools.islice(contiguous_placements(problem), 4):
+        figures = measured(problem, placed)
+
+        def duration(action: Action, made: Figures = figures) -> float:
+            part = {"B": 1.0, "I": share, "W": 1 - share}
+            times = made.stage_forward_us if action.kind == "F" else made.stage_backward_us
+            return times[action.stage] * part.get(action.kind, 1.0)
+
+        def transfer(action: Action, made: Figures = figures) -> float:
+            onward = action.kind == "F"
+            sizes = made.cut_forward_bytes if onward else made.cut_backward_bytes
+            return link.transfer_us(sizes[action.stage if onward else action.stage - 1])
+
+        events = simulate(actions, duration, transfer, overlap=overlap)
+        of_ranks = [[one for one in events if one.rank == rank] for rank in range(len(actions.ranks))]
+        ends_us = [buckets_end(problem, placed, own) for own in of_ranks]
+        assert figures.step.step_us == pytest.approx(max(ends_us))
+
+
+def buckets_end(problem: PartitionProblem, placed: np.ndarray, events: list[Event]) -> float:
+    """When a rank has done its actions and its link has reduced the buckets of all its stages."""
+    model, copies = problem.cost_model, problem.cost_model.data_parallel
+    done_us = max(event.end_us for event in events)
+    last = {event.action.stage: event for event in events}  # the later ones stay
+    link_us = 0.0
+    for stage, event in sorted(last.items(), key=lambda one: one[1].end_us):
+        units = [unit for unit in range(len(problem.units)) if placed[unit] == stage]
+        names = {name for unit in units for name in problem.units.parameters[unit]}
+        nbytes = sum(model.gradient_bytes(problem.graph)[name] for name in names)
+        count = max(1, math.ceil(nbytes / copies.bucket_bytes))
+        begin_us = event.start_us if event.action.kind == "B" else event.end_us
+        for bucket in range(1, count + 1):
+            final_us = begin_us + (event.end_us - begin_us) * bucket / count if model.overlap_communication else done_us
+            turns = 2 * (copies.ranks - 1)
+            link_us = max(link_us, final_us) + turns * copies.link.transfer_us(nbytes / count / copies.ranks)
+    return max(done_us, link_us)
 
 
 def held_along(
@@ -278,6 +338,18 @@ def test_gradients_are_summed_after_the_last_backward(overlap: bool) -> None:
     first, second = 27 + 6 * (1 + 25 / 10), 21 + 6 * (1 + 100 / 10)
     assert ended(overlap, data_parallel=copies)[0] == max(first, second) == second
     assert ended(overlap, data_parallel=DataParallel(ranks=1, link=LinkSpec(bytes_per_us=0.1)))[0] == 27
+
+
+@pytest.mark.parametrize(
+    ("rate", "step_us"),
+    [
+        (50.0, 27 + 2 / 4),  # the first stage's 100 bytes, faster than its backward: the last bucket comes after it
+        (10.0, 15 + 6 / 16 + 40),  # the second one's 400, slower than its backward from 15 to 21: all follow the first
+    ],
+)
+def test_all_but_a_bucket_is_summed_within_the_last_backward(rate: float, step_us: float) -> None:
+    copies = DataParallel(ranks=2, link=LinkSpec(bytes_per_us=rate), bucket_bytes=25)
+    assert ended(data_parallel=copies)[0] == step_us
 
 
 def test_optimizer_state_on_the_host_takes_time_and_no_memory() -> None:

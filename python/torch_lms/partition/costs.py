@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from torch_lms.errors import PartitionError
 from torch_lms.partition.relief import KEEP_ALL, MemoryRelief
 from torch_lms.schedules.rules import SCHEDULES
@@ -288,18 +290,35 @@ class DataParallel:
     Attributes:
         ranks: how many copies; 1 for none.
         link: between a device and its like in the next copy.
+        bucket_bytes: of gradients that are added up at once, as in `torch_lms.pipeline.PipelineConfig`.
     """
 
     ranks: int = 1
     link: LinkSpec = field(default_factory=LinkSpec)
+    bucket_bytes: int = 32 << 20
 
     def __post_init__(self) -> None:
         if self.ranks < 1:
             raise PartitionError(f"expected at least 1 data-parallel rank, found {self.ranks}; 1 means no copies")
+        if self.bucket_bytes < 1:
+            raise PartitionError(f"expected buckets of at least 1 byte, found {self.bucket_bytes}; give more")
+
+    def buckets(self, nbytes: Any) -> Any:
+        """How many a stage's gradients are in; arrays too."""
+        return np.maximum(np.ceil(nbytes / self.bucket_bytes), 1.0)
 
     def all_reduce_us(self, nbytes: float) -> float:
-        """Of a ring: ``2 (n - 1)`` turns, in each of which a share of ``1 / n`` goes to the next rank."""
-        return 2 * (self.ranks - 1) * self.link.transfer_us(nbytes / self.ranks)
+        """Of a ring: ``2 (n - 1)`` turns a bucket, in each of which a share of ``1 / n`` goes to the next rank."""
+        buckets = float(self.buckets(nbytes))
+        return buckets * 2 * (self.ranks - 1) * self.link.transfer_us(nbytes / buckets / self.ranks)
+
+    def tail_us(self, nbytes: Any, all_reduce_us: Any, backward_us: Any) -> Any:
+        """What is left of an all-reduce where the backward beside it ends; arrays too.
+
+        The shorter of the two is hidden but for one bucket, which is the first that has to be there before there is
+        anything to add up, or the last that is added up.
+        """
+        return all_reduce_us - (1 - 1 / self.buckets(nbytes)) * np.minimum(all_reduce_us, backward_us)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -316,12 +335,13 @@ class CostModel:
     in the order in which they would begin if each stage had its own device and all took equally long. The bubble is the
     share of the devices' time in which they do not compute.
 
-    Note [Step's end]: after the last backward of a stage, its trainable parameters' gradients are summed over the
-    data-parallel ranks, one stage after the other on each device. With overlap this runs beside what the device still
-    computes for its other stages; without, it begins when the device has done all its actions. It never runs beside
-    backwards of its own stage, since gradients are not complete before the last microbatch. Then, where optimizer state
-    is on the host, each stage's state comes over the host link and goes back, one after the other and beside nothing.
-    Tied weights count in each of their stages. The step ends when the last device has done all this.
+    Note [Step's end]: a stage's trainable parameters' gradients are summed over the data-parallel ranks in buckets of
+    equal size, one stage after the other on each device. With overlap a bucket begins when its gradients are final: in
+    the last backward of the stage, in which they become so evenly, or after that if it is zero bubble's backward of
+    weights. It runs beside what the device still computes. Without overlap all begin when the device has done all its
+    actions. Then, where optimizer state is on the host, each stage's state comes over the host link and goes back, one
+    after the other and beside nothing. Tied weights count in each of their stages, and as all others. The step ends
+    when the last device has done all this.
 
     Note [Stage memory]: parameters with gradient and optimizer state, once for each stage that uses them; for each
     microbatch in flight the storages that its nodes save, each once, and the values that cross its borders, unless

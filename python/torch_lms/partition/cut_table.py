@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +13,7 @@ from torch_lms.partition.costs import CostModel, DeviceSpec, LinkSpec
 from torch_lms.partition.intervals import StageMatrices, parameter_matrix, stage_matrices
 from torch_lms.partition.relief import KEEP_ALL, StageNeed, relieve_device
 from torch_lms.partition.sequence import UnitSequence
-from torch_lms.partition.steps import BACK, BACKWARDS, FORWARDS, REDUCE, ROWS, SEND, UPDATE, TrainingStep
+from torch_lms.partition.steps import BACK, BACKWARDS, FORWARDS, REDUCE, ROWS, SEND, TAIL, UPDATE, TrainingStep
 
 __all__ = ["CutTable", "Lowest", "Marks"]
 
@@ -67,10 +68,13 @@ class CutTable:
         self.back = np.array([_transfers(link, sequence.cut_backward_bytes[cuts]) for link in links])
         graph = units.graph
         self._ends: dict[int, Array] = {}
+        self._gradient_bytes: Array | None = None  # where they are reduced
         if model.data_parallel.ranks > 1:
-            gradients = parameter_matrix(sequence, cuts, model.gradient_bytes(graph))
-            ring = model.data_parallel
-            self._ends[REDUCE] = 2 * (ring.ranks - 1) * _transfers(ring.link, gradients / ring.ranks)
+            gradients = self._gradient_bytes = parameter_matrix(sequence, cuts, model.gradient_bytes(graph))
+            ring, buckets = model.data_parallel, model.data_parallel.buckets(gradients)
+            self._ends[REDUCE] = (
+                buckets * 2 * (ring.ranks - 1) * _transfers(ring.link, gradients / buckets / ring.ranks)
+            )
         if model.optimizer_offload is not None:
             states = parameter_matrix(sequence, cuts, model.optimizer_state_bytes(graph))
             self._ends[UPDATE] = 2 * _transfers(model.optimizer_offload, states)
@@ -130,8 +134,17 @@ class CutTable:
         for row, times in self._ends.items():
             if passes[row, stage]:
                 cost += passes[row, stage] * times[starts]
+        if passes[TAIL, stage] and self._gradient_bytes is not None:
+            last = (self._before[1][None, :] - self._before[1][starts, None]) / self.devices[stage].speed
+            last = last if relieved is None else last + relieved[starts]
+            cost += passes[TAIL, stage] * self._tail_us((starts,), last)
         cost += self._refusals[stage][starts]
         return cost
+
+    def _tail_us(self, at: tuple[Any, ...], backward_us: Array) -> Array:
+        assert self._gradient_bytes is not None
+        tail: Array = self.model.data_parallel.tail_us(self._gradient_bytes[at], self._ends[REDUCE][at], backward_us)
+        return tail
 
     def lowest(self, passes: Array) -> Lowest:
         """The cuts of the lowest additive cost, by dynamic programming from the last stage on."""
@@ -192,6 +205,8 @@ class CutTable:
             for device, usable in enumerate(self.usable):
                 if usable < np.inf:
                     share = np.maximum(share, self._fit(device, marks, rows) / usable)
+        for stage in range(self.stages if self._gradient_bytes is not None else 0):
+            rows[TAIL, stage] = self._tail_us((marks[:, stage], marks[:, stage + 1]), rows[BACKWARDS, stage])
         return rows, share
 
     def _fit(self, device: int, marks: Marks, rows: Array) -> Array:

@@ -12,7 +12,7 @@ from torch_lms.partition.costs import CostModel, DeviceSpec, LinkSpec
 from torch_lms.partition.offers import NO_OFFERS
 from torch_lms.partition.relief import KEEP_ALL, StageNeed, StageRelief, relieve_device
 from torch_lms.partition.segments import offers_in
-from torch_lms.partition.steps import BACK, BACKWARDS, FORWARDS, REDUCE, ROWS, SEND, UPDATE, TrainingStep
+from torch_lms.partition.steps import BACK, BACKWARDS, FORWARDS, REDUCE, ROWS, SEND, TAIL, UPDATE, TrainingStep
 from torch_lms.partition.units import MODEL_INPUT, Units, Value
 
 __all__ = ["Figures", "Step", "measure"]
@@ -111,6 +111,7 @@ def measure(
     rows[SEND, :-1] = [link.transfer_us(nbytes) for link, nbytes in zip(links, cut_forward, strict=True)]
     rows[BACK, :-1] = [link.transfer_us(nbytes) for link, nbytes in zip(links, cut_backward, strict=True)]
     rows[REDUCE] = [model.data_parallel.all_reduce_us(nbytes) for nbytes in memory.gradients]
+    rows[TAIL] = model.data_parallel.tail_us(memory.gradients, rows[REDUCE], rows[BACKWARDS])
     rows[UPDATE] = [model.update_us(nbytes) for nbytes in memory.states]
     work = rows[FORWARDS] + rows[BACKWARDS]
     return Figures(

@@ -4,6 +4,11 @@ Note [Longest path]: the order of each device's actions and of each link's trans
 is the longest path through a fixed graph whose nodes take times that are known for each stage and each border. On any
 one path the time is a sum over stages and borders, each weighted by how often the path passes it; so is each average of
 paths. No step is shorter than one of these, which is what a search over cuts is bounded by.
+
+Note [Tails]: buckets that become final one after the other, and are reduced one after the other, end with the last of
+all reductions that begin with some bucket: when that became final, it and those after it follow. So an all-reduce ends
+its `TAIL` after the backward, or the whole of it after the all-reduce before it, whichever is later. A longer backward
+makes the tail shorter, by no more than it is longer: a path that passes a tail passes its backward too.
 """
 
 from __future__ import annotations
@@ -22,13 +27,25 @@ from torch_lms.schedules.actions import BACKWARD, FORWARD, INPUT_BACKWARD, WEIGH
 from torch_lms.schedules.rules import ONE_STAGE_EACH, make_schedule
 from torch_lms.schedules.simulation import Task, in_flight, on_ranks, tasks_of
 
-__all__ = ["BACK", "BACKWARDS", "FORWARDS", "REDUCE", "ROWS", "SEND", "UPDATE", "TrainingStep", "device_of_stage"]
+__all__ = [
+    "BACK",
+    "BACKWARDS",
+    "FORWARDS",
+    "REDUCE",
+    "ROWS",
+    "SEND",
+    "TAIL",
+    "UPDATE",
+    "TrainingStep",
+    "device_of_stage",
+]
 
 Array = NDArray[np.float64]
 
-# The rows of the times of stages. SEND and BACK are those of the border behind a stage, both ways.
-FORWARDS, BACKWARDS, SEND, BACK, REDUCE, UPDATE = range(6)
-ROWS = 6
+# The rows of the times of stages. SEND and BACK are those of the border behind a stage, both ways. TAIL is what is left
+# of the all-reduce, which is REDUCE, where the last backward ends.
+FORWARDS, BACKWARDS, SEND, BACK, REDUCE, TAIL, UPDATE = range(7)
+ROWS = 7
 _MOST_AT_ONCE = 4096
 
 
@@ -84,19 +101,27 @@ class TrainingStep:
         return _made(device_of_stage(names), *price)
 
     def _add_ends(self, tasks: Sequence[Task], overlap: bool) -> None:
-        """The all-reduce of each stage's gradients and its state's way; see Note [Step's end] in ``costs``."""
+        """The all-reduce of each stage's gradients and its state's way; see Note [Tails], and ``costs``."""
         for stages in self.stages_of:
             last = {task.action.stage: index for index, task in enumerate(tasks) if not task.transfer}
             done = max(last[stage] for stage in stages)
             before: tuple[int, ...] = ()
             for stage in sorted(stages, key=lambda one: last[one]):
-                needs = (last[stage] if overlap else done, *before)
-                self._nodes.append(_Node(REDUCE, stage, 1.0, needs))
-                before = (len(self._nodes) - 1,)
+                ends = []
+                if overlap and tasks[last[stage]].action.kind == BACKWARD:
+                    ends.append(self._add(TAIL, stage, (last[stage],)))
+                    if before:
+                        ends.append(self._add(REDUCE, stage, before))
+                else:
+                    ends.append(self._add(REDUCE, stage, (last[stage] if overlap else done, *before)))
+                before = tuple(ends)
             before = (*before, done)
             for stage in stages:
-                self._nodes.append(_Node(UPDATE, stage, 1.0, before))
-                before = (len(self._nodes) - 1,)
+                before = (self._add(UPDATE, stage, before),)
+
+    def _add(self, row: int, stage: int, needs: tuple[int, ...]) -> int:
+        self._nodes.append(_Node(row, stage, 1.0, needs))
+        return len(self._nodes) - 1
 
     def times_us(self, rows: Array) -> Array:
         """The time of each of many steps.

@@ -33,6 +33,8 @@ class PipelineConfig:
         autocast: the type that stages and loss run in where ``torch.autocast`` has them do so, in training and
             evaluation, with backward outside of it as PyTorch wants: ``torch.bfloat16``, or ``torch.float16``, whose
             gradients need `Pipeline.scaler`. None leaves it to the program.
+        bucket_bytes: of gradients that data parallel reduces at once: small buckets begin sooner, before the backward
+            ends, and large ones cost fewer rounds.
         heartbeat_timeout_s: how long a rank may give no sign of life before it counts as dead. After an error of a
             transport some seconds are enough.
 
@@ -46,6 +48,7 @@ class PipelineConfig:
     seed: int | None = None
     whole: tuple[str, ...] = ()
     autocast: torch.dtype | None = None
+    bucket_bytes: int = 32 << 20
     heartbeat_timeout_s: float = 30.0
 
     def __post_init__(self) -> None:
@@ -58,9 +61,9 @@ class PipelineConfig:
             raise ValueError(
                 f"expected torch.float16, torch.bfloat16 or None for autocast, found {self.autocast!r}; take one"
             )
-        if self.microbatches < 1 or self.heartbeat_timeout_s <= 0:
+        if self.microbatches < 1 or self.bucket_bytes < 1 or self.heartbeat_timeout_s <= 0:
             raise ValueError(
-                f"expected positive microbatches and heartbeat_timeout_s, found {self}; give at least 1 and a second"
+                f"expected positive microbatches, bucket_bytes and heartbeat_timeout_s, found {self}; give at least 1"
             )
 
     @property

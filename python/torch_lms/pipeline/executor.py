@@ -16,7 +16,7 @@ from torch_lms.pipeline.boundary import Boundary
 from torch_lms.pipeline.transfers import Channel, wait_all
 from torch_lms.schedules.actions import BACKWARD, FORWARD, Action, Schedule
 
-__all__ = ["Executor", "Recorder"]
+__all__ = ["Executor", "Recorder", "Recorders"]
 
 
 class Recorder(Protocol):
@@ -27,6 +27,23 @@ class Recorder(Protocol):
 
     def end(self, action: Action) -> None:
         """After it."""
+
+
+class Recorders:
+    """Several recorders as one, each around those before it."""
+
+    def __init__(self, *recorders: Recorder) -> None:
+        self._recorders = recorders
+
+    def begin(self, action: Action) -> None:
+        """Before the action."""
+        for one in reversed(self._recorders):
+            one.begin(action)
+
+    def end(self, action: Action) -> None:
+        """After it."""
+        for one in self._recorders:
+            one.end(action)
 
 
 class Executor:

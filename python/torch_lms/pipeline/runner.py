@@ -15,12 +15,13 @@ from torch import nn
 
 from torch_lms.errors import PartitionError, PipelineError
 from torch_lms.pipeline import torch_backend
+from torch_lms.pipeline.averaging import GradientAverages
 from torch_lms.pipeline.boundary import Boundary, LossFunction, Microbatch
 from torch_lms.pipeline.circle import Circle, Messages
 from torch_lms.pipeline.config import PipelineConfig
 from torch_lms.pipeline.data_parallel import Replicas
 from torch_lms.pipeline.evaluation import evaluating, forward_all, merge_outputs
-from torch_lms.pipeline.executor import Executor
+from torch_lms.pipeline.executor import Executor, Recorder, Recorders
 from torch_lms.pipeline.liveness import Liveness, end_waits, in_words
 from torch_lms.pipeline.loss_scale import PipelineGradScaler
 from torch_lms.pipeline.members import Members, find_members, find_own_device
@@ -160,7 +161,19 @@ class Pipeline:
         rank_of = {stage.index: stage.index % self.ranks for stage in stages}
         self._shared = SharedWeights(stages, self.stages, rank_of, self._channels[2])
         self._replicas = None if replicas is None else Replicas(replicas, self.stages, self._replica_messages)
+        self._averages = None if replicas is None else self._make_averages(replicas)
         self._share_values()
+
+    def _make_averages(self, replicas: Members) -> GradientAverages:
+        return GradientAverages(
+            replicas,
+            self.stages,
+            self.device,
+            microbatches=self.config.microbatches,
+            bucket_bytes=self.config.bucket_bytes,
+            last=self._shared.sums(),
+            without=self._shared.copies(),
+        )
 
     def _share_values(self) -> None:
         self._shared.share_values()
@@ -231,23 +244,34 @@ class Pipeline:
         Raises:
             PipelineError: for arguments that do not fit, or if a rank fails; the message names it.
         """
-        with self._liveness.watched():
-            microbatches = self._cut(args, kwargs, target, seed=self.config.seed)
-            self._check_target(target)
-            shapes = tuple(self._messages.gather(shapes_of(microbatches[0].feeds)))
-            backend = self._transport.take(shapes, microbatches[0])
-            scale = None if self.scaler is None else self.scaler.as_tensor()
-            for boundary in self._boundaries:
-                boundary.load(microbatches, scale)
-            self._shared.set_gradients_aside()
-            self._timeline.start()
-            losses = backend.step()
-            self._shared.sum_gradients()
-            if self._replicas is not None:
-                self._replicas.average_gradients(without=self._shared.copies())
-            self._shared.copy_gradients()
-            self._step += 1
-            return _sum(losses)
+        try:
+            with self._liveness.watched():
+                microbatches = self._cut(args, kwargs, target, seed=self.config.seed)
+                self._check_target(target)
+                shapes = tuple(self._messages.gather(shapes_of(microbatches[0].feeds)))
+                losses = self._run(self._transport.take(shapes, microbatches[0]), microbatches)
+        except BaseException:
+            if self._averages is not None:
+                self._averages.abandon()
+            raise
+        self._step += 1
+        return _sum(losses)
+
+    def _run(self, backend: Backend, microbatches: Sequence[Microbatch]) -> list[torch.Tensor]:
+        """A step's actions, and all that gradients need after them; returns the losses of this rank."""
+        scale = None if self.scaler is None else self.scaler.as_tensor()
+        for boundary in self._boundaries:
+            boundary.load(microbatches, scale)
+        self._shared.set_gradients_aside()
+        if self._averages is not None:
+            self._averages.start()
+        self._timeline.start()
+        losses = backend.step()
+        self._shared.sum_gradients()
+        if self._averages is not None:
+            self._averages.finish()
+        self._shared.copy_gradients()
+        return losses
 
     def evaluate(self, *args: Any, target: Any = None, return_outputs: bool = False, **kwargs: Any) -> Any:
         """Forward of one batch without gradients, with all stages in evaluation mode; their modes are put back.
@@ -342,11 +366,12 @@ class Pipeline:
     def _make_backend(self) -> Backend:
         """What runs a step, once the boundaries know what crosses."""
         config = self.config
+        recorder: Recorder = self._timeline if self._averages is None else Recorders(self._timeline, self._averages)
         if config.uses_torch:
             numbers = config.schedule, self.ranks, config.microbatches
-            return torch_backend.TorchBackend(self._boundaries, *numbers, self._members.group, self._timeline)
+            return torch_backend.TorchBackend(self._boundaries, *numbers, self._members.group, recorder)
         assert self._schedule is not None
-        return Executor(self._boundaries[0], self._schedule, self._channels[:2], self._timeline)
+        return Executor(self._boundaries[0], self._schedule, self._channels[:2], recorder)
 
     @contextmanager
     def _agreement(self) -> Iterator[None]:

@@ -69,11 +69,14 @@ class SharedWeights:
         for homes, gradients in self._gradients():
             self._pass(homes, gradients, copy=True)
 
+    def sums(self) -> set[int]:
+        """Parameters whose gradients `sum_gradients` makes, by their identity."""
+        return {id(self._tensors[homes[0]]) for homes in self._rings if homes[0] in self._tensors}
+
     def copies(self) -> set[int]:
         """Parameters whose gradients `copy_gradients` sets, by their identity."""
-        first = {id(self._tensors[homes[0]]) for homes in self._rings if homes[0] in self._tensors}
         own = {id(self._tensors[home]) for homes in self._rings for home in homes[1:] if home in self._tensors}
-        return own - first
+        return own - self.sums()
 
     def _gradients(self) -> Iterator[tuple[list[Home], dict[Home, torch.Tensor]]]:
         """The homes of each trained weight that is here, with the gradients that are."""
