@@ -26,8 +26,10 @@ from torch.utils.checkpoint import checkpoint
 import torch_lms
 from tests.chunk.plain import Optimize, Plain, loss_of
 from tests.chunk.test_chunked import OPTIMIZERS, Owner, in_order
+from tests.chunk.test_order import Parallel
 from tests.unit.trainings import MIN_BYTES, TRAININGS, Batch, vector_batch
-from torch_lms.chunk import ShardedState, streamed_updates
+from torch_lms.chunk import ShardedState, order_of_use, streamed_updates
+from torch_lms.chunk.gathered import GatheredChunks
 from torch_lms.chunk.sharding import ShardedOccupancy
 
 DEVICE = os.environ.get("TORCH_LMS_TEST_DEVICE", "cpu")
@@ -38,8 +40,15 @@ Backward = Callable[[nn.Module, Sequence[Batch], Callable[[], None]], torch.Tens
 """Gets the model, batches, and what to call after each backward; returns a loss."""
 
 
-def chunked(model: nn.Module, optimize: Optimize = ADAMW, **options: Any) -> tuple[nn.Module, Any]:
+def chunked(
+    model: nn.Module,
+    optimize: Optimize = ADAMW,
+    order: Callable[[nn.Module], list[nn.Parameter]] | None = None,
+    **options: Any,
+) -> tuple[nn.Module, Any]:
     mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
+    if order is not None:
+        options["order"] = order(placed(model))
     return torch_lms.chunked(placed(model), optimize(model.parameters()), mesh=mesh, **options)
 
 
@@ -291,6 +300,29 @@ class Adapted(nn.Module):
 
 def adapted(rank: int, world: int) -> None:
     expect_equal(Adapted, narrow_batch, rank, world)
+
+
+def ordered(rank: int, world: int) -> None:
+    """The first rank's order holds; in that of use fewer chunks are whole at a time, and bits are the same."""
+
+    def as_used(model: nn.Module) -> list[nn.Parameter]:
+        found = order_of_use(model, torch.zeros(1, 512, device=DEVICE))
+        return found if rank == 0 else found[::-1]
+
+    most = []
+    for order in (None, as_used):
+        expect_equal(Parallel, vector_batch, rank, world, chunk_numel=1 << 19, order=order)
+        model, optimizer = chunked(Parallel(), chunk_numel=1 << 19, order=order)
+        whole: list[int] = []
+        for module in model.modules():
+            module.register_forward_hook(partial(note_whole, whole, optimizer.data.gathered))
+        once(model, [vector_batch(rank)], lambda: None)
+        most.append(max(whole))
+    assert most[1] < most[0], most
+
+
+def note_whole(counts: list[int], gathered: GatheredChunks, *_: Any) -> None:
+    counts.append(len(gathered.open))
 
 
 class Normed(nn.Module):

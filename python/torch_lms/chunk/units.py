@@ -14,7 +14,7 @@ from torch_lms.chunk.hooks import ModuleHooks
 from torch_lms.chunk.model_data import ModelData
 from torch_lms.chunk.sharding import ShardedOccupancy
 
-__all__ = ["UnitHooks", "units_of"]
+__all__ = ["UnitHooks", "order_of_use", "units_of"]
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -37,6 +37,34 @@ def units_of(module: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]
             yield child, list(child.parameters())
         else:
             yield from units_of(child)
+
+
+@torch.no_grad()
+def order_of_use(model: nn.Module, *arguments: Any, **named: Any) -> list[nn.Parameter]:
+    """A model's parameters in the order in which one call of it uses their units, for `torch_lms.chunked`.
+
+    The call is one as any other: random numbers go on, and so do statistics that the model keeps. A model on the meta
+    device can be called with tensors there, unless it looks at values.
+
+    Args:
+        model: not in chunks yet.
+        arguments: that it is called with.
+        named: likewise.
+
+    Returns:
+        The parameters of the units that have been called.
+    """
+    found: dict[nn.Parameter, None] = {}
+    handles = [
+        unit.register_forward_pre_hook(lambda _, __, own=parameters: found.update(dict.fromkeys(own)))
+        for unit, parameters in units_of(model)
+    ]
+    try:
+        model(*arguments, **named)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return list(found)
 
 
 class UnitHooks(ModuleHooks):
