@@ -312,17 +312,24 @@ def ordered(rank: int, world: int) -> None:
     most = []
     for order in (None, as_used):
         expect_equal(Parallel, vector_batch, rank, world, chunk_numel=1 << 19, order=order)
-        model, optimizer = chunked(Parallel(), chunk_numel=1 << 19, order=order)
-        whole: list[int] = []
-        for module in model.modules():
-            module.register_forward_hook(partial(note_whole, whole, optimizer.data.gathered))
-        once(model, [vector_batch(rank)], lambda: None)
-        most.append(max(whole))
+        most.append(most_whole(*chunked(Parallel(), chunk_numel=1 << 19, order=order), vector_batch(rank)))
     assert most[1] < most[0], most
 
 
-def note_whole(counts: list[int], gathered: GatheredChunks, *_: Any) -> None:
-    counts.append(len(gathered.open))
+def most_whole(model: nn.Module, optimizer: Any, batch: Batch) -> int:
+    """The most chunks that are whole at a time in a step."""
+    gathered, counts = optimizer.data.gathered, []
+
+    def begin(self: GatheredChunks, *arguments: Any) -> None:
+        begin_chunk(self, *arguments)
+        counts.append(len(gathered.open))
+
+    begin_chunk = GatheredChunks.begin
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GatheredChunks, "begin", begin)
+        once(model, [batch], lambda: None)
+    optimizer.step()
+    return max(counts)
 
 
 class Normed(nn.Module):
@@ -620,8 +627,73 @@ def zeroed_between(model: nn.Module, batches: Sequence[Batch], after: Callable[[
 
 def odd_uses(rank: int, world: int) -> None:
     for run in (None, two_in_a_checkpoint, several_times):
-        for backward in (once, accumulated, both, zeroed_between):
-            expect_equal(partial(Net, run), tiny_batch, rank, world, backward=backward, chunk_numel=1280)
+        for backward in (once, accumulated, retained, both, zeroed_between):
+            for chunk_numel in (1280, 4096):  # a layer in each, or three
+                expect_equal(partial(Net, run), tiny_batch, rank, world, backward=backward, chunk_numel=chunk_numel)
+
+
+class Beside(nn.Module):
+    """A block that is given what others are given, too, and returns it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = nn.Linear(2 * WIDTH, WIDTH)
+        self.table = nn.Embedding(4, WIDTH)
+
+    def forward(self, x: torch.Tensor, beside: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        bias = self.table(torch.arange(4, device=x.device))  # needs nothing that the block is called with
+        return x + bias + torch.tanh(self.both(torch.cat((x, beside), 1))), beside
+
+
+class Decoder(nn.Module):
+    """Each block is called with what the first layer has made, which gets its gradient last of all."""
+
+    def __init__(self, blocks: int = 8) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Beside() for _ in range(blocks))
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        beside = self.first(x)
+        x = beside.tanh()
+        for block in self.blocks:
+            x, beside = block(x, beside)
+        return self.last(x)
+
+
+class Skipping(Decoder):
+    """As an U-Net: layers are called with what earlier ones have made, the last with that of the first."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = [x := self.first(x)]
+        for block in self.blocks[:4]:
+            made.append(x := block(x, x.sin())[0])
+        for block in self.blocks[4:]:
+            x = block(x, made.pop())[0]
+        return self.last(x)
+
+
+def one_in_a_checkpoint(net: Net, x: torch.Tensor) -> torch.Tensor:
+    x = net.first(x)
+    for block in net.blocks:
+        x = checkpoint(block, x, use_reentrant=True)
+    return x.tanh()
+
+
+def ends_early(rank: int, world: int) -> None:
+    """A unit's backward has ended when that of what it was called with goes on, whoever else was called with it."""
+    run = one_in_a_checkpoint
+    makers: list[Callable[[], nn.Module]] = [Decoder, Skipping, partial(Net, run, blocks=12)]
+    for make in makers:
+        for backward in (once, accumulated, retained, both):
+            for chunk_numel in (2432, 5000):
+                expect_equal(make, tiny_batch, rank, world, backward=backward, chunk_numel=chunk_numel)
+        model, optimizer = chunked(make(), chunk_numel=2432)
+        assert optimizer.data.layout.chunks >= 6
+        for step in range(2):  # the second knows what is used next
+            most = most_whole(model, optimizer, tiny_batch(10 * step + rank))
+            assert most <= 4, (make, step, most)
 
 
 class NormedExperts(nn.Module):

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
         "gpt+rnn+mlp+checkpointed+on_the_host+streamed",
         "backwards+optimizers+normed",
         "routed+adapted+checkpointing+clipping+refusals+memory+without_bytes",
-        "odd_uses+normed_experts+attending+gradients_by_hand+unlike_ranks+nothing_leaks+kinds_of_tensors+ordered",
+        "odd_uses+normed_experts+attending+gradients_by_hand+unlike_ranks+nothing_leaks+kinds_of_tensors+ordered+ends_early",
     ],
 )
 def test_two_ranks(scenarios: str, tmp_path: Path) -> None:

@@ -84,26 +84,30 @@ class UnitHooks(ModuleHooks):
         changed = super()._begin(module, arguments, named)
         numbers = self._own.get(module)
         if numbers and self._sharded().awaits_backward(numbers):
-            inputs = _with_gradients((arguments, named) if changed is None else changed)
-            if inputs and not any(one.is_leaf for one in inputs):  # a leaf would keep the hook; its unit ends with all
-                unique = {id(one): one for one in inputs}.values()
-                came = _AllCame(len(unique), partial(self._sharded().backward_ended, numbers))
-                for one in unique:
+            inputs = {id(one): one for one in _with_gradients((arguments, named) if changed is None else changed)}
+            made = [one for one in inputs.values() if not one.is_leaf]
+            if (
+                made or torch._C._current_graph_task_id() != -1
+            ):  # a leaf would keep the hook, but for a checkpoint's own
+                came = _Came(1 if made else len(inputs), partial(self._sharded().backward_ended, numbers))
+                for one in made or inputs.values():
                     one.register_hook(came)
         return changed
 
-    def _end(self, module: nn.Module, arguments: Any, outputs: Any) -> None:
-        super()._end(module, arguments, outputs)
+    def _end(self, module: nn.Module, arguments: Any, named: Any, outputs: Any) -> None:
+        super()._end(module, arguments, named, outputs)
         if numbers := self._own.get(module):
+            inputs = {id(one) for one in _with_gradients((arguments, named))}
             for output in _with_gradients(outputs):
-                output.register_hook(lambda _: self._sharded().backward_begins(numbers))
+                if id(output) not in inputs:  # whose backward is another unit's
+                    output.register_hook(lambda _: self._sharded().backward_begins(numbers))
 
     def _sharded(self) -> ShardedOccupancy:
         assert isinstance(self._occupancy, ShardedOccupancy)
         return self._occupancy
 
 
-class _AllCame:
+class _Came:
     """Tells when so many gradients have come in one backward. It holds no graph: that would hold it, for ever.
 
     Args:
