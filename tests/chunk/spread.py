@@ -608,6 +608,15 @@ def several_times(net: Net, x: torch.Tensor) -> torch.Tensor:
     return net.through(net.through(net.first(x)))
 
 
+def both_kinds_of_checkpoint(net: Net, x: torch.Tensor) -> torch.Tensor:
+    """The same blocks in both: one kind tells of its calls when they run, the other when they run again."""
+    x = net.first(x)
+    for reentrant in (True, False, True):
+        for block in net.blocks[:2]:
+            x = torch.tanh(checkpoint(block, x, use_reentrant=reentrant))
+    return x
+
+
 def both(model: nn.Module, batches: Sequence[Batch], after: Callable[[], None]) -> torch.Tensor:
     """The loss of two forwards, and then that of one more."""
     loss = loss_of(model, batches[0]) + loss_of(model, batches[1])
@@ -626,7 +635,7 @@ def zeroed_between(model: nn.Module, batches: Sequence[Batch], after: Callable[[
 
 
 def odd_uses(rank: int, world: int) -> None:
-    for run in (None, two_in_a_checkpoint, several_times):
+    for run in (None, two_in_a_checkpoint, both_kinds_of_checkpoint, several_times):
         for backward in (once, accumulated, retained, both, zeroed_between):
             for chunk_numel in (1280, 4096):  # a layer in each, or three
                 expect_equal(partial(Net, run), tiny_batch, rank, world, backward=backward, chunk_numel=chunk_numel)

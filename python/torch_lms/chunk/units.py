@@ -82,17 +82,24 @@ class UnitHooks(ModuleHooks):
 
     def _begin(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         changed = super()._begin(module, arguments, named)
-        numbers = self._own.get(module)
-        if numbers and self._sharded().awaits_backward(numbers):
-            inputs = {id(one): one for one in _with_gradients((arguments, named) if changed is None else changed)}
-            made = [one for one in inputs.values() if not one.is_leaf]
-            if (
-                made or torch._C._current_graph_task_id() != -1
-            ):  # a leaf would keep the hook, but for a checkpoint's own
-                came = _Came(1 if made else len(inputs), partial(self._sharded().backward_ended, numbers))
-                for one in made or inputs.values():
-                    one.register_hook(came)
+        if numbers := self._own.get(module):
+            self._await_backward(numbers, _with_gradients((arguments, named) if changed is None else changed))
         return changed
+
+    def _await_backward(self, numbers: tuple[int, ...], inputs: list[torch.Tensor]) -> None:
+        """Sees to it that the end of the backward of a unit's call is told, if it needs one."""
+        in_checkpoint = torch._C._current_graph_task_id() != -1
+        unique = {id(one): one for one in inputs}.values()
+        made = [one for one in unique if not one.is_leaf]
+        if in_checkpoint and any(map(_is_awaited_by_a_call, made)):
+            return  # the call had a graph itself, which will tell
+        if not self._sharded().awaits_backward(numbers):
+            return
+        if made or in_checkpoint:  # leaves keep hooks, but for those that checkpoints make
+            tell = partial(self._sharded().backward_ended, numbers)
+            came = _Came(1 if made else len(unique), tell, of_a_call=not in_checkpoint)
+            for one in made or unique:
+                one.register_hook(came)
 
     def _end(self, module: nn.Module, arguments: Any, named: Any, outputs: Any) -> None:
         super()._end(module, arguments, named, outputs)
@@ -113,9 +120,11 @@ class _Came:
     Args:
         count: of gradients.
         tell: called then.
+        of_a_call: whether it has been made in one, not in a backward.
     """
 
-    def __init__(self, count: int, tell: Callable[[], None]) -> None:
+    def __init__(self, count: int, tell: Callable[[], None], *, of_a_call: bool) -> None:
+        self.of_a_call = of_a_call
         self._count = count
         self._tell = tell
         self._task = -1
@@ -128,6 +137,11 @@ class _Came:
         self._left -= 1
         if self._left == 0:
             self._tell()
+
+
+def _is_awaited_by_a_call(one: torch.Tensor) -> bool:
+    hooks = (one._backward_hooks or {}).values()
+    return any(isinstance(hook, _Came) and hook.of_a_call for hook in hooks)
 
 
 def _with_gradients(values: Any) -> list[torch.Tensor]:
