@@ -32,6 +32,11 @@ def test_two_ranks(scenarios: str, tmp_path: Path) -> None:
     expect_success(scenarios, 2, tmp_path)
 
 
+def test_units_that_are_connected_at_random(tmp_path: Path) -> None:
+    for rank, ended in enumerate(run_ranks("tests.chunk.random_units:connected", 2, tmp_path)):
+        assert ended.status == 0, f"rank {rank}:\n{ended.output[-4000:]}"
+
+
 def test_three_ranks(tmp_path: Path) -> None:
     expect_success("checkpointing+clipping+memory", 3, tmp_path)
 
