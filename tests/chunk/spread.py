@@ -26,8 +26,10 @@ from torch.utils.checkpoint import checkpoint
 import torch_lms
 from tests.chunk.plain import Optimize, Plain, loss_of
 from tests.chunk.test_chunked import OPTIMIZERS, Owner, in_order
+from tests.chunk.test_order import Parallel
 from tests.unit.trainings import MIN_BYTES, TRAININGS, Batch, vector_batch
-from torch_lms.chunk import ShardedState, streamed_updates
+from torch_lms.chunk import ShardedState, order_of_use, streamed_updates
+from torch_lms.chunk.gathered import GatheredChunks
 from torch_lms.chunk.sharding import ShardedOccupancy
 
 DEVICE = os.environ.get("TORCH_LMS_TEST_DEVICE", "cpu")
@@ -38,8 +40,15 @@ Backward = Callable[[nn.Module, Sequence[Batch], Callable[[], None]], torch.Tens
 """Gets the model, batches, and what to call after each backward; returns a loss."""
 
 
-def chunked(model: nn.Module, optimize: Optimize = ADAMW, **options: Any) -> tuple[nn.Module, Any]:
+def chunked(
+    model: nn.Module,
+    optimize: Optimize = ADAMW,
+    order: Callable[[nn.Module], list[nn.Parameter]] | None = None,
+    **options: Any,
+) -> tuple[nn.Module, Any]:
     mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
+    if order is not None:
+        options["order"] = order(placed(model))
     return torch_lms.chunked(placed(model), optimize(model.parameters()), mesh=mesh, **options)
 
 
@@ -291,6 +300,36 @@ class Adapted(nn.Module):
 
 def adapted(rank: int, world: int) -> None:
     expect_equal(Adapted, narrow_batch, rank, world)
+
+
+def ordered(rank: int, world: int) -> None:
+    """The first rank's order holds; in that of use fewer chunks are whole at a time, and bits are the same."""
+
+    def as_used(model: nn.Module) -> list[nn.Parameter]:
+        found = order_of_use(model, torch.zeros(1, 512, device=DEVICE))
+        return found if rank == 0 else found[::-1]
+
+    most = []
+    for order in (None, as_used):
+        expect_equal(Parallel, vector_batch, rank, world, chunk_numel=1 << 19, order=order)
+        most.append(most_whole(*chunked(Parallel(), chunk_numel=1 << 19, order=order), vector_batch(rank)))
+    assert most[1] < most[0], most
+
+
+def most_whole(model: nn.Module, optimizer: Any, batch: Batch) -> int:
+    """The most chunks that are whole at a time in a step."""
+    gathered, counts = optimizer.data.gathered, []
+
+    def begin(self: GatheredChunks, *arguments: Any) -> None:
+        begin_chunk(self, *arguments)
+        counts.append(len(gathered.open))
+
+    begin_chunk = GatheredChunks.begin
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GatheredChunks, "begin", begin)
+        once(model, [batch], lambda: None)
+    optimizer.step()
+    return max(counts)
 
 
 class Normed(nn.Module):
@@ -594,6 +633,15 @@ def several_times(net: Net, x: torch.Tensor) -> torch.Tensor:
     return net.through(net.through(net.first(x)))
 
 
+def both_kinds_of_checkpoint(net: Net, x: torch.Tensor) -> torch.Tensor:
+    """The same blocks in both: one kind tells of its calls when they run, the other when they run again."""
+    x = net.first(x)
+    for reentrant in (True, False, True):
+        for block in net.blocks[:2]:
+            x = torch.tanh(checkpoint(block, x, use_reentrant=reentrant))
+    return x
+
+
 def both(model: nn.Module, batches: Sequence[Batch], after: Callable[[], None]) -> torch.Tensor:
     """The loss of two forwards, and then that of one more."""
     loss = loss_of(model, batches[0]) + loss_of(model, batches[1])
@@ -612,9 +660,74 @@ def zeroed_between(model: nn.Module, batches: Sequence[Batch], after: Callable[[
 
 
 def odd_uses(rank: int, world: int) -> None:
-    for run in (None, two_in_a_checkpoint, several_times):
-        for backward in (once, accumulated, both, zeroed_between):
-            expect_equal(partial(Net, run), tiny_batch, rank, world, backward=backward, chunk_numel=1280)
+    for run in (None, two_in_a_checkpoint, both_kinds_of_checkpoint, several_times):
+        for backward in (once, accumulated, retained, both, zeroed_between):
+            for chunk_numel in (1280, 4096):  # a layer in each, or three
+                expect_equal(partial(Net, run), tiny_batch, rank, world, backward=backward, chunk_numel=chunk_numel)
+
+
+class Beside(nn.Module):
+    """A block that is given what others are given, too, and returns it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = nn.Linear(2 * WIDTH, WIDTH)
+        self.table = nn.Embedding(4, WIDTH)
+
+    def forward(self, x: torch.Tensor, beside: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        bias = self.table(torch.arange(4, device=x.device))  # needs nothing that the block is called with
+        return x + bias + torch.tanh(self.both(torch.cat((x, beside), 1))), beside
+
+
+class Decoder(nn.Module):
+    """Each block is called with what the first layer has made, which gets its gradient last of all."""
+
+    def __init__(self, blocks: int = 8) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Beside() for _ in range(blocks))
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        beside = self.first(x)
+        x = beside.tanh()
+        for block in self.blocks:
+            x, beside = block(x, beside)
+        return self.last(x)
+
+
+class Skipping(Decoder):
+    """As an U-Net: layers are called with what earlier ones have made, the last with that of the first."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = [x := self.first(x)]
+        for block in self.blocks[:4]:
+            made.append(x := block(x, x.sin())[0])
+        for block in self.blocks[4:]:
+            x = block(x, made.pop())[0]
+        return self.last(x)
+
+
+def one_in_a_checkpoint(net: Net, x: torch.Tensor) -> torch.Tensor:
+    x = net.first(x)
+    for block in net.blocks:
+        x = checkpoint(block, x, use_reentrant=True)
+    return x.tanh()
+
+
+def ends_early(rank: int, world: int) -> None:
+    """A unit's backward has ended when that of what it was called with goes on, whoever else was called with it."""
+    run = one_in_a_checkpoint
+    makers: list[Callable[[], nn.Module]] = [Decoder, Skipping, partial(Net, run, blocks=12)]
+    for make in makers:
+        for backward in (once, accumulated, retained, both):
+            for chunk_numel in (2432, 5000):
+                expect_equal(make, tiny_batch, rank, world, backward=backward, chunk_numel=chunk_numel)
+        model, optimizer = chunked(make(), chunk_numel=2432)
+        assert optimizer.data.layout.chunks >= 6
+        for step in range(2):  # the second knows what is used next
+            most = most_whole(model, optimizer, tiny_batch(10 * step + rank))
+            assert most <= 4, (make, step, most)
 
 
 class NormedExperts(nn.Module):

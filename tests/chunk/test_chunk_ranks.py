@@ -25,11 +25,16 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
         "gpt+rnn+mlp+checkpointed+on_the_host+streamed",
         "backwards+optimizers+normed",
         "routed+adapted+checkpointing+clipping+refusals+memory+without_bytes",
-        "odd_uses+normed_experts+attending+gradients_by_hand+unlike_ranks+nothing_leaks+kinds_of_tensors",
+        "odd_uses+normed_experts+attending+gradients_by_hand+unlike_ranks+nothing_leaks+kinds_of_tensors+ordered+ends_early",
     ],
 )
 def test_two_ranks(scenarios: str, tmp_path: Path) -> None:
     expect_success(scenarios, 2, tmp_path)
+
+
+def test_units_that_are_connected_at_random(tmp_path: Path) -> None:
+    for rank, ended in enumerate(run_ranks("tests.chunk.random_units:connected", 2, tmp_path)):
+        assert ended.status == 0, f"rank {rank}:\n{ended.output[-4000:]}"
 
 
 def test_three_ranks(tmp_path: Path) -> None:

@@ -52,3 +52,15 @@ def test_rows_that_fail_are_told_and_the_others_go_on(tmp_path: Path) -> None:
     document = run(tmp_path, "--seconds", "1")
     assert "step_ms" in document["rows"][1]  # what there was stays
     assert all("nearly over" in row["error"] for row in document["rows"] if row["key"] != "all")
+
+
+def test_the_order_of_use_matters_where_layers_lie_apart(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    done = torchrun("-m", "benchmarks.chunk_order", "--output-dir", str(tmp_path), cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = json.loads((tmp_path / "chunk_order.json").read_text())["rows"]
+    found = {(row["model"], row["order"]): (row["gathered_chunks"], row["most_whole"]) for row in rows}
+    for model in ("GPT", "T5", "Whisper", "3D U-Net"):
+        assert found[model, "use"] == found[model, "registration"]
+    for use, registration in zip(found["XLM", "use"], found["XLM", "registration"], strict=True):
+        assert use < registration

@@ -5,5 +5,6 @@ from __future__ import annotations
 from torch_lms.chunk.interface import chunked
 from torch_lms.chunk.optimizer import ChunkedOptimizer
 from torch_lms.chunk.sharded_state import ShardedState
+from torch_lms.chunk.units import order_of_use
 
-__all__ = ["ChunkedOptimizer", "ShardedState", "chunked"]
+__all__ = ["ChunkedOptimizer", "ShardedState", "chunked", "order_of_use"]

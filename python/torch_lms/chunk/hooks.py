@@ -53,13 +53,13 @@ class ModuleHooks:
             if not self._all[module]:
                 continue
             module.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True)
-            module.register_forward_hook(self._end, always_call=True)
+            module.register_forward_hook(self._end, with_kwargs=True, always_call=True)
 
     def abandon_calls(self) -> None:
         """The calling thread's calls have ended, whatever they have told: an interrupt leaves without a word."""
         running = self._running()
         while running:
-            self._end(running[-1][0], None, None)
+            self._end(running[-1][0], None, None, None)
 
     def _own_numbers(self, model: nn.Module, data: ModelData) -> dict[nn.Module, tuple[int, ...]]:
         """What each module accesses: that of it which is in chunks."""
@@ -110,7 +110,7 @@ class ModuleHooks:
     def _cast(self, value: Any) -> Any:
         return value.to(self._dtype) if self._is_cast(value) else value
 
-    def _end(self, module: nn.Module, _: Any, __: Any) -> None:
+    def _end(self, module: nn.Module, _: Any, __: Any, ___: Any) -> None:
         if module not in self._all:
             return
         running = self._running()

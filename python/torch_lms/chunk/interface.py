@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeVar
 
@@ -47,6 +48,7 @@ def chunked(
     update_on: Literal["auto", "device", "host", "stream"] = "auto",
     mesh: DeviceMesh | None = None,
     device: torch.device | str | None = None,
+    order: Iterable[nn.Parameter] | None = None,
 ) -> tuple[M, ChunkedOptimizer]:
     """Holds a model's parameters and its optimizer's state in equal chunks, for training in mixed precision.
 
@@ -82,6 +84,9 @@ def chunked(
         device: for a model whose parameters are on the meta device: where it is to be trained. Chunks are made there
             without a second copy in host memory, and `load_state_dict` fills them: with ``strict=False`` tensor by
             tensor. Buffers move there.
+        order: in which the model uses its parameters, as `torch_lms.chunk.order_of_use` finds it out; what is not named
+            follows. It is that of registration if left out; of several ranks, the first one's holds. What is used
+            together should lie together: see the README of ``chunk`` for models for which that makes a difference.
 
     Returns:
         The model, and the optimizer to use from now on. State dicts of both are those of a plain model in 32 bits.
@@ -96,7 +101,7 @@ def chunked(
     check_options(dtype, update_on, step_in_backward=step_in_backward)
     device, ranks = device_of(model, tensors, device), ranks_of(mesh)
     check_ranks(ranks, optimizer, device, dtype, step_in_backward=step_in_backward)
-    runs = _runs_of(tensors)
+    runs = _runs_of(_in_order(tensors, order, ranks))
     ordered = [one for run in runs for one in run]
     layout = _layout_of(runs, chunk_numel, ranks)
     needed = needed_bytes(ordered, layout, ranks, optimizer, device)
@@ -174,8 +179,24 @@ def _tensors_of(model: nn.Module, optimizer: Optimizer) -> list[ModelTensor]:
     return found
 
 
+def _in_order(tensors: list[ModelTensor], order: Iterable[nn.Parameter] | None, ranks: Ranks) -> list[ModelTensor]:
+    """As they are used, if the program says how."""
+    if order is None:
+        return tensors
+    known = {one.parameter: one for one in tensors}
+    used = dict.fromkeys(order)
+    if strangers := [one for one in used if one not in known]:
+        shapes = ", ".join(str(tuple(one.shape)) for one in strangers[:3])
+        raise ChunkError(
+            f"expected an order of the model's own parameters, found {len(strangers)} others (of shapes {shapes}); "
+            "take it from torch_lms.chunk.order_of_use(model, ...)"
+        )
+    by_name = {one.name: one for one in tensors}
+    return [by_name[name] for name in ranks.first_of([known[one].name for one in {**used, **known}])]
+
+
 def _runs_of(tensors: list[ModelTensor]) -> list[list[ModelTensor]]:
-    """What may share chunks, in the model's order: the parameters of one group; those that are alike in kind."""
+    """What may share chunks, in order: the parameters of one group; those that are alike in kind."""
     runs: dict[tuple[int | None, bool], list[ModelTensor]] = {}
     for one in tensors:
         runs.setdefault((one.group, one.wide), []).append(one)

@@ -4,10 +4,11 @@ Note [Parameters spread over ranks]
 Between calls of the model each rank has its part of every chunk, and nobody has the whole. Before a unit of the model
 runs, or its backward does, its chunks are gathered, and those of the unit that ran next the last time begin to come.
 A chunk is given up when all its tensors have been used (HOLD_AFTER_FWD), at the end of the call, and in backward when
-there is a gradient for what its units were called with, as many times as they were called, and another unit's backward
-begins. Then it gets no more gradients either, and is complete. Gradients are collected in a chunk of their own; their
-means take the place of the parameters in this rank's part. `parameter.grad` only says that there is a gradient: it has
-no bytes.
+its units' backwards have ended, as many of them as there were calls, and another unit's begins. Then it gets no more
+gradients either, and is complete. Autograd runs what was made last first: so a unit's backward has ended when that of
+any tensor goes on which it was called with, though others may still wait for the gradients of more units, as an
+encoder's output does. Gradients are collected in a chunk of their own; their means take the place of the parameters in
+this rank's part. `parameter.grad` only says that there is a gradient: it has no bytes.
 
 All ranks must call the same units in the same order.
 """
@@ -72,7 +73,9 @@ class ShardedOccupancy(Occupancy):
         self._awaited: Counter[int] = Counter()  # by chunk: calls of units whose backwards are to come
         self._opened: Counter[int] = Counter()  # by chunk: modules that are being loaded
         self._ended: Counter[int] = Counter()  # by chunk: calls whose backwards have, since the last one began
-        self._kept: Counter[int] = Counter()  # by chunk: those which may come once more
+        self._keeps_graph = False  # the backward that runs: it may come once more
+        self._kept: Counter[int] = Counter()  # by chunk: calls whose backwards may
+        self._kept_unhooked: Counter[_Numbers] = Counter()  # by unit: those of which a checkpoint has told
         self._unhooked: Counter[_Numbers] = Counter()  # by unit: calls of which only a checkpoint will tell
         self._had: set[int] = set()  # gradients of backwards before the one that runs
         self._shown: dict[int, torch.Tensor] = {}  # what `parameter.grad` is, by number
@@ -97,6 +100,7 @@ class ShardedOccupancy(Occupancy):
             if _in_graph_task():  # a checkpoint: only what had no graph in the call has none that will tell
                 told = torch.is_grad_enabled() and self._unhooked[numbers] > 0
                 self._unhooked[numbers] -= told
+                self._kept_unhooked[numbers] += told and self._keeps_graph
                 return told
             if self._is_counted:
                 self._awaited.update(self._cut_chunks(numbers))
@@ -137,6 +141,7 @@ class ShardedOccupancy(Occupancy):
             self._abandon_backward()
             if self._running is None:
                 self._last = None
+                self._keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
                 end = partial(self._end_backward)
                 self._running = weakref.ref(end)  # a backward that fails forgets it
                 torch.autograd.Variable._execution_engine.queue_callback(end)
@@ -145,10 +150,10 @@ class ShardedOccupancy(Occupancy):
             self._gather(self._cut_chunks(numbers), "backward")
 
     def backward_ended(self, numbers: _Numbers) -> None:
-        """There is a gradient for what a unit that uses these was called with."""
+        """That of a unit which uses these has, in one of its calls."""
         with self._lock:
             self._ended.update(self._cut_chunks(numbers))
-            if torch._C._autograd._get_current_graph_task_keep_graph():
+            if self._keeps_graph:
                 self._kept.update(self._cut_chunks(numbers))
 
     @torch.no_grad()
@@ -383,8 +388,7 @@ class ShardedOccupancy(Occupancy):
         with self._lock, torch.no_grad():
             self._complete()
             self._running = None
-            self._awaited.update(self._kept)
-            self._kept.clear()
+            self._restore_kept()
             self._release_all()
             self._last = None
             here = [number for number in self._whole if self._data.tensors[number].parameter.grad is not None]
@@ -422,8 +426,16 @@ class ShardedOccupancy(Occupancy):
             self._release_all()
             self._reductions.abandon_backward()
             self._ended.clear()
-            self._kept.clear()
+            self._restore_kept()
             self._show_gradients()
+
+    def _restore_kept(self) -> None:
+        """What a graph that is kept has told it will tell again."""
+        self._awaited.update(self._kept)
+        self._unhooked.update(self._kept_unhooked)
+        self._kept.clear()
+        self._kept_unhooked.clear()
+        self._keeps_graph = False
 
     def _release_all(self) -> None:
         """But what somebody computes with."""
