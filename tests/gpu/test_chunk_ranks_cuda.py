@@ -14,7 +14,12 @@ pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two
 
 @pytest.mark.parametrize(
     "scenarios",
-    ["mlp+checkpointed+on_the_host", "backwards+optimizers+normed", "routed+adapted+checkpointing+clipping+memory"],
+    [
+        "mlp+checkpointed+on_the_host",
+        "backwards+optimizers+normed",
+        "routed+adapted+checkpointing+clipping+memory",
+        "ends_early+odd_uses",
+    ],
 )
 def test_two_ranks(scenarios: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_LMS_TEST_DEVICE", "cuda")
