@@ -25,7 +25,7 @@ al., MLSys 2020) rounds a linear program of what to recompute.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from importlib.util import find_spec
 
 import numpy as np
@@ -36,7 +36,7 @@ from torch_lms.plan.checkpoints import choose_checkpoints
 from torch_lms.plan.decision import RECOMPUTE
 from torch_lms.plan.problem import Choices, Problem
 from torch_lms.plan.rows import Rows, Solution
-from torch_lms.plan.spent import Spent, earliest_replays, find_spent
+from torch_lms.plan.spent import Dropped, Spent, earliest_replays, find_spent, last_holds
 
 __all__ = ["linear", "linear_bound_us", "scipy_is_there"]
 
@@ -47,7 +47,7 @@ _WHOLE = 1e-4
 _COPY_PRICE = 0.02
 _LINK_RESERVE = 0.05
 _ROUNDS = 2
-_GAP = 0.01  # of what a plan adds to the program's own time
+_DIVES = 6
 
 
 def scipy_is_there() -> bool:
@@ -65,33 +65,48 @@ def linear_bound_us(problem: Problem) -> float | None:
     return None if relaxed is None else float(problem.durations_us.sum()) + max(relaxed.objective, 0.0) * 1e3
 
 
-def linear(problem: Problem, *, chain_bytes: float, seconds: float) -> Choices | None:
-    """Solves the program, then makes its fractions whole, by a small integer program over those that are not.
+def linear(problem: Problem, *, chain_bytes: float) -> tuple[Problem, Choices] | None:
+    """Solves the program, then makes its fractions whole, a part of them at a time.
 
     Args:
         problem: what is asked.
         chain_bytes: that one replay may make again too early; see `find_anchors`.
-        seconds: at most for the integer program; 0 rounds, which is as good where storages are many and small.
 
     Returns:
-        None if even fractions keep no limit.
+        The choices, and the problem in which recipes hold or drop their spent inputs as the program does; None if even
+        fractions keep no limit.
     """
-    found = _relaxed(problem.keeping(find_anchors(problem, chain_bytes)))
+    problem = problem.keeping(find_anchors(problem, chain_bytes))
+    found = _relaxed(problem)
     if found is None:
         return None
-    program, relaxed = found
-    fractions = relaxed.values[program.fractions]
-    open_ones = program.fractions[(fractions > _WHOLE) & (fractions < 1 - _WHOLE)]
-    if not len(open_ones) or not seconds:
-        return program.choices(relaxed)
-    settled = np.setdiff1d(program.fractions, open_ones)
-    program.rows.settle(settled, np.round(relaxed.values[settled]))
-    return program.choices(program.rows.solve(whole=open_ones, seconds=seconds, gap=_GAP) or relaxed)
+    program, solution = found[0], _dive(*found)
+    spent = program.dropped(solution).spent
+    last = {one.storage: number for number, one in enumerate(problem.candidates) if one.back_at is None}
+    tails = {last[storage]: RECOMPUTE for storage in spent if storage in last}
+    return problem.dropping(spent), program.choices(solution) | tails
+
+
+def _dive(program: _Program, solution: Solution) -> Solution:
+    """Rounds what is nearest to whole, solves again so that the rest makes up for it, and so on."""
+    for _ in range(_DIVES):
+        fractions = solution.values[program.fractions]
+        distance = np.abs(fractions - np.round(fractions))
+        open_ones = np.flatnonzero(distance > _WHOLE)
+        if not len(open_ones):
+            break
+        nearest = open_ones[np.argsort(distance[open_ones], kind="stable")[: (len(open_ones) + 1) // 2]]
+        program.rows.settle(program.fractions[nearest], np.round(fractions[nearest]))
+        found = program.rows.solve()
+        if found is None:
+            break
+        solution = found
+    return solution
 
 
 def _relaxed(problem: Problem) -> tuple[_Program, Solution] | None:
     """The program of the last of the [Rounds] in which fractions keep the limit, and these; None if there is none."""
-    found, dropped = None, frozenset[int]()
+    found, dropped = None, Dropped()
     for _ in range(_ROUNDS):
         program = _Program(problem, dropped=dropped)
         relaxed = program.rows.solve()
@@ -99,7 +114,7 @@ def _relaxed(problem: Problem) -> tuple[_Program, Solution] | None:
             break
         found = program, relaxed
         before = dropped
-        dropped = frozenset(number for number, kind in program.choices(relaxed).items() if kind == RECOMPUTE)
+        dropped = program.dropped(relaxed)
         if dropped == before:
             break
     return found
@@ -114,7 +129,7 @@ class _Program:
             small price and the link is a little slower. None to bound, not to plan.
     """
 
-    def __init__(self, problem: Problem, dropped: Collection[int] | None = None) -> None:
+    def __init__(self, problem: Problem, dropped: Dropped | None = None) -> None:
         self._problem, self._careful = problem, dropped is not None
         self._at = choose_checkpoints(problem.plain_bytes, problem.durations_us, problem.limit_bytes)
         self._count = len(self._at)
@@ -125,6 +140,7 @@ class _Program:
         self._numbers: list[int] = np.flatnonzero(useful).tolist()
         self._earliest = earliest_replays(problem, dropped)
         self._spent = find_spent(problem, self._earliest)
+        self._ends = {} if dropped is None else last_holds(problem, self._spent, dropped)
         self.rows = Rows()
         self._add_variables()
         self._add_memory(needy)
@@ -138,6 +154,12 @@ class _Program:
         """The variables that should be whole."""
         chosen = [*self._swap.values(), *self._replay.values(), *self._drop.values()]
         return np.array(chosen, dtype=np.int64)
+
+    def dropped(self, solution: Solution) -> Dropped:
+        """What a solution drops."""
+        candidates = frozenset(number for number, kind in self.choices(solution).items() if kind == RECOMPUTE)
+        spent = frozenset(storage for storage, variable in self._drop.items() if solution.values[variable] >= 0.5)
+        return Dropped(candidates, spent)
 
     def choices(self, solution: Solution) -> Choices:
         """What a solution decides."""
@@ -181,16 +203,16 @@ class _Program:
             one = self._problem.candidates[number]
             size = one.bytes / _MIB
             swapped, replayed = ([given[number]] if number in given else [] for given in (self._swap, self._replay))
-            self._stretch(steps, swapped, one.out_after + 1, one.end + 1, size)
             end = min(one.end + 1, self._earliest[number]) if self._careful else one.end + 1
-            self._stretch(steps, replayed, one.out_after + 1, end, size)
+            self._stretch(steps, [*swapped, *replayed], one.out_after + 1, end, size)
             if one.wrapped_end >= 0:
                 self._stretch(steps, swapped, 0, one.wrapped_end + 1, size)
         for storage, held in self._hold.items():
             released = self._problem.trace.storages[storage].released
             if released is not None:
                 size = self._problem.trace.storages[storage].bytes / _MIB
-                self._stretch(steps, [held], released + 1, self._spent[storage].needed, -size)
+                end = self._ends.get(storage, self._spent[storage].needed)
+                self._stretch(steps, [held], released + 1, end, -size)
         room = (self._problem.limit_bytes - self._problem.plain_bytes[self._at]) / _MIB
         for place in range(self._count):
             before = {self._held[place - 1]: 1.0} if place else {}
@@ -224,7 +246,10 @@ class _Program:
                 leaving[self._next[one.out_after + 1]][variable] = one.bytes / _MIB
                 all_out[variable] = link.out_us(one.bytes) / 1e3
             if one.back_at is not None:
-                needed[self._next[one.back_at % places]][variable] = one.bytes / _MIB
+                back_at = one.back_at % places
+                if self._careful and one.back_at < places:
+                    back_at = min(back_at, self._earliest[number])
+                needed[self._next[back_at]][variable] = one.bytes / _MIB
                 all_in[variable] = link.in_us(one.bytes) / 1e3
         wraps = any((one.back_at or 0) >= places for one in self._problem.candidates)
         carried = self.rows.variable() if wraps else None  # what the cycle before has brought in
@@ -259,7 +284,10 @@ class _Program:
         return plain, replays
 
     def _add_spent(self) -> None:
-        """A spent input is held or replayed for each recipe that is used; one that is swapped stays swapped."""
+        """A spent input is held or replayed for each recipe that is used, or comes back if it is swapped.
+
+        To plan, it is not swapped: nothing says when it would have to come back.
+        """
         tails = {one.storage: number for number, one in enumerate(self._problem.candidates) if one.back_at is None}
         asked = [
             (variable, given)
@@ -272,7 +300,17 @@ class _Program:
         for variable, given in asked:
             ways = [self._hold[given], *([self._drop[given]] if given in self._drop else [])]
             tail = self._swap.get(tails.get(given, -1))
-            self.rows.at_most({variable: 1.0, **dict.fromkeys([*ways, *([tail] if tail else [])], -1.0)}, 0.0)
+            if tail is not None and not self._careful:
+                ways.append(tail)
+            self.rows.at_most({variable: 1.0, **dict.fromkeys(ways, -1.0)}, 0.0)
+        if self._careful:
+            for storage, held in self._hold.items():
+                tail = tails.get(storage, -1)
+                gone = [given[tail] for given in (self._swap, self._replay) if tail in given]
+                if gone:
+                    self.rows.at_most(dict.fromkeys([held, *gone], 1.0), 1.0)
+                    if tail in self._swap and storage in self._drop:
+                        self.rows.at_most({self._swap[tail]: 1.0, self._drop[storage]: 1.0}, 1.0)
 
     def _add_host(self, host_limit_bytes: int) -> None:
         """At each checkpoint the host holds what is swapped there."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch_lms.plan.candidates import recipe_lasts, spent_inputs
 from torch_lms.plan.problem import Problem
 
-__all__ = ["Spent", "earliest_replays", "find_spent"]
+__all__ = ["Dropped", "Spent", "earliest_replays", "find_spent", "last_holds"]
 
 
 _PLACES_KEPT = 4  # of the places at which one storage may be made again, the earliest ones
@@ -34,14 +34,27 @@ class Spent:
     inputs: tuple[int, ...]
 
 
-def earliest_replays(problem: Problem, dropped: Collection[int] | None = None) -> list[int]:
+@dataclass(frozen=True)
+class Dropped:
+    """What is likely to be dropped.
+
+    Attributes:
+        candidates: their numbers.
+        spent: spent inputs, by storage.
+    """
+
+    candidates: frozenset[int] = frozenset()
+    spent: frozenset[int] = frozenset()
+
+
+def earliest_replays(problem: Problem, dropped: Dropped | None = None) -> list[int]:
     """For each candidate the first place at which it, or what is made from it, may be needed again.
 
     A storage that wraps or that nothing uses again gets the place that its stretch ends at.
 
     Args:
         problem: what is asked.
-        dropped: the candidates that are dropped; None if all may be that can be made again.
+        dropped: what is; None if all may be that can be made again.
     """
     trace = problem.trace
     consumers: dict[int, list[int]] = defaultdict(list)
@@ -64,14 +77,45 @@ def earliest_replays(problem: Problem, dropped: Collection[int] | None = None) -
             found[number] = min([found[number], *(place for place in later if place > one.out_after)])
         mine = {found[number] for number in own if _may_be_dropped(problem, number, dropped)}
         released = trace.storages[made].released
-        if released is not None:
+        if released is not None and (dropped is None or made in dropped.spent):
             mine |= {min((place for place in later if place > released), default=places)}
         passed[made] = sorted(mine)[:_PLACES_KEPT]
     return found
 
 
-def _may_be_dropped(problem: Problem, number: int, dropped: Collection[int] | None) -> bool:
-    return problem.candidates[number].replay is not None and (dropped is None or number in dropped)
+def _may_be_dropped(problem: Problem, number: int, dropped: Dropped | None) -> bool:
+    return problem.candidates[number].replay is not None and (dropped is None or number in dropped.candidates)
+
+
+def last_holds(problem: Problem, found: Mapping[int, Spent], dropped: Dropped) -> dict[int, int]:
+    """For each spent input the place up to which recipes hold it, if it is not dropped itself.
+
+    Args:
+        problem: what is asked.
+        found: all spent inputs.
+        dropped: whose recipes count; where none of these reads an input, all of its recipes do.
+    """
+    places = len(problem.trace.ops)
+    sure: dict[int, int] = {}
+    maybe: dict[int, int] = {}
+    for number, one in enumerate(problem.candidates):
+        if one.replay is not None:
+            end = places if one.back_at is None else min(one.back_at, places)
+            for given in one.replay.direct:
+                _later(maybe, given, end)
+                if number in dropped.candidates:
+                    _later(sure, given, end)
+    # A recipe is made after its inputs are, so its own end is known before theirs.
+    for storage in sorted(found, key=lambda one: -(problem.trace.storages[one].settled or 0)):
+        for given in found[storage].inputs:
+            _later(maybe, given, maybe.get(storage, places))
+            if storage in dropped.spent and storage in sure:
+                _later(sure, given, sure[storage])
+    return {storage: sure.get(storage, maybe.get(storage, places)) for storage in found}
+
+
+def _later(ends: dict[int, int], storage: int, end: int) -> None:
+    ends[storage] = max(ends.get(storage, 0), end)
 
 
 def find_spent(problem: Problem, earliest: list[int]) -> Mapping[int, Spent]:
