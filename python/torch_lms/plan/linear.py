@@ -261,6 +261,8 @@ class _Program:
             ahead = {self._ahead[j - 1]: -1.0} if j else {} if carried is None else {carried: -1.0}
             row = {**ahead, **needed[j], self._ahead[j]: 1.0}
             self.rows.at_most(_plus(row, span, -in_rate), in_rate * plain_ms[j])
+        if self._careful:
+            self._add_late_copies(out_rate, in_rate, replays)
         last = {**needed[-1], self._ahead[-1]: -1.0}
         self.rows.at_most(_plus(last, {self._waits[-1]: 1.0, **replays[-1]}, -in_rate), in_rate * plain_ms[-1])
         whole = dict.fromkeys(self._waits, 1.0)
@@ -268,6 +270,31 @@ class _Program:
             whole.update(more)
         for used in (all_out, all_in):
             self.rows.at_most(_plus(used, whole, -1.0), float(plain_ms.sum()))
+
+    def _add_late_copies(self, out_rate: float, in_rate: float, replays: list[dict[int, float]]) -> None:
+        """What leaves little before a checkpoint is not yet gone there; what is needed soon after one is there already."""
+        durations_us, places = self._problem.durations_us, len(self._problem.durations_us)
+        ends_ms = np.cumsum(durations_us) / 1e3
+        starts_ms = ends_ms - durations_us / 1e3
+        late: list[dict[int, float]] = [{} for _ in range(self._count)]
+        soon: list[dict[int, float]] = [{} for _ in range(self._count)]
+        for number, variable in self._swap.items():
+            one = self._problem.candidates[number]
+            size = one.bytes / _MIB
+            j = self._next[one.out_after + 1]
+            if not one.unchanged and j < self._count:
+                late[j][variable] = size - out_rate * float(starts_ms[self._at[j]] - ends_ms[one.out_after])
+            if one.back_at is not None:
+                back_at = min(one.back_at, self._earliest[number]) if one.back_at < places else one.back_at - places
+                j = self._next[back_at] - 1
+                if 0 <= j < self._count:
+                    soon[j][variable] = size - in_rate * float(starts_ms[back_at] - starts_ms[self._at[j]])
+        for j in range(self._count):
+            for rest, variables, rate, at in ((late[j], self._backlog, out_rate, j), (soon[j], self._ahead, in_rate, j + 1)):
+                row = {variable: size for variable, size in rest.items() if size > 0}
+                if row:
+                    span = {self._waits[at]: 1.0, **replays[at]}
+                    self.rows.at_most(_plus({**row, variables[j]: -1.0}, span, -rate), 0.0)
 
     def _spans(self) -> tuple[Floats, list[dict[int, float]]]:
         """The ops' time before each checkpoint and after the last, and the replays that may happen there."""
