@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib.util import find_spec
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,9 +35,10 @@ from numpy.typing import NDArray
 from torch_lms.plan.anchors import find_anchors
 from torch_lms.plan.checkpoints import choose_checkpoints
 from torch_lms.plan.decision import RECOMPUTE
+from torch_lms.plan.holds import Ask, find_asks, find_late_asks
 from torch_lms.plan.problem import Choices, Problem
 from torch_lms.plan.rows import Rows, Solution
-from torch_lms.plan.spent import Dropped, Spent, earliest_replays, find_spent, last_holds
+from torch_lms.plan.spent import Dropped, earliest_replays, find_spent
 
 __all__ = ["linear", "linear_bound_us", "scipy_is_there"]
 
@@ -140,12 +142,13 @@ class _Program:
         self._numbers: list[int] = np.flatnonzero(useful).tolist()
         self._earliest = earliest_replays(problem, dropped)
         self._spent = find_spent(problem, self._earliest)
-        self._ends = {} if dropped is None else last_holds(problem, self._spent, dropped)
         self.rows = Rows()
         self._add_variables()
-        self._add_memory(needy)
+        asks = find_asks(problem, self._numbers, self._spent, self._earliest, dropped)
+        late = [] if self._careful else find_late_asks(problem, self._numbers, self._spent, self._earliest)
+        self._add_memory(needy, [*asks, *late])
         self._add_link()
-        self._add_spent()
+        self._add_spent([*asks, *late])
         if problem.host_limit_bytes is not None:
             self._add_host(problem.host_limit_bytes)
 
@@ -190,15 +193,17 @@ class _Program:
             for storage, one in self._spent.items()
             if one.droppable
         }
-        self._hold = {storage: rows.variable(most=1.0) for storage in self._spent}
+        self._early: dict[int, int] = {}
+        self._hold: dict[int, dict[int, int]] = {}
         self._waits = [rows.variable(cost=1.0) for _ in range(self._count + 1)]
         self._held = [rows.variable(least=-np.inf) for _ in range(self._count)]
         self._backlog = [rows.variable() for _ in range(self._count)]
         self._ahead = [rows.variable() for _ in range(self._count)]
 
-    def _add_memory(self, needy: NDArray[np.bool_]) -> None:
+    def _add_memory(self, needy: NDArray[np.bool_], asks: list[Ask]) -> None:
         """Rows ``held`` and ``memory``."""
         steps: list[dict[int, float]] = [{} for _ in range(self._count)]
+        
         for number in self._numbers:
             one = self._problem.candidates[number]
             size = one.bytes / _MIB
@@ -207,12 +212,12 @@ class _Program:
             self._stretch(steps, [*swapped, *replayed], one.out_after + 1, end, size)
             if one.wrapped_end >= 0:
                 self._stretch(steps, swapped, 0, one.wrapped_end + 1, size)
-        for storage, held in self._hold.items():
-            released = self._problem.trace.storages[storage].released
-            if released is not None:
-                size = self._problem.trace.storages[storage].bytes / _MIB
-                end = self._ends.get(storage, self._spent[storage].needed)
-                self._stretch(steps, [held], released + 1, end, -size)
+        for number in sorted({ask.late for ask in asks if ask.late is not None} & self._replay.keys()):
+            one = self._problem.candidates[number]
+            self._early[number] = self.rows.variable(most=1.0)
+            self._stretch(steps, [self._early[number]], self._earliest[number], one.end + 1, -one.bytes / _MIB)
+            self.rows.at_most({self._early[number]: 1.0, self._replay[number]: -1.0}, 0.0)
+        self._add_holds(steps, asks)
         room = (self._problem.limit_bytes - self._problem.plain_bytes[self._at]) / _MIB
         for place in range(self._count):
             before = {self._held[place - 1]: 1.0} if place else {}
@@ -220,6 +225,21 @@ class _Program:
             if needy[self._at[place]]:
                 used = {self._held[place]: -1.0, self._backlog[place]: 1.0, self._ahead[place]: 1.0}
                 self.rows.at_most(used, float(room[place]))
+
+    def _add_holds(self, steps: list[dict[int, float]], asks: list[Ask]) -> None:
+        """What is held for long is held for short, too."""
+        ends: dict[int, set[int]] = {}
+        for ask in asks:
+            ends.setdefault(ask.given, set()).add(ask.end)
+        for storage, places in ends.items():
+            held = self._hold[storage] = {end: self.rows.variable(most=1.0) for end in sorted(places)}
+            given = self._problem.trace.storages[storage]
+            first = (given.released or 0) + 1
+            for end, variable in held.items():
+                self._stretch(steps, [variable], first, end, -given.bytes / _MIB)
+                first = max(first, end)
+            for longer, shorter in pairwise(reversed(held.values())):
+                self.rows.at_most({longer: 1.0, shorter: -1.0}, 0.0)
 
     def _stretch(self, steps: list[dict[int, float]], variables: list[int], first: int, end: int, size: float) -> None:
         low, high = self._next[first], self._next[end]
@@ -310,34 +330,39 @@ class _Program:
             replays[self._next[self._spent[storage].needed + 1]][variable] = self._spent[storage].duration_us / 1e3
         return plain, replays
 
-    def _add_spent(self) -> None:
+    def _add_spent(self, asks: list[Ask]) -> None:
         """A spent input is held or replayed for each recipe that is used, or comes back if it is swapped.
 
         To plan, it is not swapped: nothing says when it would have to come back.
         """
         tails = {one.storage: number for number, one in enumerate(self._problem.candidates) if one.back_at is None}
-        asked = [
-            (variable, given)
-            for number, variable in self._replay.items()
-            if (replay := self._problem.candidates[number].replay) is not None
-            for given in replay.direct
-        ]
-        spent: Mapping[int, Spent] = self._spent
-        asked += [(variable, given) for storage, variable in self._drop.items() for given in spent[storage].inputs]
-        for variable, given in asked:
-            ways = [self._hold[given], *([self._drop[given]] if given in self._drop else [])]
-            tail = self._swap.get(tails.get(given, -1))
+        for ask in asks:
+            asking = self._replay.get(ask.candidate) if ask.candidate is not None else self._drop.get(ask.reader or 0)
+            if asking is None or (ask.late is not None and ask.late not in self._early):
+                continue
+            row, room = {asking: 1.0, self._hold[ask.given][ask.end]: -1.0}, 0.0
+            if ask.given in self._drop:
+                row[self._drop[ask.given]] = -1.0
+            tail = self._swap.get(tails.get(ask.given, -1))
             if tail is not None and not self._careful:
-                ways.append(tail)
-            self.rows.at_most({variable: 1.0, **dict.fromkeys(ways, -1.0)}, 0.0)
+                row[tail] = -1.0
+            if ask.late is not None:
+                row[self._early[ask.late]] = -1.0
+                if ask.candidate is None and not ask.alone:
+                    row[self._replay[ask.late]], room = 1.0, 1.0
+            self.rows.at_most(row, room)
         if self._careful:
-            for storage, held in self._hold.items():
-                tail = tails.get(storage, -1)
-                gone = [given[tail] for given in (self._swap, self._replay) if tail in given]
-                if gone:
-                    self.rows.at_most(dict.fromkeys([held, *gone], 1.0), 1.0)
-                    if tail in self._swap and storage in self._drop:
-                        self.rows.at_most({self._swap[tail]: 1.0, self._drop[storage]: 1.0}, 1.0)
+            self._add_tails(tails)
+
+    def _add_tails(self, tails: Mapping[int, int]) -> None:
+        """What leaves after its last use is not held; if it is swapped, it is not made again either."""
+        for storage, held in self._hold.items():
+            tail = tails.get(storage, -1)
+            gone = [given[tail] for given in (self._swap, self._replay) if tail in given]
+            if gone:
+                self.rows.at_most(dict.fromkeys([next(iter(held.values())), *gone], 1.0), 1.0)
+            if tail in self._swap and storage in self._drop:
+                self.rows.at_most({self._swap[tail]: 1.0, self._drop[storage]: 1.0}, 1.0)
 
     def _add_host(self, host_limit_bytes: int) -> None:
         """At each checkpoint the host holds what is swapped there."""

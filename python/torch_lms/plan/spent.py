@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from torch_lms.plan.candidates import recipe_lasts, spent_inputs
 from torch_lms.plan.problem import Problem
 
-__all__ = ["Dropped", "Spent", "earliest_replays", "find_spent", "last_holds"]
+__all__ = ["Dropped", "Spent", "earliest_replays", "find_spent", "reach"]
 
 
-_PLACES_KEPT = 4  # of the places at which one storage may be made again, the earliest ones
+_PLACES_KEPT = 64  # of the places at which one storage may be made again, the earliest ones
 
 
 @dataclass(frozen=True)
@@ -87,44 +87,14 @@ def _may_be_dropped(problem: Problem, number: int, dropped: Dropped | None) -> b
     return problem.candidates[number].replay is not None and (dropped is None or number in dropped.candidates)
 
 
-def last_holds(problem: Problem, found: Mapping[int, Spent], dropped: Dropped) -> dict[int, int]:
-    """For each spent input the place up to which recipes hold it, if it is not dropped itself.
-
-    Args:
-        problem: what is asked.
-        found: all spent inputs.
-        dropped: whose recipes count; where none of these reads an input, all of its recipes do.
-    """
-    places = len(problem.trace.ops)
-    sure: dict[int, int] = {}
-    maybe: dict[int, int] = {}
-    for number, one in enumerate(problem.candidates):
-        if one.replay is not None:
-            end = places if one.back_at is None else min(one.back_at, places)
-            for given in one.replay.direct:
-                _later(maybe, given, end)
-                if number in dropped.candidates:
-                    _later(sure, given, end)
-    # A recipe is made after its inputs are, so its own end is known before theirs.
-    for storage in sorted(found, key=lambda one: -(problem.trace.storages[one].settled or 0)):
-        for given in found[storage].inputs:
-            _later(maybe, given, maybe.get(storage, places))
-            if storage in dropped.spent and storage in sure:
-                _later(sure, given, sure[storage])
-    return {storage: sure.get(storage, maybe.get(storage, places)) for storage in found}
-
-
-def _later(ends: dict[int, int], storage: int, end: int) -> None:
-    ends[storage] = max(ends.get(storage, 0), end)
-
-
 def find_spent(problem: Problem, earliest: list[int]) -> Mapping[int, Spent]:
     """All spent inputs that candidates' recipes may need, those of their own recipes included."""
     trace = problem.trace
     needed: dict[int, int] = {}
     for number, one in enumerate(problem.candidates):
         if one.replay is not None:
-            _reach(problem, one.replay.direct, earliest[number], one.back_at or 0, needed)
+            for storage in reach(problem, number):
+                needed[storage] = min(needed.get(storage, earliest[number]), earliest[number])
     found = {}
     for storage, place in needed.items():
         recipe = trace.storages[storage].recompute
@@ -134,13 +104,21 @@ def find_spent(problem: Problem, earliest: list[int]) -> Mapping[int, Spent]:
     return found
 
 
-def _reach(problem: Problem, direct: tuple[int, ...], earliest: int, place: int, needed: dict[int, int]) -> None:
-    stack = list(direct)
+def reach(problem: Problem, number: int) -> set[int]:
+    """The spent inputs of a candidate's recipe, and those of theirs.
+
+    Args:
+        problem: what is asked.
+        number: of the candidate.
+    """
+    one = problem.candidates[number]
+    place = one.back_at or 0
+    stack = [] if one.replay is None else list(one.replay.direct)
     seen = set(stack)
     while stack:
         storage = stack.pop()
-        needed[storage] = min(needed.get(storage, earliest), earliest)
         if problem.trace.storages[storage].movable and recipe_lasts(problem.trace, storage, place):
-            more = [one for one in spent_inputs(problem.trace, storage, place) if one not in seen]
+            more = [given for given in spent_inputs(problem.trace, storage, place) if given not in seen]
             seen.update(more)
             stack.extend(more)
+    return seen
