@@ -1,22 +1,22 @@
 """How long recipes hold the inputs that the program has released: what the linear program is told of it.
 
-Note [Early and late]: a recipe holds its inputs until its storage comes back: at the next use of the storage, or earlier,
+Note [Early and late]: a recipe holds its inputs until its storage comes back, at the next use of the storage or before,
 where something that is made from it must be made again. To bound, nobody knows when. But what a plan gains from a
-storage that is away and loses by what is held for it changes only where a storage that shares an input may come back, or
-may no longer be away. If this happens nowhere between the earliest place and the next use, then for all of this time the
-storage is worth its inputs or it is not, and no plan is better than the better of two: it comes back late, and its
-inputs are held until then, or as early as it can, and gives no room from then on.
+storage that is away, less what is held for it, changes only where a storage that shares an input may come back or has
+to be back. If that is nowhere between the earliest place and the next use, the storage is worth its inputs all that
+time or never. So no plan is better than the better of two: it comes back late, and its inputs are held until then, or
+as early as it can, and gives no room from then on.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch_lms.plan.problem import Problem
-from torch_lms.plan.spent import Dropped, Spent, reach
+from torch_lms.plan.spent import Dropped, Spent
 
 __all__ = ["Ask", "find_asks", "find_late_asks"]
 
@@ -43,13 +43,17 @@ class Ask:
 
 
 def find_asks(
-    problem: Problem, useful: Iterable[int], spent: Mapping[int, Spent], earliest: list[int], dropped: Dropped | None
+    problem: Problem,
+    reached: Mapping[int, set[int]],
+    spent: Mapping[int, Spent],
+    earliest: list[int],
+    dropped: Dropped | None,
 ) -> list[Ask]:
     """What recipes ask for until the earliest place at which their storage may come back.
 
     Args:
         problem: what is asked.
-        useful: the candidates that count.
+        reached: by candidate that counts the spent inputs of its recipe, and those of theirs.
         spent: all spent inputs.
         earliest: the place at which each candidate may be made again.
         dropped: what is likely to be; None to bound.
@@ -57,12 +61,11 @@ def find_asks(
     asks = []
     ends: dict[int, list[int]] = defaultdict(list)
     sure: dict[int, list[int]] = defaultdict(list)
-    for number in useful:
+    for number, given in reached.items():
         replay = problem.candidates[number].replay
-        if replay is None:
-            continue
-        asks += [Ask(given, earliest[number], candidate=number) for given in replay.direct]
-        for storage in reach(problem, number):
+        assert replay is not None
+        asks += [Ask(one, earliest[number], candidate=number) for one in replay.direct]
+        for storage in given:
             ends[storage].append(earliest[number])
             if dropped is not None and number in dropped.candidates:
                 sure[storage].append(earliest[number])
@@ -74,39 +77,45 @@ def find_asks(
 
 
 def find_late_asks(
-    problem: Problem, useful: Collection[int], spent: Mapping[int, Spent], earliest: list[int]
+    problem: Problem, reached: Mapping[int, set[int]], spent: Mapping[int, Spent], earliest: list[int]
 ) -> list[Ask]:
     """What recipes ask for from then on until the next use, of the candidates for which this is known.
 
-    See Note [Early and late].
+    See Note [Early and late]. The arguments are those of `find_asks`.
     """
-    candidates, storages = problem.candidates, problem.trace.storages
-    reached = {
-        number: reach(problem, number)
-        for number in useful
-        if candidates[number].replay is not None and candidates[number].back_at is not None
-    }
     turns: dict[int, list[int]] = defaultdict(list)
     roots: dict[int, int] = defaultdict(int)
     for number, given in reached.items():
         for storage in given:
-            turns[storage] += (earliest[number], candidates[number].end + 1)
+            turns[storage] += (earliest[number], problem.candidates[number].end + 1)
             roots[storage] += 1
     for places in turns.values():
         places.sort()
     asks = []
     for number, given in reached.items():
-        first, end = earliest[number], candidates[number].end + 1
-        if first >= end or any(
-            bisect_right(turns[storage], first) < bisect_left(turns[storage], end) for storage in given
-        ):
+        one, first = problem.candidates[number], earliest[number]
+        end = one.end + 1
+        if one.replay is None or first >= end or any(_turns_between(turns[storage], first, end) for storage in given):
             continue
-        held = {one for one in given if (released := storages[one].released) is not None and released < first}
-        replay = candidates[number].replay
-        assert replay is not None
-        asks += [Ask(one, end, candidate=number, late=number) for one in replay.direct if one in held]
-        for reader in given & spent.keys():
-            for one in spent[reader].inputs:
-                if one in held:
-                    asks.append(Ask(one, end, reader=reader, late=number, alone=roots[reader] == 1))
+        asks += [
+            Ask(storage, end, candidate=number, late=number)
+            for storage in one.replay.direct
+            if _is_gone(problem, storage, first)
+        ]
+        for reader in sorted(given & spent.keys()):
+            alone = roots[reader] == 1
+            asks += [
+                Ask(storage, end, reader=reader, late=number, alone=alone)
+                for storage in spent[reader].inputs
+                if _is_gone(problem, storage, first)
+            ]
     return asks
+
+
+def _turns_between(places: list[int], first: int, end: int) -> bool:
+    return bisect_right(places, first) < bisect_left(places, end)
+
+
+def _is_gone(problem: Problem, storage: int, place: int) -> bool:
+    released = problem.trace.storages[storage].released
+    return released is not None and released < place

@@ -28,6 +28,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from importlib.util import find_spec
 from itertools import pairwise
+from math import ceil
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,7 +39,7 @@ from torch_lms.plan.decision import RECOMPUTE
 from torch_lms.plan.holds import Ask, find_asks, find_late_asks
 from torch_lms.plan.problem import Choices, Problem
 from torch_lms.plan.rows import Rows, Solution
-from torch_lms.plan.spent import Dropped, earliest_replays, find_spent
+from torch_lms.plan.spent import Dropped, earliest_replays, find_spent, reach
 
 __all__ = ["linear", "linear_bound_us", "scipy_is_there"]
 
@@ -49,7 +50,8 @@ _WHOLE = 1e-4
 _COPY_PRICE = 0.02
 _LINK_RESERVE = 0.05
 _ROUNDS = 2
-_DIVES = 6
+_DIVES = 3
+_ROUNDED_AT_ONCE = 2 / 3  # of the fractions
 
 
 def scipy_is_there() -> bool:
@@ -97,7 +99,7 @@ def _dive(program: _Program, solution: Solution) -> Solution:
         open_ones = np.flatnonzero(distance > _WHOLE)
         if not len(open_ones):
             break
-        nearest = open_ones[np.argsort(distance[open_ones], kind="stable")[: (len(open_ones) + 1) // 2]]
+        nearest = open_ones[np.argsort(distance[open_ones], kind="stable")[: ceil(_ROUNDED_AT_ONCE * len(open_ones))]]
         program.rows.settle(program.fractions[nearest], np.round(fractions[nearest]))
         found = program.rows.solve()
         if found is None:
@@ -141,14 +143,17 @@ class _Program:
         useful = problem.arrays.sums(needy.astype(np.float64)) > 0
         self._numbers: list[int] = np.flatnonzero(useful).tolist()
         self._earliest = earliest_replays(problem, dropped)
-        self._spent = find_spent(problem, self._earliest)
+        reached = {number: reach(problem, number) for number, one in enumerate(problem.candidates) if one.replay}
+        self._spent = find_spent(problem, self._earliest, reached)
         self.rows = Rows()
         self._add_variables()
-        asks = find_asks(problem, self._numbers, self._spent, self._earliest, dropped)
-        late = [] if self._careful else find_late_asks(problem, self._numbers, self._spent, self._earliest)
-        self._add_memory(needy, [*asks, *late])
+        reached = {number: reached[number] for number in self._numbers if number in reached}
+        asks = find_asks(problem, reached, self._spent, self._earliest, dropped)
+        if not self._careful:
+            asks += find_late_asks(problem, reached, self._spent, self._earliest)
+        self._add_memory(needy, asks)
         self._add_link()
-        self._add_spent([*asks, *late])
+        self._add_spent(asks)
         if problem.host_limit_bytes is not None:
             self._add_host(problem.host_limit_bytes)
 
@@ -203,7 +208,7 @@ class _Program:
     def _add_memory(self, needy: NDArray[np.bool_], asks: list[Ask]) -> None:
         """Rows ``held`` and ``memory``."""
         steps: list[dict[int, float]] = [{} for _ in range(self._count)]
-        
+
         for number in self._numbers:
             one = self._problem.candidates[number]
             size = one.bytes / _MIB
@@ -292,7 +297,7 @@ class _Program:
             self.rows.at_most(_plus(used, whole, -1.0), float(plain_ms.sum()))
 
     def _add_late_copies(self, out_rate: float, in_rate: float, replays: list[dict[int, float]]) -> None:
-        """What leaves little before a checkpoint is not yet gone there; what is needed soon after one is there already."""
+        """What leaves just before a checkpoint is not gone there; what is needed just after one is there already."""
         durations_us, places = self._problem.durations_us, len(self._problem.durations_us)
         ends_ms = np.cumsum(durations_us) / 1e3
         starts_ms = ends_ms - durations_us / 1e3
@@ -310,7 +315,10 @@ class _Program:
                 if 0 <= j < self._count:
                     soon[j][variable] = size - in_rate * float(starts_ms[back_at] - starts_ms[self._at[j]])
         for j in range(self._count):
-            for rest, variables, rate, at in ((late[j], self._backlog, out_rate, j), (soon[j], self._ahead, in_rate, j + 1)):
+            for rest, variables, rate, at in (
+                (late[j], self._backlog, out_rate, j),
+                (soon[j], self._ahead, in_rate, j + 1),
+            ):
                 row = {variable: size for variable, size in rest.items() if size > 0}
                 if row:
                     span = {self._waits[at]: 1.0, **replays[at]}

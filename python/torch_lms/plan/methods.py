@@ -48,7 +48,10 @@ def simple_methods(problem: Problem, *, all_of_them: bool = False) -> list[Metho
     """
     small = len(problem.candidates) <= _LARGE
     shares = (1.0, 0.96, 0.88, 0.75) if small else (1.0, 0.98, 0.95)
-    found = [Method("greedy", _alone(greedy), shares), Method("dawnpiper", _alone(dawnpiper), shares if small else (1.0,))]
+    found = [
+        Method("greedy", _alone(greedy), shares),
+        Method("dawnpiper", _alone(dawnpiper), shares if small else (1.0,)),
+    ]
     if small or all_of_them:
         found.append(Method("greedy, exact", _alone(exact_greedy), shares))
         found.append(Method("greedy, short chains", _short_chains, shares))
@@ -62,9 +65,7 @@ def linear_methods(problem: Problem) -> list[Method]:
         # Planned for all of the limit, copies of many small storages wait for each other's room.
         return [Method("linear", _linear_with(_CHAIN_SHARE), (0.98, 1.0))]
     chains = {"linear": _CHAIN_SHARE, "linear, short chains": _SHORT_CHAIN_SHARE}
-    return [
-        Method(name, _linear_with(share), (1.0, 0.98, 0.94)) for name, share in chains.items()
-    ]
+    return [Method(name, _linear_with(share), (1.0, 0.98, 0.94)) for name, share in chains.items()]
 
 
 def _alone(choose: Callable[[Problem], Choices]) -> Callable[[Problem], tuple[Problem, Choices]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from torch_lms.plan.candidates import recipe_lasts, spent_inputs
@@ -87,14 +87,19 @@ def _may_be_dropped(problem: Problem, number: int, dropped: Dropped | None) -> b
     return problem.candidates[number].replay is not None and (dropped is None or number in dropped.candidates)
 
 
-def find_spent(problem: Problem, earliest: list[int]) -> Mapping[int, Spent]:
-    """All spent inputs that candidates' recipes may need, those of their own recipes included."""
+def find_spent(problem: Problem, earliest: list[int], reached: Mapping[int, Collection[int]]) -> Mapping[int, Spent]:
+    """All spent inputs that candidates' recipes may need, those of their own recipes included.
+
+    Args:
+        problem: what is asked.
+        earliest: the place at which each candidate may be made again.
+        reached: these inputs by candidate, see `reach`.
+    """
     trace = problem.trace
     needed: dict[int, int] = {}
-    for number, one in enumerate(problem.candidates):
-        if one.replay is not None:
-            for storage in reach(problem, number):
-                needed[storage] = min(needed.get(storage, earliest[number]), earliest[number])
+    for number, given in reached.items():
+        for storage in given:
+            needed[storage] = min(needed.get(storage, earliest[number]), earliest[number])
     found = {}
     for storage, place in needed.items():
         recipe = trace.storages[storage].recompute
