@@ -84,7 +84,7 @@ def test_every_spent_input_of_what_is_dropped_is_held_or_dropped(trace: Trace, s
 
 
 def test_the_bound_lets_what_is_dropped_come_back_early() -> None:
-    """Held to the last use of ``early``, its input would take more room than there is; so it comes back with ``next``."""
+    """Held to the last use of ``early``, its input takes more room than there is; so it comes back with ``next``."""
     program = Program()
     [far] = program.op("far", 5.0, makes=[60])
     [given_] = program.op("given", 900.0, makes=[100])
@@ -113,13 +113,16 @@ def test_the_bound_counts_what_a_recipe_holds_until_the_next_use() -> None:
     program = Program()
     [large] = program.op("large", 40.0, makes=[100])
     [saved] = program.op("saved", 1.0, reads=[large], makes=[50])
+    [follows] = program.op("next", 1.0, reads=[saved], makes=[1])
     program.op("last use of large", 1.0, reads=[large])
     program.release(large)
-    program.op("needs room", 1.0, other_bytes=149)
+    program.op("uses next", 1.0, reads=[follows])
+    program.release(follows)
+    program.op("needs room", 1.0, other_bytes=160)
     program.op("uses saved", 1.0, reads=[saved])
     program.release(saved)
     trace = program.trace()
-    bound_us = linear_bound_us(Problem(trace, 150, swap=False))
+    bound_us = linear_bound_us(Problem(trace, 161, swap=False))
     assert bound_us is not None
     assert bound_us > trace.plain_us + 40.0
-    assert bound_us <= make_plan(trace, 150, swap=False).predicted.step_us
+    assert bound_us <= make_plan(trace, 161, swap=False).predicted.step_us
