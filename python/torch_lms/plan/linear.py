@@ -12,12 +12,17 @@ wait w_j):
 
 Minimised are the replays and the waits. Backlog and ahead are fluid, and a replay that must come early gives no more
 memory than one that comes late: every plan that the simulator carries out is a point of this program, so its value is a
-bound. A spent input of a recipe, one that the program has released by then, is held or replayed too.
+bound. A spent input of a recipe, one that the program has released by then, is held or replayed too; how long it is
+held, `holds` knows.
 
 Note [Rounds]: what a plan drops may have to be made again early, for something else that is made from it. Which does is
 known once it is known what is dropped. So to plan, the program is solved as if nothing came early; then again, with the
 places at which what it dropped would be made again. The worst case, that all are dropped that can be, is no guide: in a
-mixture of experts it makes plans that take twice as long.
+mixture of experts it makes plans that take twice as long. To plan, relief ends where a storage has to be back, and what
+leaves just before a checkpoint, or is needed just after one, takes room there.
+
+Note [Rounding]: fractions that are nearly whole are rounded, and the program is solved again, so that the others make up
+for what that adds or takes. Rounded all at once, those of many storages that are alike all go the same way.
 
 Related: POFO (Beaumont et al., NeurIPS 2021) weighs both ways for chains, by dynamic programming; Checkmate (Jain et
 al., MLSys 2020) rounds a linear program of what to recompute.
