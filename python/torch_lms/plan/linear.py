@@ -21,7 +21,7 @@ places at which what it dropped would be made again. The worst case, that all ar
 mixture of experts it makes plans that take twice as long. To plan, relief ends where a storage has to be back, and what
 leaves just before a checkpoint, or is needed just after one, takes room there.
 
-Note [Rounding]: fractions that are nearly whole are rounded, and the program is solved again, so that the others make up
+Note [Rounding]: fractions that are nearly whole are rounded, and the program is solved again, so that others make up
 for what that adds or takes. Rounded all at once, those of many storages that are alike all go the same way.
 
 Related: POFO (Beaumont et al., NeurIPS 2021) weighs both ways for chains, by dynamic programming; Checkmate (Jain et
