@@ -62,6 +62,56 @@ def _storage(random: Random, count: int, earlier: list[TraceStorage]) -> TraceSt
     )
 
 
+def chained_trace(seed: int) -> Trace:
+    """A forward pass of ops that read what the last ones made, and a backward pass that reads it again in reverse.
+
+    What is not read again is released at its last use, so that recipes have spent inputs and chains of them.
+    """
+    random = Random(seed)
+    forward = random.randint(3, 6)
+    count = 2 * forward
+    ops = tuple(
+        TraceOp(
+            name=f"op{place}",
+            phase="forward" if place < forward else "backward",
+            duration_us=float(random.randint(0, 60)),
+            other_bytes=random.choice([0, 0, 5, 20]),
+        )
+        for place in range(count)
+    )
+    inputs: list[list[int]] = []
+    uses: list[set[int]] = []
+    for place in range(forward):
+        given = [one for one in range(place) if random.random() < (0.8 if one >= place - 2 else 0.25)]
+        for one in given:
+            uses[one].add(place)
+        later = range(place + 1, forward)
+        mine = set(random.sample(later, k=min(len(later), random.choice([0, 1, 2]))))
+        inputs.append(given)
+        uses.append(mine | ({count - 1 - place} if random.random() < 0.6 else set()))
+    storages = tuple(
+        TraceStorage(
+            bytes=random.choice([10, 20, 30, 50, 100]),
+            recurring=False,
+            producer=place,
+            released=max(uses[place], default=place),
+            uses=tuple(sorted(uses[place])),
+            writes=(),
+            movable=True,
+            recompute=Recipe(duration_us=float(random.choice([0, 1, 5, 30])), inputs=tuple(inputs[place])),
+        )
+        for place in range(forward)
+    )
+    rate = random.choice([1.0, 0.05])
+    link = Link(out_bytes_per_us=rate, in_bytes_per_us=rate, latency_us=0.0)
+    return Trace(device="cuda:0", signature="c0ffee", link=link, ops=ops, storages=storages)
+
+
+def chained_traces() -> st.SearchStrategy[Trace]:
+    """Chained traces, by seed."""
+    return st.integers(0, 2**32).map(chained_trace)
+
+
 def _held(storage: TraceStorage, place: int) -> bool:
     made = storage.producer is None or storage.producer < place
     return made and (storage.released is None or storage.released >= place)

@@ -253,8 +253,7 @@ def test_given_plans_of_other_programs_are_left_out() -> None:
     assert "given" not in {one.name for one in plan.methods}
 
 
-def test_a_plan_is_the_same_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear_module, "find_spec", lambda name: None)  # its integer program ends by time
+def test_a_plan_is_the_same_each_time() -> None:
     limit = int(peak(SMALL_GPT) * 0.4)
     assert make_plan(SMALL_GPT, limit).to_json() == make_plan(SMALL_GPT, limit).to_json()
 

@@ -34,23 +34,23 @@ def plan(limit_gib: float, *, simply: bool = False) -> Plan:
 @pytest.mark.parametrize("limit_gib", LIMITS_GIB)
 def test_a_plan_is_near_the_bound_and_does_what_it_says(limit_gib: int) -> None:
     predicted = plan(limit_gib).predicted
-    assert predicted.step_us <= 1.02 * predicted.lower_bound_us
+    assert predicted.step_us <= 1.01 * predicted.lower_bound_us
     carried_out = simulate(trace(), plan(limit_gib).decisions, limit_gib * GIB)
     assert carried_out.feasible
     assert carried_out.step_us == pytest.approx(predicted.step_us)
     assert carried_out.peak_bytes == predicted.peak_bytes <= limit_gib * GIB
 
 
-# What is asked for is 1.02.
 @pytest.mark.parametrize(
     ("name", "share", "most"),
     [
-        ("whisper_medium", 0.55, 1.02),
-        ("whisper_medium", 0.37, 1.02),
-        ("qwen3_moe", 0.55, 1.02),
-        ("qwen3_moe", 0.37, 1.045),
-        ("t5_large", 0.55, 1.02),
-        ("t5_large", 0.37, 1.03),
+        ("whisper_medium", 0.55, 1.008),
+        ("whisper_medium", 0.37, 1.01),
+        ("qwen3_moe", 0.55, 1.016),
+        ("qwen3_moe", 0.45, 1.02),
+        ("qwen3_moe", 0.37, 1.02),
+        ("t5_large", 0.55, 1.008),
+        ("t5_large", 0.37, 1.01),
     ],
 )
 def test_a_plan_of_thousands_of_storages_is_near_the_bound(name: str, share: float, most: float) -> None:

@@ -7,7 +7,7 @@ it alive, or drops it too and replays it first.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from torch_lms.plan.trace import Trace, TraceStorage
 
-__all__ = ["Candidate", "CandidateArrays", "Replay", "find_candidates", "recipe_lasts", "spent_inputs"]
+__all__ = ["Candidate", "CandidateArrays", "Replay", "find_candidates", "recipe_lasts", "spent_inputs", "with_dropped"]
 
 _LEAST_PLACES_AWAY = 1
 
@@ -159,6 +159,30 @@ def _replay(trace: Trace, number: int, back_at: int | None, end: int) -> Replay 
     holding = Replay(recipe.duration_us, direct, (), recipe.duration_us, size - direct_bytes, direct)
     usable = [way for way in (dropping, holding) if way.net_bytes > 0]
     return min(usable, key=lambda way: way.total_us / way.net_bytes) if usable else None
+
+
+def with_dropped(trace: Trace, candidate: Candidate, spent: Collection[int]) -> Replay | None:
+    """A candidate's replay if of the spent inputs these are dropped too, and all others held."""
+    replay = candidate.replay
+    if replay is None or candidate.back_at is None or not replay.direct:
+        return replay
+    dropped: dict[int, None] = {}
+    held: dict[int, None] = {}
+    stack = list(replay.direct)
+    while stack:
+        one = stack.pop()
+        if one in dropped or one in held:
+            continue
+        if one in spent:
+            dropped[one] = None
+            stack.extend(spent_inputs(trace, one, candidate.back_at))
+        else:
+            held[one] = None
+    recipe = trace.storages[candidate.storage].recompute
+    size = candidate.bytes - (0 if recipe is None else recipe.outside_bytes)
+    held_bytes = sum(trace.storages[one].bytes for one in held)
+    total_us = replay.own_us + sum(_duration_us(trace, one) for one in dropped)
+    return Replay(replay.own_us, tuple(held), tuple(dropped), total_us, size - held_bytes, replay.direct)
 
 
 def _duration_us(trace: Trace, storage: int) -> float:

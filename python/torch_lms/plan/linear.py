@@ -12,12 +12,17 @@ wait w_j):
 
 Minimised are the replays and the waits. Backlog and ahead are fluid, and a replay that must come early gives no more
 memory than one that comes late: every plan that the simulator carries out is a point of this program, so its value is a
-bound. A spent input of a recipe, one that the program has released by then, is held or replayed too.
+bound. A spent input of a recipe, one that the program has released by then, is held or replayed too; how long it is
+held, `holds` knows.
 
 Note [Rounds]: what a plan drops may have to be made again early, for something else that is made from it. Which does is
 known once it is known what is dropped. So to plan, the program is solved as if nothing came early; then again, with the
 places at which what it dropped would be made again. The worst case, that all are dropped that can be, is no guide: in a
-mixture of experts it makes plans that take twice as long.
+mixture of experts it makes plans that take twice as long. To plan, relief ends where a storage has to be back, and what
+leaves just before a checkpoint, or is needed just after one, takes room there.
+
+Note [Rounding]: fractions that are nearly whole are rounded, and the program is solved again, so that others make up
+for what that adds or takes. Rounded all at once, those of many storages that are alike all go the same way.
 
 Related: POFO (Beaumont et al., NeurIPS 2021) weighs both ways for chains, by dynamic programming; Checkmate (Jain et
 al., MLSys 2020) rounds a linear program of what to recompute.
@@ -25,8 +30,10 @@ al., MLSys 2020) rounds a linear program of what to recompute.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from importlib.util import find_spec
+from itertools import pairwise
+from math import ceil
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,9 +41,10 @@ from numpy.typing import NDArray
 from torch_lms.plan.anchors import find_anchors
 from torch_lms.plan.checkpoints import choose_checkpoints
 from torch_lms.plan.decision import RECOMPUTE
+from torch_lms.plan.holds import Ask, find_asks, find_late_asks
 from torch_lms.plan.problem import Choices, Problem
 from torch_lms.plan.rows import Rows, Solution
-from torch_lms.plan.spent import Spent, earliest_replays, find_spent
+from torch_lms.plan.spent import Dropped, earliest_replays, find_spent, reach
 
 __all__ = ["linear", "linear_bound_us", "scipy_is_there"]
 
@@ -47,7 +55,8 @@ _WHOLE = 1e-4
 _COPY_PRICE = 0.02
 _LINK_RESERVE = 0.05
 _ROUNDS = 2
-_GAP = 0.01  # of what a plan adds to the program's own time
+_DIVES = 3
+_ROUNDED_AT_ONCE = 2 / 3  # of the fractions
 
 
 def scipy_is_there() -> bool:
@@ -65,33 +74,48 @@ def linear_bound_us(problem: Problem) -> float | None:
     return None if relaxed is None else float(problem.durations_us.sum()) + max(relaxed.objective, 0.0) * 1e3
 
 
-def linear(problem: Problem, *, chain_bytes: float, seconds: float) -> Choices | None:
-    """Solves the program, then makes its fractions whole, by a small integer program over those that are not.
+def linear(problem: Problem, *, chain_bytes: float) -> tuple[Problem, Choices] | None:
+    """Solves the program, then makes its fractions whole, a part of them at a time.
 
     Args:
         problem: what is asked.
         chain_bytes: that one replay may make again too early; see `find_anchors`.
-        seconds: at most for the integer program; 0 rounds, which is as good where storages are many and small.
 
     Returns:
-        None if even fractions keep no limit.
+        The choices, and the problem in which recipes hold or drop their spent inputs as the program does; None if even
+        fractions keep no limit.
     """
-    found = _relaxed(problem.keeping(find_anchors(problem, chain_bytes)))
+    problem = problem.keeping(find_anchors(problem, chain_bytes))
+    found = _relaxed(problem)
     if found is None:
         return None
-    program, relaxed = found
-    fractions = relaxed.values[program.fractions]
-    open_ones = program.fractions[(fractions > _WHOLE) & (fractions < 1 - _WHOLE)]
-    if not len(open_ones) or not seconds:
-        return program.choices(relaxed)
-    settled = np.setdiff1d(program.fractions, open_ones)
-    program.rows.settle(settled, np.round(relaxed.values[settled]))
-    return program.choices(program.rows.solve(whole=open_ones, seconds=seconds, gap=_GAP) or relaxed)
+    program, solution = found[0], _dive(*found)
+    spent = program.dropped(solution).spent
+    last = {one.storage: number for number, one in enumerate(problem.candidates) if one.back_at is None}
+    tails = {last[storage]: RECOMPUTE for storage in spent if storage in last}
+    return problem.dropping(spent), program.choices(solution) | tails
+
+
+def _dive(program: _Program, solution: Solution) -> Solution:
+    """Rounds what is nearest to whole, solves again so that the rest makes up for it, and so on."""
+    for _ in range(_DIVES):
+        fractions = solution.values[program.fractions]
+        distance = np.abs(fractions - np.round(fractions))
+        open_ones = np.flatnonzero(distance > _WHOLE)
+        if not len(open_ones):
+            break
+        nearest = open_ones[np.argsort(distance[open_ones], kind="stable")[: ceil(_ROUNDED_AT_ONCE * len(open_ones))]]
+        program.rows.settle(program.fractions[nearest], np.round(fractions[nearest]))
+        found = program.rows.solve()
+        if found is None:
+            break
+        solution = found
+    return solution
 
 
 def _relaxed(problem: Problem) -> tuple[_Program, Solution] | None:
     """The program of the last of the [Rounds] in which fractions keep the limit, and these; None if there is none."""
-    found, dropped = None, frozenset[int]()
+    found, dropped = None, Dropped()
     for _ in range(_ROUNDS):
         program = _Program(problem, dropped=dropped)
         relaxed = program.rows.solve()
@@ -99,7 +123,7 @@ def _relaxed(problem: Problem) -> tuple[_Program, Solution] | None:
             break
         found = program, relaxed
         before = dropped
-        dropped = frozenset(number for number, kind in program.choices(relaxed).items() if kind == RECOMPUTE)
+        dropped = program.dropped(relaxed)
         if dropped == before:
             break
     return found
@@ -114,7 +138,7 @@ class _Program:
             small price and the link is a little slower. None to bound, not to plan.
     """
 
-    def __init__(self, problem: Problem, dropped: Collection[int] | None = None) -> None:
+    def __init__(self, problem: Problem, dropped: Dropped | None = None) -> None:
         self._problem, self._careful = problem, dropped is not None
         self._at = choose_checkpoints(problem.plain_bytes, problem.durations_us, problem.limit_bytes)
         self._count = len(self._at)
@@ -124,12 +148,17 @@ class _Program:
         useful = problem.arrays.sums(needy.astype(np.float64)) > 0
         self._numbers: list[int] = np.flatnonzero(useful).tolist()
         self._earliest = earliest_replays(problem, dropped)
-        self._spent = find_spent(problem, self._earliest)
+        reached = {number: reach(problem, number) for number, one in enumerate(problem.candidates) if one.replay}
+        self._spent = find_spent(problem, self._earliest, reached)
         self.rows = Rows()
         self._add_variables()
-        self._add_memory(needy)
+        reached = {number: reached[number] for number in self._numbers if number in reached}
+        asks = find_asks(problem, reached, self._spent, self._earliest, dropped)
+        if not self._careful:
+            asks += find_late_asks(problem, reached, self._spent, self._earliest)
+        self._add_memory(needy, asks)
         self._add_link()
-        self._add_spent()
+        self._add_spent(asks)
         if problem.host_limit_bytes is not None:
             self._add_host(problem.host_limit_bytes)
 
@@ -138,6 +167,12 @@ class _Program:
         """The variables that should be whole."""
         chosen = [*self._swap.values(), *self._replay.values(), *self._drop.values()]
         return np.array(chosen, dtype=np.int64)
+
+    def dropped(self, solution: Solution) -> Dropped:
+        """What a solution drops."""
+        candidates = frozenset(number for number, kind in self.choices(solution).items() if kind == RECOMPUTE)
+        spent = frozenset(storage for storage, variable in self._drop.items() if solution.values[variable] >= 0.5)
+        return Dropped(candidates, spent)
 
     def choices(self, solution: Solution) -> Choices:
         """What a solution decides."""
@@ -168,29 +203,31 @@ class _Program:
             for storage, one in self._spent.items()
             if one.droppable
         }
-        self._hold = {storage: rows.variable(most=1.0) for storage in self._spent}
+        self._early: dict[int, int] = {}
+        self._hold: dict[int, dict[int, int]] = {}
         self._waits = [rows.variable(cost=1.0) for _ in range(self._count + 1)]
         self._held = [rows.variable(least=-np.inf) for _ in range(self._count)]
         self._backlog = [rows.variable() for _ in range(self._count)]
         self._ahead = [rows.variable() for _ in range(self._count)]
 
-    def _add_memory(self, needy: NDArray[np.bool_]) -> None:
+    def _add_memory(self, needy: NDArray[np.bool_], asks: list[Ask]) -> None:
         """Rows ``held`` and ``memory``."""
         steps: list[dict[int, float]] = [{} for _ in range(self._count)]
+
         for number in self._numbers:
             one = self._problem.candidates[number]
             size = one.bytes / _MIB
             swapped, replayed = ([given[number]] if number in given else [] for given in (self._swap, self._replay))
-            self._stretch(steps, swapped, one.out_after + 1, one.end + 1, size)
             end = min(one.end + 1, self._earliest[number]) if self._careful else one.end + 1
-            self._stretch(steps, replayed, one.out_after + 1, end, size)
+            self._stretch(steps, [*swapped, *replayed], one.out_after + 1, end, size)
             if one.wrapped_end >= 0:
                 self._stretch(steps, swapped, 0, one.wrapped_end + 1, size)
-        for storage, held in self._hold.items():
-            released = self._problem.trace.storages[storage].released
-            if released is not None:
-                size = self._problem.trace.storages[storage].bytes / _MIB
-                self._stretch(steps, [held], released + 1, self._spent[storage].needed, -size)
+        for number in sorted({ask.late for ask in asks if ask.late is not None} & self._replay.keys()):
+            one = self._problem.candidates[number]
+            self._early[number] = self.rows.variable(most=1.0)
+            self._stretch(steps, [self._early[number]], self._earliest[number], one.end + 1, -one.bytes / _MIB)
+            self.rows.at_most({self._early[number]: 1.0, self._replay[number]: -1.0}, 0.0)
+        self._add_holds(steps, asks)
         room = (self._problem.limit_bytes - self._problem.plain_bytes[self._at]) / _MIB
         for place in range(self._count):
             before = {self._held[place - 1]: 1.0} if place else {}
@@ -198,6 +235,21 @@ class _Program:
             if needy[self._at[place]]:
                 used = {self._held[place]: -1.0, self._backlog[place]: 1.0, self._ahead[place]: 1.0}
                 self.rows.at_most(used, float(room[place]))
+
+    def _add_holds(self, steps: list[dict[int, float]], asks: list[Ask]) -> None:
+        """What is held for long is held for short, too."""
+        ends: dict[int, set[int]] = {}
+        for ask in asks:
+            ends.setdefault(ask.given, set()).add(ask.end)
+        for storage, places in ends.items():
+            held = self._hold[storage] = {end: self.rows.variable(most=1.0) for end in sorted(places)}
+            given = self._problem.trace.storages[storage]
+            first = (given.released or 0) + 1
+            for end, variable in held.items():
+                self._stretch(steps, [variable], first, end, -given.bytes / _MIB)
+                first = max(first, end)
+            for longer, shorter in pairwise(reversed(held.values())):
+                self.rows.at_most({longer: 1.0, shorter: -1.0}, 0.0)
 
     def _stretch(self, steps: list[dict[int, float]], variables: list[int], first: int, end: int, size: float) -> None:
         low, high = self._next[first], self._next[end]
@@ -224,7 +276,10 @@ class _Program:
                 leaving[self._next[one.out_after + 1]][variable] = one.bytes / _MIB
                 all_out[variable] = link.out_us(one.bytes) / 1e3
             if one.back_at is not None:
-                needed[self._next[one.back_at % places]][variable] = one.bytes / _MIB
+                back_at = one.back_at % places
+                if self._careful and one.back_at < places:
+                    back_at = min(back_at, self._earliest[number])
+                needed[self._next[back_at]][variable] = one.bytes / _MIB
                 all_in[variable] = link.in_us(one.bytes) / 1e3
         wraps = any((one.back_at or 0) >= places for one in self._problem.candidates)
         carried = self.rows.variable() if wraps else None  # what the cycle before has brought in
@@ -236,6 +291,8 @@ class _Program:
             ahead = {self._ahead[j - 1]: -1.0} if j else {} if carried is None else {carried: -1.0}
             row = {**ahead, **needed[j], self._ahead[j]: 1.0}
             self.rows.at_most(_plus(row, span, -in_rate), in_rate * plain_ms[j])
+        if self._careful:
+            self._add_late_copies(out_rate, in_rate, replays)
         last = {**needed[-1], self._ahead[-1]: -1.0}
         self.rows.at_most(_plus(last, {self._waits[-1]: 1.0, **replays[-1]}, -in_rate), in_rate * plain_ms[-1])
         whole = dict.fromkeys(self._waits, 1.0)
@@ -243,6 +300,34 @@ class _Program:
             whole.update(more)
         for used in (all_out, all_in):
             self.rows.at_most(_plus(used, whole, -1.0), float(plain_ms.sum()))
+
+    def _add_late_copies(self, out_rate: float, in_rate: float, replays: list[dict[int, float]]) -> None:
+        """What leaves just before a checkpoint is not gone there; what is needed just after one is there already."""
+        durations_us, places = self._problem.durations_us, len(self._problem.durations_us)
+        ends_ms = np.cumsum(durations_us) / 1e3
+        starts_ms = ends_ms - durations_us / 1e3
+        late: list[dict[int, float]] = [{} for _ in range(self._count)]
+        soon: list[dict[int, float]] = [{} for _ in range(self._count)]
+        for number, variable in self._swap.items():
+            one = self._problem.candidates[number]
+            size = one.bytes / _MIB
+            j = self._next[one.out_after + 1]
+            if not one.unchanged and j < self._count:
+                late[j][variable] = size - out_rate * float(starts_ms[self._at[j]] - ends_ms[one.out_after])
+            if one.back_at is not None:
+                back_at = min(one.back_at, self._earliest[number]) if one.back_at < places else one.back_at - places
+                j = self._next[back_at] - 1
+                if 0 <= j < self._count:
+                    soon[j][variable] = size - in_rate * float(starts_ms[back_at] - starts_ms[self._at[j]])
+        for j in range(self._count):
+            for rest, variables, rate, at in (
+                (late[j], self._backlog, out_rate, j),
+                (soon[j], self._ahead, in_rate, j + 1),
+            ):
+                row = {variable: size for variable, size in rest.items() if size > 0}
+                if row:
+                    span = {self._waits[at]: 1.0, **replays[at]}
+                    self.rows.at_most(_plus({**row, variables[j]: -1.0}, span, -rate), 0.0)
 
     def _spans(self) -> tuple[Floats, list[dict[int, float]]]:
         """The ops' time before each checkpoint and after the last, and the replays that may happen there."""
@@ -258,21 +343,39 @@ class _Program:
             replays[self._next[self._spent[storage].needed + 1]][variable] = self._spent[storage].duration_us / 1e3
         return plain, replays
 
-    def _add_spent(self) -> None:
-        """A spent input is held or replayed for each recipe that is used; one that is swapped stays swapped."""
+    def _add_spent(self, asks: list[Ask]) -> None:
+        """A spent input is held or replayed for each recipe that is used, or comes back if it is swapped.
+
+        To plan, it is not swapped: nothing says when it would have to come back.
+        """
         tails = {one.storage: number for number, one in enumerate(self._problem.candidates) if one.back_at is None}
-        asked = [
-            (variable, given)
-            for number, variable in self._replay.items()
-            if (replay := self._problem.candidates[number].replay) is not None
-            for given in replay.direct
-        ]
-        spent: Mapping[int, Spent] = self._spent
-        asked += [(variable, given) for storage, variable in self._drop.items() for given in spent[storage].inputs]
-        for variable, given in asked:
-            ways = [self._hold[given], *([self._drop[given]] if given in self._drop else [])]
-            tail = self._swap.get(tails.get(given, -1))
-            self.rows.at_most({variable: 1.0, **dict.fromkeys([*ways, *([tail] if tail else [])], -1.0)}, 0.0)
+        for ask in asks:
+            asking = self._replay.get(ask.candidate) if ask.candidate is not None else self._drop.get(ask.reader or 0)
+            if asking is None or (ask.late is not None and ask.late not in self._early):
+                continue
+            row, room = {asking: 1.0, self._hold[ask.given][ask.end]: -1.0}, 0.0
+            if ask.given in self._drop:
+                row[self._drop[ask.given]] = -1.0
+            tail = self._swap.get(tails.get(ask.given, -1))
+            if tail is not None and not self._careful:
+                row[tail] = -1.0
+            if ask.late is not None:
+                row[self._early[ask.late]] = -1.0
+                if ask.candidate is None and not ask.alone:
+                    row[self._replay[ask.late]], room = 1.0, 1.0
+            self.rows.at_most(row, room)
+        if self._careful:
+            self._add_tails(tails)
+
+    def _add_tails(self, tails: Mapping[int, int]) -> None:
+        """What leaves after its last use is not held; if it is swapped, it is not made again either."""
+        for storage, held in self._hold.items():
+            tail = tails.get(storage, -1)
+            gone = [given[tail] for given in (self._swap, self._replay) if tail in given]
+            if gone:
+                self.rows.at_most(dict.fromkeys([next(iter(held.values())), *gone], 1.0), 1.0)
+            if tail in self._swap and storage in self._drop:
+                self.rows.at_most({self._swap[tail]: 1.0, self._drop[storage]: 1.0}, 1.0)
 
     def _add_host(self, host_limit_bytes: int) -> None:
         """At each checkpoint the host holds what is swapped there."""

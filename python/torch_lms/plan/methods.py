@@ -21,7 +21,6 @@ __all__ = ["Method", "carry_through", "linear_methods", "simple_methods"]
 _LARGE = 2000  # candidates; beyond that there are fewer methods, and each gets fewer tries
 _CHAIN_SHARE = 0.25  # of the limit: what one replay may make again before it is used
 _SHORT_CHAIN_SHARE = 0.12
-_INTEGER_SECONDS = 0.5
 _WORTH_WAITS = 0.01  # of a cycle
 
 
@@ -31,12 +30,12 @@ class Method:
 
     Attributes:
         name: in plans.
-        choose: choices for a problem; None if it finds none.
+        choose: choices for a problem, with the problem as the method sees it; None if it finds none.
         shares: of the limit to plan for, the next one where compute waits under the plan for the one before.
     """
 
     name: str
-    choose: Callable[[Problem], Choices | None]
+    choose: Callable[[Problem], tuple[Problem, Choices] | None]
     shares: tuple[float, ...]
 
 
@@ -49,9 +48,12 @@ def simple_methods(problem: Problem, *, all_of_them: bool = False) -> list[Metho
     """
     small = len(problem.candidates) <= _LARGE
     shares = (1.0, 0.96, 0.88, 0.75) if small else (1.0, 0.98, 0.95)
-    found = [Method("greedy", greedy, shares), Method("dawnpiper", dawnpiper, shares if small else (1.0,))]
+    found = [
+        Method("greedy", _alone(greedy), shares),
+        Method("dawnpiper", _alone(dawnpiper), shares if small else (1.0,)),
+    ]
     if small or all_of_them:
-        found.append(Method("greedy, exact", exact_greedy, shares))
+        found.append(Method("greedy, exact", _alone(exact_greedy), shares))
         found.append(Method("greedy, short chains", _short_chains, shares))
     return found
 
@@ -61,21 +63,23 @@ def linear_methods(problem: Problem) -> list[Method]:
     small = len(problem.candidates) <= _LARGE
     if not small:
         # Planned for all of the limit, copies of many small storages wait for each other's room.
-        return [Method("linear", _linear_with(_CHAIN_SHARE, seconds=0.0), (0.98, 1.0))]
+        return [Method("linear", _linear_with(_CHAIN_SHARE), (0.98, 1.0))]
     chains = {"linear": _CHAIN_SHARE, "linear, short chains": _SHORT_CHAIN_SHARE}
-    return [
-        Method(name, _linear_with(share, seconds=_INTEGER_SECONDS), (1.0, 0.98, 0.94)) for name, share in chains.items()
-    ]
+    return [Method(name, _linear_with(share), (1.0, 0.98, 0.94)) for name, share in chains.items()]
 
 
-def _short_chains(problem: Problem) -> Choices:
+def _alone(choose: Callable[[Problem], Choices]) -> Callable[[Problem], tuple[Problem, Choices]]:
+    return lambda problem: (problem, choose(problem))
+
+
+def _short_chains(problem: Problem) -> tuple[Problem, Choices]:
     calm = problem.keeping(find_anchors(problem, _CHAIN_SHARE * problem.limit_bytes))
-    return fit(calm, greedy(calm))
+    return problem, fit(calm, greedy(calm))
 
 
-def _linear_with(chain_share: float, *, seconds: float) -> Callable[[Problem], Choices | None]:
-    def choose(problem: Problem) -> Choices | None:
-        return linear(problem, chain_bytes=chain_share * problem.limit_bytes, seconds=seconds)
+def _linear_with(chain_share: float) -> Callable[[Problem], tuple[Problem, Choices] | None]:
+    def choose(problem: Problem) -> tuple[Problem, Choices] | None:
+        return linear(problem, chain_bytes=chain_share * problem.limit_bytes)
 
     return choose
 
@@ -104,13 +108,15 @@ def _is_calm(timed: Timed) -> bool:
 
 
 def _carry(problem: Problem, tighter: Problem, method: Method) -> Timed | None:
-    choices = method.choose(tighter)
-    if choices is None:
+    chosen = method.choose(tighter)
+    if chosen is None:
         return None
+    tighter, choices = chosen
+    whole = tighter.under(problem.limit_bytes)
     fitted = fit(tighter, choices)
     left = take_back(tighter, fitted)
-    timed = time_choices(problem, left)
+    timed = time_choices(whole, left)
     if left is not fitted and len(problem.candidates) <= _LARGE:
-        more = time_choices(problem, fitted)
+        more = time_choices(whole, fitted)
         timed = more if more.better_than(timed) else timed
     return timed

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from torch_lms.plan.candidates import Candidate, CandidateArrays, find_candidates
+from torch_lms.plan.candidates import Candidate, CandidateArrays, find_candidates, with_dropped
 from torch_lms.plan.decision import DROP_UNCHANGED, RECOMPUTE, SWAP, Decision
 from torch_lms.plan.residency import memory_bytes
 from torch_lms.plan.trace import Trace
@@ -79,6 +79,16 @@ class Problem:
         """The same without the recompute of some storages."""
         other = copy(self)
         other.candidates = [replace(one, replay=None) if one.storage in anchors else one for one in self.candidates]
+        other._last_need = None
+        return other
+
+    def dropping(self, spent: Collection[int]) -> Problem:
+        """The same in which recipes hold all their spent inputs but these, which are dropped too."""
+        other = copy(self)
+        other.candidates = [
+            one if one.replay is None else replace(one, replay=with_dropped(self.trace, one, spent))
+            for one in self.candidates
+        ]
         other._last_need = None
         return other
 

@@ -58,17 +58,9 @@ class Rows:
         for variable, value in zip(variables.tolist(), values.tolist(), strict=True):
             self._least[variable] = self._most[variable] = value
 
-    def solve(
-        self, *, whole: Ints | None = None, seconds: float | None = None, gap: float = _PROVEN
-    ) -> Solution | None:
-        """The least sum of costs; None if no values keep all rows, or none were found in time.
-
-        Args:
-            whole: variables that must be whole numbers; None for none.
-            seconds: at most.
-            gap: between the sum and what it is proven to be never below, as a share, at which whole numbers will do.
-        """
-        found = self._run(whole, seconds, gap)
+    def solve(self) -> Solution | None:
+        """The least sum of costs; None if no values keep all rows."""
+        found = self._run(None, None)
         if found.x is None:
             return None
         return Solution(np.asarray(found.x, dtype=np.float64), float(found.fun))
@@ -83,7 +75,7 @@ class Rows:
             whole: variables that must be whole numbers.
             seconds: at most.
         """
-        found = self._run(whole, seconds, _PROVEN)
+        found = self._run(whole, seconds)
         if found.status == _INFEASIBLE:
             return np.inf
         if found.status not in (_SOLVED, _OUT_OF_TIME):
@@ -91,7 +83,7 @@ class Rows:
         proven = found.mip_dual_bound if len(whole) else found.fun if found.status == _SOLVED else None
         return -np.inf if proven is None else float(proven)
 
-    def _run(self, whole: Ints | None, seconds: float | None, gap: float) -> Any:
+    def _run(self, whole: Ints | None, seconds: float | None) -> Any:
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import csc_array
 
@@ -101,7 +93,7 @@ class Rows:
         if whole is not None:
             integrality[whole] = 1
         # With whole numbers, HiGHS's presolve may print to the process's standard output.
-        options: dict[str, float | bool] = {"mip_rel_gap": gap, "presolve": whole is None}
+        options: dict[str, float | bool] = {"mip_rel_gap": _PROVEN, "presolve": whole is None}
         if seconds is not None:
             options["time_limit"] = seconds
         return milp(

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from torch_lms.plan.candidates import recipe_lasts, spent_inputs
 from torch_lms.plan.problem import Problem
 
-__all__ = ["Spent", "earliest_replays", "find_spent"]
+__all__ = ["Dropped", "Spent", "earliest_replays", "find_spent", "reach"]
 
 
-_PLACES_KEPT = 4  # of the places at which one storage may be made again, the earliest ones
+_PLACES_KEPT = 64  # of the places at which one storage may be made again, the earliest ones
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,27 @@ class Spent:
     inputs: tuple[int, ...]
 
 
-def earliest_replays(problem: Problem, dropped: Collection[int] | None = None) -> list[int]:
+@dataclass(frozen=True)
+class Dropped:
+    """What is likely to be dropped.
+
+    Attributes:
+        candidates: their numbers.
+        spent: spent inputs, by storage.
+    """
+
+    candidates: frozenset[int] = frozenset()
+    spent: frozenset[int] = frozenset()
+
+
+def earliest_replays(problem: Problem, dropped: Dropped | None = None) -> list[int]:
     """For each candidate the first place at which it, or what is made from it, may be needed again.
 
     A storage that wraps or that nothing uses again gets the place that its stretch ends at.
 
     Args:
         problem: what is asked.
-        dropped: the candidates that are dropped; None if all may be that can be made again.
+        dropped: what is; None if all may be that can be made again.
     """
     trace = problem.trace
     consumers: dict[int, list[int]] = defaultdict(list)
@@ -64,23 +77,29 @@ def earliest_replays(problem: Problem, dropped: Collection[int] | None = None) -
             found[number] = min([found[number], *(place for place in later if place > one.out_after)])
         mine = {found[number] for number in own if _may_be_dropped(problem, number, dropped)}
         released = trace.storages[made].released
-        if released is not None:
+        if released is not None and (dropped is None or made in dropped.spent):
             mine |= {min((place for place in later if place > released), default=places)}
         passed[made] = sorted(mine)[:_PLACES_KEPT]
     return found
 
 
-def _may_be_dropped(problem: Problem, number: int, dropped: Collection[int] | None) -> bool:
-    return problem.candidates[number].replay is not None and (dropped is None or number in dropped)
+def _may_be_dropped(problem: Problem, number: int, dropped: Dropped | None) -> bool:
+    return problem.candidates[number].replay is not None and (dropped is None or number in dropped.candidates)
 
 
-def find_spent(problem: Problem, earliest: list[int]) -> Mapping[int, Spent]:
-    """All spent inputs that candidates' recipes may need, those of their own recipes included."""
+def find_spent(problem: Problem, earliest: list[int], reached: Mapping[int, Collection[int]]) -> Mapping[int, Spent]:
+    """All spent inputs that candidates' recipes may need, those of their own recipes included.
+
+    Args:
+        problem: what is asked.
+        earliest: the place at which each candidate may be made again.
+        reached: these inputs by candidate, see `reach`.
+    """
     trace = problem.trace
     needed: dict[int, int] = {}
-    for number, one in enumerate(problem.candidates):
-        if one.replay is not None:
-            _reach(problem, one.replay.direct, earliest[number], one.back_at or 0, needed)
+    for number, given in reached.items():
+        for storage in given:
+            needed[storage] = min(needed.get(storage, earliest[number]), earliest[number])
     found = {}
     for storage, place in needed.items():
         recipe = trace.storages[storage].recompute
@@ -90,13 +109,21 @@ def find_spent(problem: Problem, earliest: list[int]) -> Mapping[int, Spent]:
     return found
 
 
-def _reach(problem: Problem, direct: tuple[int, ...], earliest: int, place: int, needed: dict[int, int]) -> None:
-    stack = list(direct)
+def reach(problem: Problem, number: int) -> set[int]:
+    """The spent inputs of a candidate's recipe, and those of theirs.
+
+    Args:
+        problem: what is asked.
+        number: of the candidate.
+    """
+    one = problem.candidates[number]
+    place = one.back_at or 0
+    stack = [] if one.replay is None else list(one.replay.direct)
     seen = set(stack)
     while stack:
         storage = stack.pop()
-        needed[storage] = min(needed.get(storage, earliest), earliest)
         if problem.trace.storages[storage].movable and recipe_lasts(problem.trace, storage, place):
-            more = [one for one in spent_inputs(problem.trace, storage, place) if one not in seen]
+            more = [given for given in spent_inputs(problem.trace, storage, place) if given not in seen]
             seen.update(more)
             stack.extend(more)
+    return seen
