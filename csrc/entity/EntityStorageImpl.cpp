@@ -425,6 +425,17 @@ AccessResult EntityStorageImpl::finish_pagein_locked(Lock& lock, Afterwards& aft
   return AccessResult::kPrefetched;
 }
 
+bool EntityStorageImpl::keeps_equal_copy() {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (state() == EntityState::kResident && !replaced() && binding_->unwritten()) {
+      return keeps_copy();
+    }
+  }
+  release_copy();
+  return false;
+}
+
 void EntityStorageImpl::stop_watching() {
   {
     std::lock_guard<std::mutex> lock(mutex_);

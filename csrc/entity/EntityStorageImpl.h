@@ -256,6 +256,10 @@ class EntityStorageImpl : public std::enable_shared_from_this<EntityStorageImpl>
     return kept_.load(std::memory_order_relaxed) != nullptr;
   }
 
+  /// Whether it is the same as the bytes: where they may have been written since, it is given back.
+  /// The caller holds the storage and has pinned the entity.
+  bool keeps_equal_copy();
+
   /// Gives such a copy back: the bytes have been written, or host memory is short. Returns
   /// whether there was one.
   bool release_copy() noexcept;

@@ -6,6 +6,7 @@
 #include <memory>
 #include <vector>
 
+#include <extension/access/KeptWatch.h>
 #include <extension/access/OpKind.h>
 #include <extension/access/OpRecipe.h>
 #include <extension/trace/CycleTracker.h>
@@ -91,6 +92,7 @@ struct Frame {
   std::vector<Entity*> pinned; ///< The table keeps what is pinned.
   std::vector<Entity*> served; ///< Of these, the ones used in their host copies.
   std::vector<Entity*> written; ///< Of these, the ones that the op may write to, while it begins.
+  KeptWatch kept_watch; ///< Of these, the ones that the op takes an address of, and only reads.
   std::vector<bool> wrote; ///< Whether the op may write to each of `pinned`, while it is recorded.
   uint64_t recording = 0; ///< In which the outermost op began.
   int32_t place = -1; ///< Of the outermost op in the cycle, if it has one.

@@ -316,6 +316,9 @@ bool Observer::pin_inputs(const at::RecordFunction& record, Frame& frame, const 
   if (frame.pinned.size() != first) {
     settle_pinned(record, frame, op.kind, first, all, pinning);
   }
+  for (size_t i = first; op.takes_addresses && i < frame.pinned.size(); ++i) {
+    frame.kept_watch.add(*frame.pinned[i]);
+  }
   return all;
 }
 
@@ -430,6 +433,7 @@ void Observer::release_pinned(Frame& frame) noexcept {
   this_thread().op = nullptr;
   this_thread().op_name = nullptr;
   this_thread().op_input_bytes = 0;
+  frame.kept_watch.end();
   torch_lms::release(frame.pinned, frame.served);
   frame.wrote.clear();
   OpClock::get().end_op();
@@ -514,7 +518,7 @@ void Observer::give_out(c10::StorageImpl& storage) {
       (entity != nullptr &&
        std::find(frame.pinned.begin(), frame.pinned.end(), entity.get()) != frame.pinned.end());
   if (pinned) { // An op's kernel takes the address of what the op has pinned, and may write to it.
-    if (entity != nullptr) {
+    if (entity != nullptr && !this_thread().replaying && !frame.kept_watch.holds(*entity)) {
       entity->release_copy();
     }
     return;

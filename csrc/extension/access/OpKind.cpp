@@ -38,6 +38,12 @@ uint64_t written_arguments(const c10::OperatorHandle& op) {
   return written;
 }
 
+/// See Note [Addresses that are only read through].
+bool takes_addresses(const char* name) {
+  return std::strcmp(name, "aten::_grouped_mm") == 0 ||
+         starts_with(name, "aten::_scaled_grouped_mm");
+}
+
 /// Whether all tensors that it is given are aliased by what it returns, and written by nobody.
 bool is_view(const c10::OperatorHandle& op) {
   bool any = false;
@@ -81,16 +87,16 @@ c10::DispatchKeySet keys_of(const c10::IValue& value) {
 OpTraits traits_of_pytorchs(const char* name, const char* overload) {
   if (std::strcmp(name, "aten::record_stream") == 0 ||
       std::strcmp(name, "aten::_lazy_clone") == 0) {
-    return {OpKind::kInspecting, kAll, {}};
+    return {OpKind::kInspecting, kAll, false, {}};
   }
   const auto op = c10::Dispatcher::singleton().findOp({name, overload});
   if (!op.has_value()) {
-    return {OpKind::kSealed, kAll, {}};
+    return {OpKind::kSealed, kAll, false, {}};
   }
   const OpKind kind = is_composite(*op) ? OpKind::kComposite
                       : is_view(*op)    ? OpKind::kView
                                         : OpKind::kSealed;
-  return {kind, written_arguments(*op), casts_of(*op)};
+  return {kind, written_arguments(*op), takes_addresses(name), casts_of(*op)};
 }
 
 OpTraits find_traits(const char* name, const char* overload) {
@@ -98,15 +104,15 @@ OpTraits find_traits(const char* name, const char* overload) {
     return traits_of_pytorchs(name, overload);
   }
   if (starts_with(name, "autograd::engine::evaluate_function")) {
-    return {OpKind::kNode, 0, {}};
+    return {OpKind::kNode, 0, false, {}};
   }
   // Ops have qualified names. Records of Python's autograd Functions and other regions do not;
   // the engine's are its own. Whole programs run inside of them (a checkpoint's forward).
   if (std::strchr(name, ':') == nullptr || starts_with(name, "autograd::")) {
-    return {OpKind::kTransparent, 0, {}};
+    return {OpKind::kTransparent, 0, false, {}};
   }
   const bool collective = starts_with(name, "c10d::") || starts_with(name, "_c10d");
-  return {collective ? OpKind::kCollective : OpKind::kHolding, kAll, {}};
+  return {collective ? OpKind::kCollective : OpKind::kHolding, kAll, false, {}};
 }
 
 } // namespace

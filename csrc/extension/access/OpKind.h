@@ -35,6 +35,8 @@ struct OpTraits {
   OpKind kind = OpKind::kTransparent;
   /// A bit for each argument that the op may write to; the last one stands for all others.
   uint64_t written = 0;
+  /// See Note [Addresses that are only read through].
+  bool takes_addresses = false;
   /// Kernels of autocast's, which cast the op's tensors and call it again, below autocast.
   c10::DispatchKeySet casts;
 

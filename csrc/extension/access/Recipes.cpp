@@ -5,6 +5,7 @@
 
 #include <entity/Error.h>
 
+#include <extension/access/KeptWatch.h>
 #include <extension/base/Compat.h>
 #include <extension/base/ThreadContext.h>
 
@@ -16,6 +17,7 @@ class Ingredients {
  public:
   explicit Ingredients(Pager& pager) : pager_(pager) {}
   ~Ingredients() {
+    kept_watch_.end();
     for (const EntityPtr& entity : served_) {
       entity->end_service();
     }
@@ -37,12 +39,14 @@ class Ingredients {
     } else if (place == Place::kNowhere) {
       throw Error("expected what a dropped storage is made from, found that it cannot be made");
     }
+    kept_watch_.add(*entity);
   }
 
  private:
   Pager& pager_;
   std::vector<EntityPtr> pinned_;
   std::vector<EntityPtr> served_;
+  KeptWatch kept_watch_;
 };
 
 /// The outermost op that the calling thread runs. 0: none.

@@ -2,14 +2,19 @@
 // through raw addresses, forked, or are inputs of records whose callbacks fail.
 
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/_grouped_mm.h>
+#include <ATen/ops/full_like.h>
 #include <c10/core/SymNodeImpl.h>
 #include <entity/Error.h>
 #include <extension/base/Compat.h>
+#include <torch/library.h>
 
 #include <new>
+#include <optional>
 #include <random>
 
 #include "../interruptions.h"
+#include "made.h"
 #include "rig.h"
 
 namespace torch_lms {
@@ -495,6 +500,65 @@ TEST(what_was_written_in_place_on_the_host_comes_in) {
   CHECK_EQ(tensor[17].item<int64_t>(), 8);
   CHECK(drops(tensor));
   CHECK_EQ(tensor[17].item<int64_t>(), 8);
+}
+
+/// A kernel as CUDA's: it asks for addresses to write to of what it reads.
+at::Tensor grouped_mm(
+    const at::Tensor& self,
+    const at::Tensor& mat2,
+    const std::optional<at::Tensor>&,
+    const std::optional<at::Tensor>&,
+    std::optional<at::ScalarType>) {
+  return at::full_like(self, *mat2.mutable_data_ptr<int64_t>());
+}
+
+TORCH_LIBRARY_IMPL(aten, CPU, library) {
+  library.impl("_grouped_mm", &grouped_mm);
+}
+
+TEST(what_an_op_only_reads_through_an_address_is_dropped) {
+  const Settled settled;
+  const KeepsCopies keeps;
+  const at::Tensor x = tensor_of(1);
+  const at::Tensor weight = kept_tensor(3);
+  for (int i = 0; i < 5; ++i) {
+    CHECK(holds(at::_grouped_mm(x, weight), 3));
+    CHECK(drops(weight));
+    CHECK(holds(at::_grouped_mm(x, weight), 3)); // that it comes in for
+    CHECK(drops(weight));
+    CHECK(holds(weight, 3));
+  }
+}
+
+TEST(what_is_made_again_only_reads_what_it_is_made_from) {
+  const Settled settled;
+  const Observer::Request request(lms().observer);
+  const KeepsCopies keeps;
+  const at::Tensor x = tensor_of(1);
+  const at::Tensor weight = kept_tensor(3);
+  const Made made = made_by([&] { return at::_grouped_mm(x, weight); });
+  for (int i = 0; i < 5; ++i) {
+    REQUIRE(made.drop());
+    CHECK(holds(made.tensor, 3));
+    CHECK(drops(weight));
+  }
+}
+
+TEST(what_was_written_before_an_op_that_takes_its_address_is_copied) {
+  const Settled settled;
+  const KeepsCopies keeps;
+  const at::Tensor x = tensor_of(1);
+  at::Tensor weight = kept_tensor(3);
+  weight.add_(1);
+  CHECK(holds(at::_grouped_mm(x, weight), 4));
+  CHECK(!drops(weight));
+  CHECK(holds(weight, 4));
+  weight.mutable_data_ptr<int64_t>()[17] = 8;
+  lms().observer.take_back();
+  CHECK(holds(at::_grouped_mm(x, weight), 4));
+  CHECK(!drops(weight));
+  CHECK_EQ(weight[17].item<int64_t>(), 8);
+  CHECK_EQ(weight[0].item<int64_t>(), 4);
 }
 
 TEST(kept_copies_go_when_the_mode_ends) {
