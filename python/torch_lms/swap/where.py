@@ -12,6 +12,7 @@ from bisect import bisect_right
 from itertools import pairwise
 from operator import itemgetter
 from types import FrameType
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -22,7 +23,8 @@ _NOT_THE_USERS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.p
 
 
 _forwards: list[tuple[int, tuple[str, str]]] = []  # autograd's number after an op, and its place
-_names: dict[nn.Module, dict[nn.Module, str]] = {}  # of inner modules, by the outer one: to walk a model takes long
+_names: WeakKeyDictionary[nn.Module, dict[int, str]] = WeakKeyDictionary()
+"""Of inner modules, by their identities, for each outer one: to walk a model takes long."""
 
 
 def here() -> tuple[str, str]:
@@ -72,5 +74,5 @@ def _path(modules: list[nn.Module]) -> str:
 def _name_in(outer: nn.Module, inner: nn.Module) -> str:
     names = _names.get(outer)
     if names is None:
-        names = _names[outer] = {module: name for name, module in outer.named_modules()}
-    return names.get(inner) or type(inner).__name__
+        names = _names[outer] = {id(module): name for name, module in outer.named_modules()}
+    return names.get(id(inner)) or type(inner).__name__
