@@ -170,7 +170,8 @@ run() {
   fi
   touch "$base.begin"
   printf '$ %s\n' "$(printf '%q ' env "${command[@]}")" >"$base.log"
-  timeout --signal="$signal" --kill-after=60 "$limit_s" env "${command[@]}" >>"$base.log" 2>&1 &
+  # A shell in the background gives its children a SIGINT that is ignored: the run could not be cut short.
+  timeout --signal="$signal" --kill-after=60 "$limit_s" env --default-signal=INT "${command[@]}" >>"$base.log" 2>&1 &
   run_pid=$!
   { wait "$run_pid" || status=$?; } 2>/dev/null # the shell's own words on a crash
   if ((stopped)); then # Ctrl-C interrupted `wait`, not the run
