@@ -87,16 +87,16 @@ c10::DispatchKeySet keys_of(const c10::IValue& value) {
 OpTraits traits_of_pytorchs(const char* name, const char* overload) {
   if (std::strcmp(name, "aten::record_stream") == 0 ||
       std::strcmp(name, "aten::_lazy_clone") == 0) {
-    return {OpKind::kInspecting, kAll, false, {}};
+    return {OpKind::kInspecting, kAll, {}};
   }
   const auto op = c10::Dispatcher::singleton().findOp({name, overload});
   if (!op.has_value()) {
-    return {OpKind::kSealed, kAll, false, {}};
+    return {OpKind::kSealed, kAll, {}};
   }
   const OpKind kind = is_composite(*op) ? OpKind::kComposite
                       : is_view(*op)    ? OpKind::kView
                                         : OpKind::kSealed;
-  return {kind, written_arguments(*op), takes_addresses(name), casts_of(*op)};
+  return {kind, written_arguments(*op), casts_of(*op), takes_addresses(name)};
 }
 
 OpTraits find_traits(const char* name, const char* overload) {
@@ -104,15 +104,15 @@ OpTraits find_traits(const char* name, const char* overload) {
     return traits_of_pytorchs(name, overload);
   }
   if (starts_with(name, "autograd::engine::evaluate_function")) {
-    return {OpKind::kNode, 0, false, {}};
+    return {OpKind::kNode, 0, {}};
   }
   // Ops have qualified names. Records of Python's autograd Functions and other regions do not;
   // the engine's are its own. Whole programs run inside of them (a checkpoint's forward).
   if (std::strchr(name, ':') == nullptr || starts_with(name, "autograd::")) {
-    return {OpKind::kTransparent, 0, false, {}};
+    return {OpKind::kTransparent, 0, {}};
   }
   const bool collective = starts_with(name, "c10d::") || starts_with(name, "_c10d");
-  return {collective ? OpKind::kCollective : OpKind::kHolding, kAll, false, {}};
+  return {collective ? OpKind::kCollective : OpKind::kHolding, kAll, {}};
 }
 
 } // namespace

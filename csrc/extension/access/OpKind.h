@@ -35,10 +35,10 @@ struct OpTraits {
   OpKind kind = OpKind::kTransparent;
   /// A bit for each argument that the op may write to; the last one stands for all others.
   uint64_t written = 0;
-  /// See Note [Addresses that are only read through].
-  bool takes_addresses = false;
   /// Kernels of autocast's, which cast the op's tensors and call it again, below autocast.
   c10::DispatchKeySet casts;
+  /// See Note [Addresses that are only read through].
+  bool takes_addresses = false;
 
   bool writes(size_t argument) const noexcept {
     return (written >> (argument < 63 ? argument : 63) & 1) != 0;
