@@ -29,6 +29,11 @@ function(lean_cuda)
   lean_leave_out(torch_cuda)
   lean_leave_out(torch_python)
   target_sources(torch_cuda PRIVATE "${LEAN_CUDA}/left_out.cpp")
+  # PyTorch leaves cuBLASLt to what cuBLAS loads; a link that allows nothing undefined has to name it.
+  if(CUDA_cublas_LIBRARY)
+    get_filename_component(libraries "${CUDA_cublas_LIBRARY}" DIRECTORY)
+    target_link_libraries(torch_cuda PRIVATE "${libraries}/libcublasLt.so")
+  endif()
   # Only libraries that are called.
   target_link_options(torch_cuda PRIVATE "LINKER:--as-needed")
   target_link_options(torch_global_deps PRIVATE "LINKER:--as-needed")
