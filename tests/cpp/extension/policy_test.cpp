@@ -362,8 +362,11 @@ TEST(the_limit_may_change_and_end_while_ops_run) {
   for (int t = 0; t < 2; ++t) {
     threads.emplace_back([&, t] {
       std::vector<at::Tensor> own;
-      for (int i = 0; i < 8; ++i) {
-        own.push_back(tensor_of(8 * t + i, kElements));
+      while (own.size() < 8) {
+        try {
+          own.push_back(tensor_of(8 * t + static_cast<int64_t>(own.size()), kElements));
+        } catch (const c10::OutOfMemoryError&) { // the other's may be unseen yet
+        }
       }
       for (int i = 0; !over; ++i) {
         try {
