@@ -149,7 +149,7 @@ if [ "$device-$profile" = cuda-lean ]; then
   {
     cat "$project/build_scripts/lean_cuda/left_out.txt"
     printf '\n# The functions that throw for it\n'
-    cat build/left_out_functions.txt
+    sort -u build/left_out_of_*.txt
   } >"$wheel.left_out.txt"
 fi
 if ((unpatched)); then

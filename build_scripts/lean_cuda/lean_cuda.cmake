@@ -37,9 +37,11 @@ function(lean_cuda)
   # Only libraries that are called.
   target_link_options(torch_cuda PRIVATE "LINKER:--as-needed")
   target_link_options(torch_global_deps PRIVATE "LINKER:--as-needed")
-  set_target_properties(torch_cuda PROPERTIES
-    LINK_DEPENDS "${LEAN_CUDA}/link.py"
-    RULE_LAUNCH_LINK "${PYTHON_EXECUTABLE} ${LEAN_CUDA}/link.py ${CMAKE_BINARY_DIR}/left_out_functions.txt")
+  foreach(target torch_cuda torch_python)
+    set_target_properties(${target} PROPERTIES
+      LINK_DEPENDS "${LEAN_CUDA}/link.py"
+      RULE_LAUNCH_LINK "${PYTHON_EXECUTABLE} ${LEAN_CUDA}/link.py ${CMAKE_BINARY_DIR}/left_out_of_${target}.txt")
+  endforeach()
 endfunction()
 
 cmake_language(DEFER CALL lean_cuda)

@@ -1,4 +1,4 @@
-// What stands in libtorch_cuda for the files that the lean profile leaves out.
+// What stands in libtorch_cuda, and for libtorch_python, for the files that the lean profile leaves out.
 #include <c10/util/Exception.h>
 #include <c10/util/Type.h>
 
@@ -7,7 +7,7 @@
 struct _object; // Python's
 
 // Where link.py sends every function that is left out.
-extern "C" __attribute__((visibility("hidden"), noreturn)) void torch_lms_left_out(
+extern "C" __attribute__((visibility("default"), noreturn)) void torch_lms_left_out(
     const char* function) {
   C10_THROW_ERROR(
       NotImplementedError,

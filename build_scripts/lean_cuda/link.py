@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Links libtorch_cuda of the lean profile; CMake puts it in front of the linker's command.
+"""Links a library of the lean profile; CMake puts it in front of the linker's command.
 
     link.py LIST COMMAND...
 
 Functions of PyTorch that are still called, though their files are left out (left_out.txt), are defined here: each
 passes its name to torch_lms_left_out (left_out.cpp), which throws. LIST gets their names. Anything else that is
-undefined is an error.
+undefined is an error; but the interpreter has Python's own symbols.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ name{number}: .asciz "{symbol}"
   lea name{number}(%rip), %rdi
   jmp torch_lms_left_out@PLT
 """
+PYTHON = re.compile(r"_?Py[A-Z_]")
 NO_EXECUTABLE_STACK = '.section .note.GNU-stack,"",@progbits\n'
 
 
 def undefined_symbols(command: list[str]) -> list[str]:
-    """Links, and names what the linker misses; with its words, exits if something else is wrong."""
+    """Links, and names what is missing, but for Python's; with the linker's words, exits if something else is wrong."""
     run = subprocess.run(
         [*command, "-Wl,-z,defs", "-Wl,--no-demangle"],
         env={**os.environ, "LC_ALL": "C"},
@@ -42,7 +43,7 @@ def undefined_symbols(command: list[str]) -> list[str]:
     symbols = sorted(set(UNDEFINED.findall(run.stderr)))
     if run.returncode != 0 and not symbols:
         sys.exit(run.stderr)
-    return symbols
+    return [symbol for symbol in symbols if not PYTHON.match(symbol)]
 
 
 def demangled(symbols: list[str]) -> str:
@@ -62,13 +63,11 @@ def link(names: Path, command: list[str]) -> None:
             f"{demangled(others)}take the files that define them out of build_scripts/lean_cuda/left_out.txt"
         )
     names.write_text(demangled(symbols))
-    if not symbols:
-        return
     source, stubs = names.with_suffix(".S"), names.with_suffix(".o")
     code = "".join(STUB.format(number=number, symbol=symbol) for number, symbol in enumerate(symbols))
     source.write_text(code + NO_EXECUTABLE_STACK)
     subprocess.run([command[0], "-c", "-fPIC", str(source), "-o", str(stubs)], check=True)
-    subprocess.run([*command, str(stubs), "-Wl,-z,defs"], check=True)
+    subprocess.run([*command, str(stubs)], check=True)
 
 
 if __name__ == "__main__":

@@ -50,6 +50,13 @@ def test_a_library_that_misses_nothing_is_linked_as_it_is(tmp_path: Path) -> Non
     assert ctypes.CDLL(str(tmp_path / "library.so")).call() == 1
 
 
+def test_symbols_of_python_are_left_to_the_interpreter(tmp_path: Path) -> None:
+    python = 'extern "C" void PyErr_Clear(); extern "C" int _Py_none; void forget() { PyErr_Clear(); _Py_none = 1; }\n'
+    linked = link(tmp_path, CALLER + THROWER + python)
+    assert linked.returncode == 0, linked.stderr
+    assert (tmp_path / "names.txt").read_text() == "at::native::left_out(int, double)\n"
+
+
 @pytest.mark.parametrize(
     "missing",
     [
