@@ -105,10 +105,7 @@ void Planning::backward_ended() {
 /// Where it lies does not matter.
 size_t Planning::held_bytes() const {
   const Device* device = device_.load();
-  return device == nullptr
-             ? 0
-             : device->use().allocated_bytes +
-                   static_cast<size_t>(std::max<int64_t>(0, pager_.paged_out_bytes()));
+  return device == nullptr ? 0 : device->use().allocated_bytes + pager_.off_device_bytes();
 }
 
 void Planning::end_cycle() {
@@ -143,7 +140,7 @@ void Planning::end_cycle() {
   std::lock_guard<std::mutex> lock(mutex_);
   const bool records = wanted && finder_.may_repeat() && !waiting_ && !on_demand_ &&
                        policy_.attention() == Policy::Attention::kArmed;
-  policy_.set_planned(executor_.active() || records); // what comes ahead of need would be counted
+  policy_.set_planned(executor_.active() && !records);
   if (records) {
     recorder_.begin(*device, [this, device] { return policy_.take_recent_peak(*device); });
   }

@@ -129,7 +129,7 @@ void Recorder::end_op(const at::RecordFunction& record, Frame& frame, bool backw
     const bool copied = frame.before && frame.before.device() == device_->device();
     const size_t ours = copied ? frame.before.nbytes() : 0;
     op.allocated_bytes = device_->use().allocated_bytes - ours;
-    op.paged_out_bytes = static_cast<size_t>(pager_.paged_out_bytes());
+    op.paged_out_bytes = pager_.off_device_bytes();
     const size_t peak_bytes = take_peak_bytes_();
     op.peak_bytes = peak_bytes - std::min(peak_bytes, ours);
     const uint64_t thread = backward ? 0 : OpClock::this_thread();

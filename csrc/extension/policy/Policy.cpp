@@ -256,8 +256,7 @@ bool Policy::fill_budget(Device& device, size_t nbytes) {
 }
 
 void Policy::note_allocation(Device& device, size_t nbytes, size_t used_bytes) {
-  const int64_t out_bytes = std::max<int64_t>(0, pager_.paged_out_bytes());
-  watch_of(device).note_allocation(nbytes, used_bytes, static_cast<size_t>(out_bytes));
+  watch_of(device).note_allocation(nbytes, used_bytes, pager_.off_device_bytes());
 }
 
 Room::Answer Policy::make_room(Device& device, size_t nbytes) {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <deque>
 #include <functional>
@@ -96,6 +97,9 @@ class Pager final : public StorageEvents {
   void keep_copies(bool keep);
   /// Gives back the copies of storages that have died.
   void release_copies_of_dead();
+  std::atomic<int64_t>& arriving_bytes() noexcept override {
+    return arriving_bytes_;
+  }
   bool keeps_copies() const noexcept override {
     return keeps_copies_.load(std::memory_order_relaxed);
   }
@@ -204,6 +208,11 @@ class Pager final : public StorageEvents {
   int64_t paged_out_bytes() const noexcept {
     return paged_out_bytes_.load(std::memory_order_relaxed);
   }
+  /// The same without what has device memory already, into which it is copied.
+  size_t off_device_bytes() const noexcept {
+    const int64_t arriving_bytes = arriving_bytes_.load(std::memory_order_relaxed);
+    return static_cast<size_t>(std::max<int64_t>(0, paged_out_bytes() - arriving_bytes));
+  }
   int64_t paged_out_storages() const noexcept {
     return paged_out_storages_.load(std::memory_order_relaxed);
   }
@@ -234,6 +243,7 @@ class Pager final : public StorageEvents {
   Stats stats_;
   Arrivals arrivals_;
   std::atomic<int64_t> paged_out_bytes_{0};
+  std::atomic<int64_t> arriving_bytes_{0};
   std::atomic<int64_t> paged_out_storages_{0};
   std::atomic<uint64_t> observed_since_{0};
   std::atomic<bool> tracks_by_hand_{false};

@@ -102,7 +102,8 @@ std::unique_ptr<DeviceBlock> TorchStorageBinding::install_host(
 }
 
 std::unique_ptr<DeviceBlock> TorchStorageBinding::allocate(size_t nbytes) {
-  return std::make_unique<TorchDeviceBlock>(device_.allocate(nbytes, home_stream_));
+  return std::make_unique<ArrivingBlock>(
+      device_.allocate(nbytes, home_stream_), nbytes, events_.arriving_bytes());
 }
 
 void TorchStorageBinding::install_device(std::unique_ptr<DeviceBlock> block) {

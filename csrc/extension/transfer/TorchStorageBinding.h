@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <string>
 #include <utility>
@@ -20,6 +21,9 @@ class StorageEvents {
 
   /// Raw mutable access to a watched storage is about to happen. Called with no lock held.
   virtual void raw_access(c10::StorageImpl& storage) = 0;
+
+  /// Where device blocks are counted that no storage has yet.
+  virtual std::atomic<int64_t>& arriving_bytes() noexcept = 0;
 
   /// Whether the host is to keep its copies of bytes that come in, while nobody writes them.
   virtual bool keeps_copies() const noexcept = 0;
@@ -60,7 +64,7 @@ inline bool has_bytes(const c10::StorageImpl& storage) {
 }
 
 /// A block of PyTorch's.
-class TorchDeviceBlock final : public DeviceBlock {
+class TorchDeviceBlock : public DeviceBlock {
  public:
   explicit TorchDeviceBlock(c10::DataPtr data) : data_(std::move(data)) {}
   void* data() const noexcept override {
@@ -72,6 +76,26 @@ class TorchDeviceBlock final : public DeviceBlock {
 
  private:
   c10::DataPtr data_;
+};
+
+/// One that a storage is to get.
+class ArrivingBlock final : public TorchDeviceBlock {
+ public:
+  ArrivingBlock(c10::DataPtr data, size_t nbytes, std::atomic<int64_t>& counted)
+      : TorchDeviceBlock(std::move(data)),
+        nbytes_(static_cast<int64_t>(nbytes)),
+        counted_(counted) {
+    counted_.fetch_add(nbytes_, std::memory_order_relaxed);
+  }
+  ~ArrivingBlock() override {
+    counted_.fetch_sub(nbytes_, std::memory_order_relaxed);
+  }
+  ArrivingBlock(const ArrivingBlock&) = delete;
+  ArrivingBlock& operator=(const ArrivingBlock&) = delete;
+
+ private:
+  const int64_t nbytes_;
+  std::atomic<int64_t>& counted_;
 };
 
 /// Binds an entity to a `c10::StorageImpl`, which it holds weakly.

@@ -561,6 +561,26 @@ TEST(what_was_written_before_an_op_that_takes_its_address_is_copied) {
   CHECK_EQ(weight[0].item<int64_t>(), 4);
 }
 
+TEST(what_comes_in_is_counted_once) {
+  if (Program::get().async == nullptr) {
+    SKIP("the queue's worker copies it");
+  }
+  const Settled settled;
+  const at::Tensor tensor = tensor_of(3);
+  REQUIRE(go_out(tensor));
+  const EntityPtr entity = lms().pager.find(*tensor.storage().unsafeGetStorageImpl());
+  const size_t nbytes = entity->nbytes();
+  CHECK_EQ(lms().pager.off_device_bytes(), nbytes);
+  REQUIRE(lms().pager.prefetch_ahead(entity, 0));
+  CHECK_EQ(lms().pager.paged_out_bytes(), static_cast<int64_t>(nbytes));
+  CHECK_EQ(lms().pager.off_device_bytes(), 0U);
+  REQUIRE(lms().pager.cancel_last_prefetch());
+  CHECK_EQ(lms().pager.off_device_bytes(), nbytes);
+  REQUIRE(lms().pager.prefetch_ahead(entity, 0));
+  CHECK(holds(tensor, 3));
+  CHECK_EQ(lms().pager.off_device_bytes(), 0U);
+}
+
 TEST(kept_copies_go_when_the_mode_ends) {
   const Settled settled;
   at::Tensor tensor;

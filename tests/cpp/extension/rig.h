@@ -128,6 +128,7 @@ inline void settle() {
   check_nothing_is_pinned();
   CHECK_EQ(lms().pager.paged_out_storages(), 0);
   CHECK_EQ(lms().pager.paged_out_bytes(), 0);
+  CHECK_EQ(lms().pager.arriving_bytes().load(), 0);
   CHECK_EQ(lms().pager.out_queue().pending_bytes(), 0);
   CHECK_EQ(lms().pager.in_queue().pending_bytes(), 0);
   if (!CHECK(!lms().observer.observing())) {
