@@ -11,7 +11,7 @@ import pytest
 
 PROJECT = Path(__file__).resolve().parents[2]
 SCRIPTS = ("get_source", "apply_patches", "export_patches", "check_patches", "build_c10", "build_wheel")
-SCRIPTS += ("install_cuda", "cuda_kit")
+SCRIPTS += ("install_cuda", "cuda_kit", "pack_build")
 BASICS = ("bash", "awk", "basename", "cat", "cmp", "cut", "dirname", "env", "find", "grep", "mkdir", "mktemp")
 BASICS += ("readlink", "rm", "sed", "sha256sum", "sort", "tr", "uname")
 
@@ -70,7 +70,7 @@ def test_an_unknown_option_is_named(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["get_source", "apply_patches", "build_c10", "build_wheel", "install_cuda", "cuda_kit"]
+    "name", ["get_source", "apply_patches", "build_c10", "build_wheel", "install_cuda", "cuda_kit", "pack_build"]
 )
 def test_missing_arguments_are_named(name: str) -> None:
     failed = run(name)
@@ -123,6 +123,14 @@ def test_a_missing_tool_is_named_with_its_package(name: str, tool: str, has: tup
     assert failed.returncode == 1
     assert f"expected the program {tool}" in failed.stderr
     assert "apt-get install" in failed.stderr
+
+
+def test_a_tree_that_is_not_configured_is_not_packed(tmp_path: Path) -> None:
+    failed = run("pack_build", fake_tree(tmp_path / "tree", "setup.py"), tmp_path / "packed")
+    assert failed.returncode == 1
+    assert "expected a configured tree" in failed.stderr
+    assert "--configure-only" in failed.stderr
+    assert not (tmp_path / "packed").exists()
 
 
 def test_a_folder_that_is_no_source_tree_is_refused(tmp_path: Path) -> None:
