@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torch_lms.errors import PartitionError
-from torch_lms.partition.costs import CostGraph, CostModel, DeviceSpec, LinkSpec, optimizer_multiplier
+from torch_lms.partition.costs import CostGraph, CostModel, DataParallel, DeviceSpec, LinkSpec, optimizer_multiplier
 from torch_lms.partition.interface import Algorithm, Partition, PartitionProblem
 from torch_lms.partition.partitioning import partition
 from torch_lms.partition.recompute_and_swap import RecomputeAndSwap
@@ -239,18 +239,28 @@ def _partition(
     algorithm: str | Algorithm,
     config: BalanceConfig,
 ) -> Partition:
+    links = config.links if config.links is not None else _find_links(profile, names, places, config)
     problem = PartitionProblem(
         graph=CostGraph.from_profile(profile),
         devices=tuple(
             DeviceSpec(name=name, memory_cap_bytes=_cap(place, config))
             for name, place in zip(names, places, strict=False)
         ),
-        links=config.links if config.links is not None else _find_links(profile, names, places, config),
-        cost_model=replace(config.cost, relief=_relief(profile, config)),
+        links=links,
+        cost_model=replace(config.cost, relief=_relief(profile, config), data_parallel=_copies(config.cost, links)),
     )
     if algorithm == "auto" and not profile.timed:
         algorithm = _UNTIMED_ALGORITHM
     return partition(problem, algorithm)
+
+
+def _copies(cost: CostModel, links: LinkSpec | Mapping[tuple[str, str], LinkSpec]) -> DataParallel:
+    """Copies of the pipeline, on devices as far from each other as the stages' are unless their link is known."""
+    copies = cost.data_parallel
+    if copies.ranks == 1 or copies.link is not None:
+        return copies
+    between = [links] if isinstance(links, LinkSpec) else list(links.values())
+    return replace(copies, link=min(between, key=lambda link: link.bytes_per_us, default=_GUESSED_LINK))
 
 
 def _relief(profile: Profile, config: BalanceConfig) -> MemoryRelief:

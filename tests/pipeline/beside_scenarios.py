@@ -8,6 +8,7 @@ import time
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -28,6 +29,8 @@ from tests.pipeline.scenarios import (
 )
 from torch_lms._torch_compat import named_parameters_with_ties
 from torch_lms.errors import PipelineError
+from torch_lms.partition.costs import DataParallel
+from torch_lms.pipeline import training
 from torch_lms.pipeline.config import PipelineConfig
 from torch_lms.pipeline.runner import Pipeline
 from torch_lms.pipeline.torch_backend import is_available
@@ -291,16 +294,18 @@ def facade_beside_data_parallel(rank: int, world: int) -> None:
     pp, dp = groups_of(rank, world)
     torch.manual_seed(0)
     model, x = plain_model(), torch.rand(8, 8)
-    pipeline = train(
-        model,
-        pp,
-        {"x": x},
-        microbatches=2,
-        optimizer=partial(torch.optim.SGD, lr=0.5),
-        loss=functional.mse_loss,
-        data_parallel=dp,
-        profile=PROFILE,
-    )
+    with mock.patch.object(training, "create_balanced_partition", wraps=training.create_balanced_partition) as called:
+        pipeline = train(
+            model,
+            pp,
+            {"x": x},
+            microbatches=2,
+            optimizer=partial(torch.optim.SGD, lr=0.5),
+            loss=functional.mse_loss,
+            data_parallel=dp,
+            profile=PROFILE,
+        )
+    assert called.call_args.kwargs["config"].cost.data_parallel == DataParallel(ranks=2)
     reference = copy.deepcopy(model)
     optimizer = torch.optim.SGD(reference.parameters(), lr=0.5)
     whole = torch.rand(16, 8, generator=torch.Generator().manual_seed(1))

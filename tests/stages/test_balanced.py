@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch_lms import balanced
 from torch_lms.balanced import BalanceConfig, create_balanced_partition, plan_balanced_partition
 from torch_lms.errors import LmsError, PartitionError, ProfileError
-from torch_lms.partition.costs import LinkSpec, optimizer_multiplier
+from torch_lms.partition.costs import CostModel, DataParallel, LinkSpec, optimizer_multiplier
 from torch_lms.partition.interface import Partition, PartitionProblem
 from torch_lms.profile import links
 from torch_lms.profile.document import LinkProfile
@@ -190,6 +190,17 @@ def test_a_device_that_the_configuration_names_is_profiled() -> None:
 
 
 # --- links ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("own", "rate"), [(None, 1e-4), (LinkSpec(bytes_per_us=1e-5), 1e-5)])
+def test_copies_are_as_far_from_each_other_as_the_slowest_link(own: LinkSpec | None, rate: float) -> None:
+    """The ring of two sends all bytes of a stage's gradients, most of them when its backward is over."""
+    links = {("cpu", "cpu:1"): LinkSpec(bytes_per_us=1e-4), ("cpu:1", "cpu"): LinkSpec()}
+    cost = CostModel(microbatches=1, data_parallel=DataParallel(ranks=2, link=own, bucket_bytes=16))
+    config = BalanceConfig(profile=QUICK.profile, links=links, cost=cost)
+    plan = plan_balanced_partition(Making(), ["cpu", "cpu:1"], torch.ones(2, 4), config=config)
+    gradient_bytes = sum(value.nbytes for value in Making().parameters())
+    assert plan.partition.figures.step.step_us > gradient_bytes / 2 / rate  # of the stage that has more of them
 
 
 def measured(monkeypatch: pytest.MonkeyPatch, rate: float) -> list[tuple[str, str]]:

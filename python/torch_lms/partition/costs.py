@@ -264,6 +264,10 @@ class LinkSpec:
         """The time for that many bytes; nothing is sent where there are none."""
         return self.latency_us + nbytes / self.bytes_per_us if nbytes > 0 else 0.0
 
+    def transfers_us(self, nbytes: Any) -> Any:
+        """The same for each of an array's numbers."""
+        return np.where(nbytes > 0, self.latency_us + nbytes / self.bytes_per_us, 0.0)
+
 
 def links_from_profile(profile: Profile, devices: Sequence[DeviceSpec]) -> LinkSpec | dict[tuple[str, str], LinkSpec]:
     """The links between some devices as a profile measured them; unmeasured pairs get the slowest of these.
@@ -289,12 +293,13 @@ class DataParallel:
 
     Attributes:
         ranks: how many copies; 1 for none.
-        link: between a device and its like in the next copy.
+        link: between a device and its like in the next copy. None counts as free;
+            `torch_lms.create_balanced_partition` takes the slowest of the links between the stages' devices for it.
         bucket_bytes: of gradients that are added up at once, as in `torch_lms.pipeline.PipelineConfig`.
     """
 
     ranks: int = 1
-    link: LinkSpec = field(default_factory=LinkSpec)
+    link: LinkSpec | None = None
     bucket_bytes: int = 32 << 20
 
     def __post_init__(self) -> None:
@@ -307,10 +312,10 @@ class DataParallel:
         """How many a stage's gradients are in; arrays too."""
         return np.maximum(np.ceil(nbytes / self.bucket_bytes), 1.0)
 
-    def all_reduce_us(self, nbytes: float) -> float:
-        """Of a ring: ``2 (n - 1)`` turns a bucket, in each of which a share of ``1 / n`` goes to the next rank."""
-        buckets = float(self.buckets(nbytes))
-        return buckets * 2 * (self.ranks - 1) * self.link.transfer_us(nbytes / buckets / self.ranks)
+    def all_reduce_us(self, nbytes: Any) -> Any:
+        """Of a ring: ``2 (n - 1)`` turns a bucket, each of which sends a share of ``1 / n`` on; an array."""
+        buckets, link = self.buckets(nbytes), self.link or LinkSpec()
+        return buckets * 2 * (self.ranks - 1) * link.transfers_us(nbytes / buckets / self.ranks)
 
     def tail_us(self, nbytes: Any, all_reduce_us: Any, backward_us: Any) -> Any:
         """What is left of an all-reduce where the backward beside it ends; arrays too.

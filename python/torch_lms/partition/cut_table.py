@@ -64,20 +64,17 @@ class CutTable:
         self._before = [
             np.concatenate([[0.0], np.cumsum(times[order])])[cuts] for times in (units.forward_us, units.backward_us)
         ]
-        self.send = np.array([_transfers(link, sequence.cut_forward_bytes[cuts]) for link in links])
-        self.back = np.array([_transfers(link, sequence.cut_backward_bytes[cuts]) for link in links])
+        self.send = np.array([link.transfers_us(sequence.cut_forward_bytes[cuts]) for link in links])
+        self.back = np.array([link.transfers_us(sequence.cut_backward_bytes[cuts]) for link in links])
         graph = units.graph
         self._ends: dict[int, Array] = {}
         self._gradient_bytes: Array | None = None  # where they are reduced
         if model.data_parallel.ranks > 1:
             gradients = self._gradient_bytes = parameter_matrix(sequence, cuts, model.gradient_bytes(graph))
-            ring, buckets = model.data_parallel, model.data_parallel.buckets(gradients)
-            self._ends[REDUCE] = (
-                buckets * 2 * (ring.ranks - 1) * _transfers(ring.link, gradients / buckets / ring.ranks)
-            )
+            self._ends[REDUCE] = model.data_parallel.all_reduce_us(gradients)
         if model.optimizer_offload is not None:
             states = parameter_matrix(sequence, cuts, model.optimizer_state_bytes(graph))
-            self._ends[UPDATE] = 2 * _transfers(model.optimizer_offload, states)
+            self._ends[UPDATE] = 2 * model.optimizer_offload.transfers_us(states)
         self.usable = [model.usable_bytes(devices[own[0]]) for own in self.step.stages_of]
         capped = any(device.memory_cap_bytes is not None for device in devices)
         self.memory: StageMatrices | None = stage_matrices(sequence, cuts, model) if capped else None
@@ -239,7 +236,3 @@ class CutTable:
             rows[BACKWARDS, stage] = one.time_us - rows[FORWARDS, stage]
         taken: Array = np.ceil(memory)
         return taken
-
-
-def _transfers(link: LinkSpec, nbytes: Array) -> Array:
-    return np.where(nbytes > 0, link.latency_us + nbytes / link.bytes_per_us, 0.0)

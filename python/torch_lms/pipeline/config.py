@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from torch_lms.errors import PipelineError
+from torch_lms.partition.costs import DataParallel
 from torch_lms.pipeline import torch_backend
 from torch_lms.schedules.actions import Schedule
 from torch_lms.schedules.rules import make_schedule
@@ -48,7 +49,7 @@ class PipelineConfig:
     seed: int | None = None
     whole: tuple[str, ...] = ()
     autocast: torch.dtype | None = None
-    bucket_bytes: int = 32 << 20
+    bucket_bytes: int = DataParallel.bucket_bytes
     heartbeat_timeout_s: float = 30.0
 
     def __post_init__(self) -> None:

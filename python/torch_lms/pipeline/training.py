@@ -13,7 +13,7 @@ from torch import nn
 
 from torch_lms.balanced import BalanceConfig, create_balanced_partition
 from torch_lms.errors import PipelineError
-from torch_lms.partition.costs import OPTIMIZER_MULTIPLIERS, CostModel
+from torch_lms.partition.costs import OPTIMIZER_MULTIPLIERS, CostModel, DataParallel
 from torch_lms.partition.relief import MemoryRelief
 from torch_lms.pipeline.boundary import LossFunction
 from torch_lms.pipeline.config import PipelineConfig
@@ -101,7 +101,7 @@ def train(
     args, kwargs = _first_microbatch(model, sample_input, config)
     balance = BalanceConfig(
         profile=replace(profile or ProfileConfig(device=own_device, progress=False), autocast=autocast),
-        cost=CostModel(schedule=schedule, microbatches=microbatches),
+        cost=CostModel(schedule=schedule, microbatches=microbatches, data_parallel=_replicas(data_parallel, config)),
         memory_cap_bytes=memory_cap_bytes,
         relief=relief,
         materialize=False,  # the pipeline does it
@@ -185,6 +185,11 @@ def _priced(optimizer: str | MakeOptimizer | None) -> str | MakeOptimizer | None
     """What tells the partition the optimizer's memory: a name that it knows, or what is measured."""
     known = isinstance(optimizer, str) and optimizer.lower() in OPTIMIZER_MULTIPLIERS
     return optimizer if known else _find_optimizer(optimizer)
+
+
+def _replicas(group: Any, config: PipelineConfig) -> DataParallel:
+    ranks = 1 if group is None else find_members(group, "data_parallel").count
+    return DataParallel(ranks=ranks, bucket_bytes=config.bucket_bytes)
 
 
 def _first_microbatch(
