@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.chunk import spread
+from tests.chunk import spread, spread_uses
 
-WIDTH = spread.WIDTH
+WIDTH = spread_uses.WIDTH
 SEEDS = range(24)
 
 
@@ -66,7 +66,7 @@ class Connected(nn.Module):
 def connected(rank: int, world: int) -> None:
     for seed in SEEDS:
         rng = random.Random(seed)
-        backward = rng.choice([spread.once, spread.accumulated, spread.retained, spread.both])
+        backward = rng.choice([spread.once, spread.accumulated, spread.retained, spread_uses.both])
         options = {"chunk_numel": rng.choice([1 << 12, 1 << 13, 1 << 14]), "reuse_gradients": rng.random() < 0.7}
         print("seed", seed, backward.__name__, options, flush=True)
-        spread.expect_equal(partial(Connected, seed), spread.tiny_batch, rank, world, backward=backward, **options)
+        spread.expect_equal(partial(Connected, seed), spread_uses.tiny_batch, rank, world, backward=backward, **options)
