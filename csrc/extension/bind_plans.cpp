@@ -12,6 +12,7 @@
 #include <pybind11/stl.h>
 
 #include <entity/Error.h>
+#include <extension/OwnPython.h>
 #include <extension/Runtime.h>
 #include <extension/base/Fork.h>
 #include <extension/base/Interpreter.h>
@@ -170,7 +171,7 @@ int start_planning(void*) {
   try {
     py::module_::import("torch_lms.swap.planning").attr("start")();
   } catch (py::error_already_set& error) {
-    error.discard_as_unraisable("torch_lms.swap.planning");
+    pass_on(error, "torch_lms.swap.planning");
   }
   return 0;
 }
@@ -193,7 +194,7 @@ std::pair<std::string, std::string> where() {
         .attr("here")()
         .cast<std::pair<std::string, std::string>>();
   } catch (py::error_already_set& error) {
-    error.discard_as_unraisable("torch_lms.swap.where");
+    pass_on(error, "torch_lms.swap.where");
     return {};
   }
 }

@@ -10,6 +10,7 @@
 
 #include <entity/Error.h>
 
+#include <extension/OwnPython.h>
 #include <extension/Runtime.h>
 #include <extension/base/Compat.h>
 #include <extension/base/Fork.h>
@@ -276,7 +277,7 @@ void lend_interpreter() {
       try {
         py::module_::import("torch_lms.swap.discovery").attr("make_known")();
       } catch (py::error_already_set& error) {
-        error.discard_as_unraisable("torch_lms.swap.discovery"); // what is known will do
+        pass_on(error, "torch_lms.swap.discovery"); // what is known will do
       }
       pending.load()();
       return 0;

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
+import pytest
+
 import torch_lms
 from tests.unit.markers import counts_exactly
 from tests.unit.test_plans import PROGRAMS, limit_for, run
 from tests.unit.trainings import MIN_BYTES, one_thread
 from torch_lms.plan import Trace
+from torch_lms.swap import planning, where
 from torch_lms.swap.planning import last_trace
 
 LAYERS = {str(number) for number in range(6)}
@@ -43,3 +48,24 @@ def test_a_forward_that_is_run_again_in_backward_has_its_own_places() -> None:
     trace = traced("checkpoint")  # of each layer, which is the outermost module then
     assert modules_of(trace, "aten::gelu") == {""}
     assert modules_of(trace, "aten::addmm") == {"up", "down"}
+
+
+@counts_exactly
+@one_thread()
+@pytest.mark.parametrize("raised", [KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize(("module", "name"), [(where, "here"), (planning, "start")])
+def test_what_a_signal_raises_in_our_own_code_reaches_the_program(
+    module: ModuleType, name: str, raised: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a Ctrl-C does that comes just then."""
+    asked = []
+
+    def interrupted() -> None:
+        asked.append(name)
+        monkeypatch.undo()
+        raise raised
+
+    monkeypatch.setattr(module, name, interrupted)
+    with pytest.raises(raised):
+        traced("training")
+    assert asked == [name]

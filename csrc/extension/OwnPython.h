@@ -1,0 +1,35 @@
+#pragma once
+
+#include <memory>
+#include <utility>
+
+#include <pybind11/pybind11.h>
+
+namespace torch_lms {
+
+/// Note [Python code of ours]
+/// Some of torch_lms's own Python code is called by the core, in the middle of whatever the program
+/// does. It runs on the main thread, too, where Python delivers signals: a Ctrl-C may be raised
+/// there, or what another handler raises, such as SystemExit. That is for the program, which gets
+/// it between two of its instructions: an op's callback cannot raise anything. Errors of the code
+/// itself are shown, and the program goes on.
+
+/// What code of ours called `name` has raised. Called with the GIL.
+inline void pass_on(pybind11::error_already_set& error, const char* name) {
+  if (!error.matches(PyExc_Exception)) {
+    auto kept = std::make_unique<pybind11::error_already_set>(error);
+    const auto raise = [](void* given) {
+      const std::unique_ptr<pybind11::error_already_set> own(
+          static_cast<pybind11::error_already_set*>(given));
+      own->restore();
+      return -1;
+    };
+    if (Py_AddPendingCall(raise, kept.get()) == 0) {
+      kept.release();
+      return;
+    }
+  }
+  error.discard_as_unraisable(name);
+}
+
+} // namespace torch_lms
