@@ -55,11 +55,13 @@ if [ -z "$python" ]; then
   python=$venv/bin/python
 fi
 
-# describe NAME SEED: sets `command`, words that env(1) understands, and `limit_s`, how long it may take before it counts
-# as a hang. Many busy loops make a suite last several times as long as alone.
+# describe NAME SEED LEFT_S: sets `command`, words that env(1) understands, `limit_s`, how long it may take before it counts
+# as a hang, and `patience_s`, how long it may go on when LEFT_S are over. Many busy loops make a suite last several times
+# as long as alone. It ends itself between two of its tests: an interrupt may hit a callback of the garbage collector,
+# where Python loses it.
 describe() {
-  local program=$1 seed=$2 threads=2
-  command=("PYTHONPATH=$PYTHONPATH" PYTHONFAULTHANDLER=1)
+  local program=$1 seed=$2 left_s=$3 threads=2
+  command=("PYTHONPATH=$PYTHONPATH" PYTHONFAULTHANDLER=1) patience_s=0
   case $program in
     cpp_*)
       command=(TESTS=stress bash tests/cpp/run.sh "${program#cpp_}")
@@ -67,10 +69,10 @@ describe() {
       ;;
     chaos | plain)
       [ "$program" = plain ] || command+=(TORCH_LMS_CHAOS=1 "TORCH_LMS_CHAOS_SEED=$seed")
-      command+=("$python" -m pytest -q --tb=short -p no:cacheprovider -o timeout=600)
+      command+=("$python" -m pytest -q --tb=short -p no:cacheprovider -o timeout=600 -o "session_timeout=$left_s")
       [ "$program" = plain ] || command+=(-m 'not slow')
       command+=("${suite[@]}")
-      limit_s=5400
+      limit_s=5400 patience_s=600 # of its slowest test
       ;;
     *)
       case $program in
@@ -125,6 +127,8 @@ outcome() {
   local status=$1 signal=$2 log=$3
   if ((status == 0)); then
     echo passed
+  elif grep -q '^!.* session-timeout: ' "$log" && ! grep -qE "$failure_words" "$log"; then
+    echo 'cut short'
   elif [ "$signal" = INT ] && ((stopped || status == 124)) && ((status != 137)) && ! grep -qE "$failure_words" "$log"; then
     echo 'cut short'
   elif ((status == 124 || status == 137)); then
@@ -164,9 +168,9 @@ failure_words='(^|[ =])[0-9]+ (failed|error)|^FAILED|: FAILED|WARNING: ThreadSan
 # so that pytest still says what has failed.
 run() {
   local name=$1 seed=$2 base=$folder/$1-$2 began=$SECONDS status=0 left_s=$((end - SECONDS)) signal=ABRT result
-  describe "$name" "$seed"
-  if ((left_s < limit_s)); then
-    limit_s=$left_s signal=INT
+  describe "$name" "$seed" "$left_s"
+  if ((left_s + patience_s < limit_s)); then
+    limit_s=$((left_s + patience_s)) signal=INT
   fi
   touch "$base.begin"
   printf '$ %s\n' "$(printf '%q ' env "${command[@]}")" >"$base.log"
