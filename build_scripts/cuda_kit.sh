@@ -76,7 +76,7 @@ pack_libraries() {
   if ((own_cublas)); then
     cp -L "$libraries"/{libcublas.so.11,libcublasLt.so.11,libnvrtc.so.11.2,libnvrtc-builtins.so.11.8} "$kit/lib/"
   else
-    python3 "$project/build_scripts/forward_libraries.py" "$kit/lib" "$libraries/libcublas.so.11=libcublas.so.13" \
+    "$python" "$project/build_scripts/forward_libraries.py" "$kit/lib" "$libraries/libcublas.so.11=libcublas.so.13" \
       "$libraries/libcublasLt.so.11=libcublasLt.so.13" "$libraries/libnvrtc.so.11.2=libnvrtc.so.13" \
       --for "$site"/torch/lib/libtorch_cuda.so "$site"/torch/lib/libcaffe2_nvrtc.so
   fi
