@@ -199,7 +199,7 @@ def test_copies_are_as_far_from_each_other_as_the_slowest_link(own: LinkSpec | N
     cost = CostModel(microbatches=1, data_parallel=DataParallel(ranks=2, link=own, bucket_bytes=16))
     config = BalanceConfig(profile=QUICK.profile, links=links, cost=cost)
     plan = plan_balanced_partition(Making(), ["cpu", "cpu:1"], torch.ones(2, 4), config=config)
-    gradient_bytes = sum(value.nbytes for value in Making().parameters())
+    gradient_bytes = sum(value.numel() * value.element_size() for value in Making().parameters())
     assert plan.partition.figures.step.step_us > gradient_bytes / 2 / rate  # of the stage that has more of them
 
 
