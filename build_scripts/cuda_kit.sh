@@ -46,8 +46,7 @@ pack_python() {
   version=$("$python" -c 'import sys; print("python%d.%d" % sys.version_info[:2])')
   mkdir -p "$kit/python/bin" "$kit/python/lib"
   cp -L "$base/bin/$version" "$kit/python/bin/python"
-  tar -C "$base/lib" -cf - --exclude=test --exclude=tests --exclude=__pycache__ --exclude='config-3*' --exclude=site-packages \
-    --exclude=idlelib --exclude=tkinter --exclude=ensurepip --exclude=lib2to3 --exclude=turtledemo "$version" |
+  tar -C "$base/lib" -cf - "${python_extras[@]/#/--exclude=}" --exclude='config-3*' --exclude=site-packages "$version" |
     tar -C "$kit/python/lib" -xf -
   find "$base/lib" -maxdepth 1 -name "lib$version*.so*" -exec cp -L {} "$kit/lib/" \;
   site=$kit/python/lib/$version/site-packages
@@ -91,7 +90,5 @@ kit=$(dirname "$(readlink -f "$0")")
 LD_LIBRARY_PATH=$kit/lib${CUDA_LIBRARIES:+:$CUDA_LIBRARIES} PYTHONHOME=$kit/python exec "$kit/python/bin/python" "$@"
 SCRIPT
 chmod +x "$kit/run"
-tar -C "$folder" -cf - kit | xz -T0 -6 | split --bytes="${part_mib}M" --numeric-suffixes - "$folder/kit.tar.xz."
-du -sh "$kit"
-ls -l "$folder"/kit.tar.xz.*
+archive "$folder" "$folder/kit" "$part_mib" kit
 next_step "CUDA_LIBRARIES=... $kit/run -c 'import torch', on a machine with a GPU"

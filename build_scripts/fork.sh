@@ -132,6 +132,19 @@ commit_new_files() {
   git -C "$tree" tag --force "$new_files_tag" >/dev/null
 }
 
+# What only Python's own tests and tools want: for tar's --exclude.
+# shellcheck disable=SC2034
+python_extras=(test tests __pycache__ idlelib tkinter ensurepip lib2to3 turtledemo)
+
+# archive FOLDER PREFIX PART_MIB PATH...: packs paths of a folder into PREFIX.tar.xz.00 and so on.
+archive() {
+  local folder=$1 prefix=$2 part_mib=$3
+  shift 3
+  tar -C "$folder" -cf - "$@" | xz -T0 -6 | split --bytes="${part_mib}M" --numeric-suffixes - "$prefix.tar.xz."
+  du -sh "${@/#/$folder/}"
+  ls -l "$prefix".tar.xz.*
+}
+
 # format_patches TREE RANGE ARGUMENTS...: the one way in which patches are written.
 format_patches() {
   local tree=$1 range=$2

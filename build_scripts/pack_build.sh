@@ -57,11 +57,13 @@ copy_packages() {
   local wanted=() names=()
   mapfile -t wanted < <(bash "$project/build_scripts/install_packages.sh" --list fork-build fork-libraries)
   wanted+=(bash coreutils dash diffutils findutils gawk grep libc-bin sed tar xz-utils)
-  mapfile -t names < <(apt-cache depends --recurse --installed --no-recommends --no-suggests --no-conflicts --no-breaks \
-    --no-replaces --no-enhances "${wanted[@]}" | grep '^[a-z0-9]' | sort -u)
+  # Some of the names are only provided, by packages of other names.
+  mapfile -t names < <(comm -12 \
+    <(apt-cache depends --recurse --installed --no-recommends --no-suggests --no-conflicts --no-breaks --no-replaces \
+      --no-enhances "${wanted[@]}" | grep '^[a-z0-9]' | sort -u) \
+    <(dpkg-query --show --showformat '${Package}\n' | sort -u))
   {
-    # Names of packages that only others provide have no files.
-    dpkg-query --listfiles "${names[@]}" 2>/dev/null | grep '^/' || true
+    dpkg-query --listfiles "${names[@]}" | grep '^/'
     find /usr/bin /usr/lib -type l -lname '/etc/alternatives/*'
     find /etc/alternatives
   } | while IFS= read -r path; do
@@ -108,7 +110,7 @@ copy_python() {
   local base environment
   base=$("$python" -c 'import sys; print(sys.base_prefix)')
   environment=$("$python" -c 'import sys; print(sys.prefix)')
-  copy "$base" -- '*/test' '*/tests' __pycache__ 'libpython*.a' '*/idlelib' '*/tkinter' '*/ensurepip' '*/lib2to3' "${base#/}/share"
+  copy "$base" -- "${python_extras[@]}" 'libpython*.a' "${base#/}/share"
   copy "$environment" -- __pycache__ '*/tests' '*/pip'
 }
 
@@ -145,7 +147,6 @@ SCRIPT
 
 copy_packages
 cp /etc/passwd /etc/group "$root/etc/"
-mkdir -p "$root/var/lib"
 copy /var/lib/dpkg/status # build_wheel.sh asks it which packages there are
 copy_cuda
 copy_python
@@ -153,7 +154,5 @@ copy_tree
 copy "$project/build_scripts" "$project/patches" "$project/csrc" -- __pycache__
 write_enter
 chmod 1777 "$root/tmp"
-tar -C "$root" -cf - . | xz -T0 -6 | split --bytes="${part_mib}M" --numeric-suffixes - "$folder/build.tar.xz."
-du -sh "$root"
-ls -l "$folder"/build.tar.xz.*
+archive "$root" "$folder/build" "$part_mib" .
 next_step "mkdir ROOT && cat build.tar.xz.* | tar -xJ -C ROOT && ROOT/enter wheel, on a machine with many cores"

@@ -121,15 +121,18 @@ keep() {
   done < <(cores_since "$base.begin")
 }
 
-# outcome STATUS SIGNAL LOG: in words. A run that was interrupted because time was up has failed if it says so, or if it
-# did not end.
+# outcome STATUS SIGNAL LOG: in words. A run that ended itself or was interrupted because time was up has failed if it
+# says so, or if it had to be killed.
 outcome() {
-  local status=$1 signal=$2 log=$3
+  local status=$1 signal=$2 log=$3 time_up=0
+  if ((status == 1)) && grep -q '^!.* session-timeout: ' "$log"; then
+    time_up=1
+  elif [ "$signal" = INT ] && ((status == 124 || stopped && status != 137)); then
+    time_up=1
+  fi
   if ((status == 0)); then
     echo passed
-  elif grep -q '^!.* session-timeout: ' "$log" && ! grep -qE "$failure_words" "$log"; then
-    echo 'cut short'
-  elif [ "$signal" = INT ] && ((stopped || status == 124)) && ((status != 137)) && ! grep -qE "$failure_words" "$log"; then
+  elif ((time_up)) && ! grep -qE "$failure_words" "$log"; then
     echo 'cut short'
   elif ((status == 124 || status == 137)); then
     echo "FAILED with status $status: did not end in time"

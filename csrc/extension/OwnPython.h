@@ -1,7 +1,6 @@
 #pragma once
 
 #include <memory>
-#include <utility>
 
 #include <pybind11/pybind11.h>
 
@@ -14,8 +13,7 @@ namespace torch_lms {
 /// it between two of its instructions: an op's callback cannot raise anything. Errors of the code
 /// itself are shown, and the program goes on.
 
-/// What code of ours called `name` has raised. Called with the GIL.
-inline void pass_on(pybind11::error_already_set& error, const char* name) {
+inline void pass_on(pybind11::error_already_set& error, const char* module) {
   if (!error.matches(PyExc_Exception)) {
     auto kept = std::make_unique<pybind11::error_already_set>(error);
     const auto raise = [](void* given) {
@@ -29,7 +27,17 @@ inline void pass_on(pybind11::error_already_set& error, const char* name) {
       return;
     }
   }
-  error.discard_as_unraisable(name);
+  error.discard_as_unraisable(module);
+}
+
+/// What the module's function returns; no object if it raises. Called with the GIL.
+inline pybind11::object call_own(const char* module, const char* function) {
+  try {
+    return pybind11::module_::import(module).attr(function)();
+  } catch (pybind11::error_already_set& error) {
+    pass_on(error, module);
+    return {};
+  }
 }
 
 } // namespace torch_lms

@@ -168,11 +168,7 @@ void add_plan(const py::dict& plan) {
 }
 
 int start_planning(void*) {
-  try {
-    py::module_::import("torch_lms.swap.planning").attr("start")();
-  } catch (py::error_already_set& error) {
-    pass_on(error, "torch_lms.swap.planning");
-  }
+  call_own("torch_lms.swap.planning", "start");
   return 0;
 }
 
@@ -189,14 +185,9 @@ void make_plan() {
 
 std::pair<std::string, std::string> where() {
   const py::gil_scoped_acquire gil;
-  try {
-    return py::module_::import("torch_lms.swap.where")
-        .attr("here")()
-        .cast<std::pair<std::string, std::string>>();
-  } catch (py::error_already_set& error) {
-    pass_on(error, "torch_lms.swap.where");
-    return {};
-  }
+  const py::object here = call_own("torch_lms.swap.where", "here");
+  return here ? here.cast<std::pair<std::string, std::string>>()
+              : std::pair<std::string, std::string>();
 }
 
 } // namespace

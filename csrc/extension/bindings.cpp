@@ -274,11 +274,7 @@ void lend_interpreter() {
     static std::atomic<void (*)()> pending{nullptr};
     pending.store(call);
     const auto run = [](void*) {
-      try {
-        py::module_::import("torch_lms.swap.discovery").attr("make_known")();
-      } catch (py::error_already_set& error) {
-        pass_on(error, "torch_lms.swap.discovery"); // what is known will do
-      }
+      call_own("torch_lms.swap.discovery", "make_known"); // if it raises, what is known will do
       pending.load()();
       return 0;
     };

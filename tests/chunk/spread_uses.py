@@ -30,9 +30,6 @@ from tests.chunk.spread import (
 from tests.unit.trainings import Batch
 from torch_lms.chunk import ShardedState
 
-# --- what once went wrong -----------------------------------------------------------------------------------
-
-
 WIDTH = 32
 
 

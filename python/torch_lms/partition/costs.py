@@ -260,13 +260,9 @@ class LinkSpec:
         if not self.bytes_per_us > 0 or self.latency_us < 0:
             raise PartitionError(f"expected a positive rate and a latency of at least 0, found {self}")
 
-    def transfer_us(self, nbytes: float) -> float:
-        """The time for that many bytes; nothing is sent where there are none."""
-        return self.latency_us + nbytes / self.bytes_per_us if nbytes > 0 else 0.0
-
-    def transfers_us(self, nbytes: Any) -> Any:
-        """The same for each of an array's numbers."""
-        return np.where(nbytes > 0, self.latency_us + nbytes / self.bytes_per_us, 0.0)
+    def transfer_us(self, nbytes: Any) -> Any:
+        """The time for that many bytes, a number or an array; nothing is sent where there are none."""
+        return (nbytes > 0) * self.latency_us + nbytes / self.bytes_per_us
 
 
 def links_from_profile(profile: Profile, devices: Sequence[DeviceSpec]) -> LinkSpec | dict[tuple[str, str], LinkSpec]:
@@ -315,7 +311,7 @@ class DataParallel:
     def all_reduce_us(self, nbytes: Any) -> Any:
         """Of a ring: ``2 (n - 1)`` turns a bucket, each of which sends a share of ``1 / n`` on; an array."""
         buckets, link = self.buckets(nbytes), self.link or LinkSpec()
-        return buckets * 2 * (self.ranks - 1) * link.transfers_us(nbytes / buckets / self.ranks)
+        return buckets * 2 * (self.ranks - 1) * link.transfer_us(nbytes / buckets / self.ranks)
 
     def tail_us(self, nbytes: Any, all_reduce_us: Any, backward_us: Any) -> Any:
         """What is left of an all-reduce where the backward beside it ends; arrays too.

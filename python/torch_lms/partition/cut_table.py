@@ -64,8 +64,8 @@ class CutTable:
         self._before = [
             np.concatenate([[0.0], np.cumsum(times[order])])[cuts] for times in (units.forward_us, units.backward_us)
         ]
-        self.send = np.array([link.transfers_us(sequence.cut_forward_bytes[cuts]) for link in links])
-        self.back = np.array([link.transfers_us(sequence.cut_backward_bytes[cuts]) for link in links])
+        self.send = np.array([link.transfer_us(sequence.cut_forward_bytes[cuts]) for link in links])
+        self.back = np.array([link.transfer_us(sequence.cut_backward_bytes[cuts]) for link in links])
         graph = units.graph
         self._ends: dict[int, Array] = {}
         self._gradient_bytes: Array | None = None  # where they are reduced
@@ -74,7 +74,7 @@ class CutTable:
             self._ends[REDUCE] = model.data_parallel.all_reduce_us(gradients)
         if model.optimizer_offload is not None:
             states = parameter_matrix(sequence, cuts, model.optimizer_state_bytes(graph))
-            self._ends[UPDATE] = 2 * model.optimizer_offload.transfers_us(states)
+            self._ends[UPDATE] = 2 * model.optimizer_offload.transfer_us(states)
         self.usable = [model.usable_bytes(devices[own[0]]) for own in self.step.stages_of]
         capped = any(device.memory_cap_bytes is not None for device in devices)
         self.memory: StageMatrices | None = stage_matrices(sequence, cuts, model) if capped else None

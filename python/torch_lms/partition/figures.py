@@ -110,7 +110,7 @@ def measure(
             relief[stage] = StageRelief.of(need.offers, one)
     rows[SEND, :-1] = [link.transfer_us(nbytes) for link, nbytes in zip(links, cut_forward, strict=True)]
     rows[BACK, :-1] = [link.transfer_us(nbytes) for link, nbytes in zip(links, cut_backward, strict=True)]
-    rows[REDUCE] = model.data_parallel.all_reduce_us(np.asarray(memory.gradients))
+    rows[REDUCE] = model.data_parallel.all_reduce_us(memory.gradients)
     rows[TAIL] = model.data_parallel.tail_us(memory.gradients, rows[REDUCE], rows[BACKWARDS])
     rows[UPDATE] = [model.update_us(nbytes) for nbytes in memory.states]
     work = rows[FORWARDS] + rows[BACKWARDS]
