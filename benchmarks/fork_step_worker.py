@@ -70,7 +70,7 @@ class Block(nn.Module):
         qkv = self.qkv(self.norm1(x)).view(batch, tokens, 3, self.heads, -1)
         q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))
         scores = (q @ k.transpose(2, 3)) / (hidden // self.heads) ** 0.5
-        masked = scores + torch.full((tokens, tokens), -1e9).triu(1)
+        masked = scores + torch.full((tokens, tokens), -1e9, device=x.device).triu(1)
         x = x + self.proj((masked.softmax(-1) @ v).transpose(1, 2).reshape(batch, tokens, hidden))
         y: torch.Tensor = self.down(functional.gelu(self.up(self.norm2(x))))
         return x + y

@@ -1,6 +1,7 @@
 """The fork's tests of its interface, counted file by file.
 
-``python3 -m benchmarks.fork_tests`` in an environment with the fork's CPU wheel, pytest and hypothesis.
+``python3 -m benchmarks.fork_tests`` in an environment with a wheel of the fork, pytest and hypothesis. With a CPU wheel
+main memory is paged; with a CUDA wheel and a GPU, the GPU's alone (``fork_tests_cuda``).
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from pathlib import Path
 
+import torch
+
 from benchmarks.results import Result
 
 # With the options that each says at its top.
@@ -23,6 +26,8 @@ FILES = {
     "test_fork_python_errors": [],
     "test_random_pageouts": [],
 }
+FILES_CUDA = {**FILES, "test_fork_cuda": ["-o", "pythonpath="]}
+del FILES_CUDA["test_random_pageouts"]  # of main memory
 COLUMNS = [
     ("file", "File", "{}"),
     ("tests", "Tests", "{}"),
@@ -32,11 +37,11 @@ COLUMNS = [
 ]
 
 
-def run(name: str, report: Path) -> dict[str, object]:
+def run(name: str, words: list[str], report: Path) -> dict[str, object]:
     """A file's row; what pytest says goes to the terminal."""
-    env = {**os.environ, "TORCH_SWAP_CPU": "1"}
+    env = {**os.environ, "TORCH_SWAP_CPU": "0" if torch.cuda.is_available() else "1"}
     env.pop("PYTHONPATH", None)
-    options = ["-q", "--noconftest", "-p", "no:cacheprovider", f"--junit-xml={report}", *FILES[name]]
+    options = ["-q", "--noconftest", "-p", "no:cacheprovider", f"--junit-xml={report}", *words]
     done = subprocess.run([sys.executable, "-m", "pytest", *options, f"tests/fork/{name}.py"], env=env)
     if not report.exists():
         sys.exit(f"expected a report of tests/fork/{name}.py, found none: pytest ended with status {done.returncode}")
@@ -53,10 +58,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output-dir", default="benchmarks/results")
     given = parser.parse_args()
-    result = Result(name="fork_tests", title="The fork's own tests on its CPU wheel, v1.13.1", columns=COLUMNS)
+    cuda = torch.cuda.is_available()
+    title = f"The fork's own tests on its {'CUDA' if cuda else 'CPU'} wheel, v1.13.1"
+    result = Result(name="fork_tests_cuda" if cuda else "fork_tests", title=title, columns=COLUMNS)
     with tempfile.TemporaryDirectory() as folder:
-        for name in FILES:
-            result.add(**run(name, Path(folder) / f"{name}.xml"))
+        for name, words in (FILES_CUDA if cuda else FILES).items():
+            result.add(**run(name, words, Path(folder) / f"{name}.xml"))
     failed = sum(row["failed"] for row in result.rows)
     result.check("failures", "0", failed, failed == 0)
     least = min(row["passed"] for row in result.rows)

@@ -24,7 +24,8 @@ def make_deterministic(*, warn_only: bool | None = None) -> None:
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     warn_only = not torch.cuda.is_available() if warn_only is None else warn_only
     torch.use_deterministic_algorithms(mode=True, warn_only=warn_only)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    if hasattr(torch.utils, "deterministic"):  # from 2.2 on
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def digest(tensors: Iterable[torch.Tensor | None]) -> str:

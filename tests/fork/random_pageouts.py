@@ -6,7 +6,8 @@
 The program must not notice. So nothing that it can see is changed: no mode is pushed (a `TorchFunctionMode` alters
 what has a torch function, and what warnings point at; a `TorchDispatchMode` alters dispatch, and refuses some programs
 altogether) and no tracing function is set. Instead ``random_pageouts.cpp``, compiled on first use, listens to
-`at::RecordFunction` as profilers do. It sees the ops of all threads, and the storages that only autograd keeps.
+`at::RecordFunction` as profilers do. It sees the ops of all threads, and the storages that only autograd keeps. For a
+machine without a compiler, ``compile_native(folder)`` makes the module elsewhere; one on Python's path is taken.
 
 What a program may not do on the fork is page out a storage whose address it has given away (``csrc/fork/README.md``,
 Limits). Here it is not the program that chooses, so these storages are left alone: `numpy`, `data_ptr`, DLPack and
@@ -18,6 +19,8 @@ from __future__ import annotations
 
 import atexit
 import functools
+import importlib
+import importlib.util
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -27,18 +30,24 @@ import torch
 import torch.utils.cpp_extension
 import torch.utils.dlpack
 
-__all__ = ["begin", "counts", "reseed"]
+__all__ = ["begin", "compile_native", "counts", "reseed"]
 
+_NAME = "torch_lms_random_pageouts"
 _native: Any = None
+
+
+def compile_native(folder: str | None = None) -> Any:
+    """Compiles the module that listens, into a folder or where PyTorch keeps such modules, and loads it."""
+    source = Path(__file__).with_suffix(".cpp")
+    flags = ["-O1", "-DNDEBUG"]  # as PyTorch was built: classes have other members without
+    return torch.utils.cpp_extension.load(_NAME, [str(source)], extra_cflags=flags, build_directory=folder)
 
 
 def begin(seed: int = 0) -> None:
     """Pages out at random from now on, until the program ends."""
     global _native
     if _native is None:
-        source = Path(__file__).with_suffix(".cpp")
-        flags = ["-O1", "-DNDEBUG"]  # as PyTorch was built: classes have other members without
-        _native = torch.utils.cpp_extension.load("torch_lms_random_pageouts", [str(source)], extra_cflags=flags)
+        _native = importlib.import_module(_NAME) if importlib.util.find_spec(_NAME) else compile_native()
         _watch_addresses()
         os.register_at_fork(
             before=_native.before_fork,

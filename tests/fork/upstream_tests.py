@@ -2,7 +2,8 @@
 
     python -m tests.fork.upstream_tests --tree build/source/v1.13.1
 
-There must be no failure that the plain run does not have. Needs a PyTorch with the fork's patches, and pytest,
+There must be no failure that the plain run does not have. With ``--device cuda`` only the tests of that device run, and
+storages of both devices are paged out. Needs a PyTorch with the fork's patches, and pytest,
 expecttest, hypothesis and ninja beside it; ``build_scripts/upstream_tests.sh`` sees to that. What has been run is kept
 in ``--work``, test by test: a run that was interrupted goes on where it was. A test that brings its process down, or
 that says nothing for ``--test-limit`` seconds, counts as failed, and the run goes on behind it.
@@ -29,6 +30,10 @@ from tests.fork.upstream_session import ENDED, read
 
 FILES = ("test_torch", "test_autograd", "test_nn")
 MODES = ("plain", "paged out")
+RESULTS = {
+    "cpu": ("fork_upstream_tests", "PyTorch's own tests on the fork"),
+    "cuda": ("fork_upstream_tests_cuda", "PyTorch's own tests of CUDA on the fork's lean CUDA wheel"),
+}
 BAD = {"failed", "crashed", "hung"}
 PAGING = ("occasions", "pageouts", "pageout_bytes", "pageins", "passive_pageins", "prefetch_hits", "cancelled_pageouts")
 COLUMNS = [
@@ -54,11 +59,12 @@ class Run:
     limit_s: float
     test_limit_s: float
     seed: int
+    device: str = "cpu"
 
     @property
     def journal(self) -> Path:
         """What has become of each test."""
-        return self.work / f"{self.name}.{self.mode.replace(' ', '_')}.jsonl"
+        return self.work / f"{self.name}.{self.device}.{self.mode.replace(' ', '_')}.jsonl"
 
     def ended(self) -> dict[str, dict[str, Any]]:
         """The last line of each test that is over."""
@@ -94,6 +100,9 @@ class Run:
         command = [sys.executable, str(script), str(self.work / "test" / f"{self.name}.py"), str(self.journal)]
         command += ["--random-pageouts", str(self.seed)] if self.mode != "plain" else []
         environment = {**os.environ, "TORCH_SWAP_CPU": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+        if self.device == "cuda":
+            command += ["--only", "CUDA"]
+            environment["PYTORCH_TESTING_DEVICE_ONLY_FOR"] = "cuda"
         environment.pop("PYTHONPATH", None)  # the PyTorch that is installed
         with self._log.open("a") as log:
             process = subprocess.Popen(
@@ -198,15 +207,20 @@ def main() -> int:
     parser.add_argument("--test-limit", type=float, default=600.0, help="seconds for one test")
     parser.add_argument("--jobs", type=int, default=1, help="how many files and modes run at once")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="cuda: its tests alone")
     parser.add_argument("--output-dir", default="benchmarks/results")
     given = parser.parse_args()
     work = given.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
     copy_tests(given.tree, work)
-    runs = [Run(name, mode, work, given.limit, given.test_limit, given.seed) for name in given.files for mode in MODES]
+    limits = {"limit_s": given.limit, "test_limit_s": given.test_limit}
+    runs = [
+        Run(name, mode, work, seed=given.seed, device=given.device, **limits) for name in given.files for mode in MODES
+    ]
     with ThreadPoolExecutor(given.jobs) as pool:
         complete = list(pool.map(Run.go, runs))
-    result = Result(name="fork_upstream_tests", title="PyTorch's own tests on the fork", columns=COLUMNS)
+    name, title = RESULTS[given.device]
+    result = Result(name=name, title=title, columns=COLUMNS)
     for plain, paged in zip(runs[::2], runs[1::2], strict=True):
         add_row(result, plain)
         add_row(result, paged)

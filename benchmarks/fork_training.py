@@ -1,0 +1,281 @@
+"""The MLMS manual's program on the fork's CUDA wheel: activations leave in the forward, and are fetched in the backward.
+
+Each row is a process of its own. A paged run must give the plain run's losses and gradients, bit for bit, and is
+compared with the longer of two times: the plain step, and the time that the link needs for what is moved, at the rates
+of plain copies in the same process. The last row has more activations than the GPU has memory: plain, it must fail.
+
+It runs in an environment with the fork's CUDA wheel:
+
+    python3 -m benchmarks.fork_training
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from benchmarks.fork_step_worker import Block, Bottleneck
+from benchmarks.fresh import CallFailedError, FreshProcesses, News, Row
+from benchmarks.results import Result
+from benchmarks.training import GIB, gradient_digest, make_deterministic
+
+COLUMNS = [
+    ("model", "Training", "{}"),
+    ("way", "Way", "{}"),
+    ("step_ms", "Step (ms)", "{:.0f}"),
+    ("peak_gib", "Peak (GiB)", "{:.1f}"),
+    ("out_gib", "Moved out (GiB)", "{:.1f}"),
+    ("passive_pageins", "Page-ins that an access made", "{}"),
+    ("link_ms", "Link's time (ms)", "{:.0f}"),
+    ("over_bound", "Step / bound", "{:.2f}"),
+]
+MOST_OVER_BOUND = 1.10
+LEAST_BYTES = 1 << 20  # smaller tensors stay
+AHEAD = 2  # blocks whose activations are there before their backward begins
+fork: Any = torch.cuda  # with the patches' functions
+Loss = Callable[[nn.Module], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training in one way."""
+
+    model: str
+    batch: int
+    paged: bool
+    warmup: int = 2
+    steps: int = 5
+
+    @property
+    def title(self) -> str:
+        """What is trained."""
+        return f"{TITLES[self.model]}, batch {self.batch}"
+
+
+TITLES = {"gpt": "GPT, 24 layers, hidden 2048, 1024 tokens, fp32", "cnn": "ResNet-50 without cuDNN, 128 x 128, fp32"}
+CASES = [Case("cnn", 128, False), Case("cnn", 128, True), Case("gpt", 8, False), Case("gpt", 8, True)]
+BEYOND = [Case("gpt", 18, False, 1, 2), Case("gpt", 18, True, 1, 2)]
+
+
+def gpt(batch: int) -> tuple[nn.Sequential, Loss]:
+    """A GPT of 1.3 thousand million parameters."""
+    hidden, vocabulary, tokens = 2048, 32000, 1024
+    blocks = (Block(hidden, 16) for _ in range(24))
+    model = nn.Sequential(
+        nn.Embedding(vocabulary, hidden), *blocks, nn.LayerNorm(hidden), nn.Linear(hidden, vocabulary, bias=False)
+    )
+    ids = torch.randint(vocabulary, (batch, tokens + 1), device="cuda")
+    return model, lambda model: functional.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+
+
+def cnn(batch: int) -> tuple[nn.Sequential, Loss]:
+    """A ResNet-50."""
+    blocks: list[nn.Module] = []
+    channels_in = 64
+    for stage, depth in enumerate((3, 4, 6, 3)):
+        for index in range(depth):
+            blocks.append(Bottleneck(channels_in, 64 << stage, 2 if stage and index == 0 else 1))
+            channels_in = 256 << stage
+    stem = [nn.Conv2d(3, 64, 7, 2, padding=3, bias=False), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(3, 2, padding=1)]
+    head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels_in, 1000))
+    images, classes = torch.randn(batch, 3, 128, 128, device="cuda"), torch.randint(1000, (batch,), device="cuda")
+    return nn.Sequential(nn.Sequential(*stem), *blocks, head), lambda model: functional.cross_entropy(
+        model(images), classes
+    )
+
+
+class Activations:
+    """What autograd saves, block by block: out behind a block's forward, back before its backward.
+
+    The last blocks stay: their backward comes at once. Used from one thread at a time, as a step is.
+    """
+
+    def __init__(self, model: nn.Sequential) -> None:
+        self._blocks: list[list[Any]] = [[] for _ in model]
+        self._of_block = 0  # whose forward runs
+        self._fetched = 0  # this one and those behind it have been fetched
+        self._parameters = {parameter.data_ptr() for parameter in model.parameters()}
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        for index, block in enumerate(model):
+            block.register_forward_pre_hook(lambda *_, index=index: self._begin(index))
+
+    def forward(self, loss_of: Loss, model: nn.Module) -> torch.Tensor:
+        """The loss; then all that has to be away is away, and what the backward begins with is on its way back."""
+        with self._hooks:
+            loss = loss_of(model)
+        fork.before_prefetch_wait_all()
+        fork.prefetch_init()
+        self._fetched = len(self._blocks)
+        self._fetch(self._fetched - AHEAD)
+        fork.prefetch_all()
+        return loss
+
+    def _begin(self, index: int) -> None:
+        """A block begins: what the one before it saved leaves, but for this one's input."""
+        self._of_block = index
+        if 0 <= index - 1 < len(self._blocks) - AHEAD:
+            for tensor in self._blocks[index - 1]:
+                tensor.pageout_manual()
+
+    def _pack(self, tensor: torch.Tensor) -> tuple[int, torch.Tensor]:
+        if self._leaves(tensor):
+            self._blocks[self._of_block].append(tensor)
+        return self._of_block, tensor
+
+    def _leaves(self, tensor: torch.Tensor) -> bool:
+        if tensor.device.type != "cuda" or tensor.numel() * tensor.element_size() < LEAST_BYTES:
+            return False
+        if fork.swap.state(tensor) != "resident":
+            return True  # an activation that is used again; asking for its address would bring it back
+        return tensor.storage().data_ptr() not in self._parameters
+
+    def _unpack(self, packed: tuple[int, torch.Tensor]) -> torch.Tensor:
+        """A block's backward wants a tensor: those of the blocks that come soon are fetched."""
+        index, tensor = packed
+        self._blocks[index].clear()  # autograd has them
+        self._fetch(index - AHEAD)
+        return tensor
+
+    def _fetch(self, first: int) -> None:
+        while self._fetched > max(first, 0):
+            self._fetched -= 1
+            for tensor in reversed(self._blocks[self._fetched]):
+                tensor.need_prefech()
+
+
+def link_rates() -> tuple[float, float]:
+    """Bytes per second of plain copies of 256 MiB between pinned memory and the device: out, in."""
+    device = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+    host = torch.empty(256 << 20, dtype=torch.uint8).pin_memory()
+    rates = []
+    for target, source in ((host, device), (device, host)):
+        seconds = []
+        for _ in range(9):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            target.copy_(source, non_blocking=True)
+            torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - start)
+        rates.append(device.numel() / statistics.median(seconds))
+    return rates[0], rates[1]
+
+
+def train(case: Case, news: News) -> Row:
+    """Steps of a case: times, peak, losses, and a digest of the last step's gradients."""
+    make_deterministic(warn_only=True)
+    torch.manual_seed(0)
+    torch.set_default_tensor_type("torch.cuda.FloatTensor")  # no large model is made in main memory
+    model, loss_of = {"gpt": gpt, "cnn": cnn}[case.model](case.batch)
+    torch.set_default_tensor_type("torch.FloatTensor")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    out_rate, in_rate = link_rates()
+    activations = None
+    if case.paged:
+        fork.create_swap_env()
+        fork.prefetch_all()
+        activations = Activations(model)
+    seconds: list[float] = []
+    losses: list[str] = []
+    digest = ""
+    for index in range(case.warmup + case.steps):
+        if index == case.warmup:
+            torch.cuda.reset_peak_memory_stats()
+            if case.paged:
+                fork.swap.stats(reset=True)
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        loss = loss_of(model) if activations is None else activations.forward(loss_of, model)
+        loss.backward()
+        optimizer.step()
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+        losses.append(float(loss.item()).hex())
+        if index == case.warmup + case.steps - 1:
+            digest = gradient_digest(model)
+        optimizer.zero_grad(set_to_none=True)
+        del loss
+        news({"steps_done": index + 1, "seconds": seconds[-1]})
+    row: Row = {
+        "model": case.title, "way": "paged" if case.paged else "plain",
+        "step_ms": 1e3 * statistics.median(seconds[case.warmup :]), "steps_ms": [1e3 * one for one in seconds],
+        "peak_gib": torch.cuda.max_memory_allocated() / GIB, "losses": losses, "gradients": digest,
+        "link_out_gb_per_s": out_rate / 1e9, "link_in_gb_per_s": in_rate / 1e9,
+    }  # fmt: skip
+    if case.paged:
+        row.update(_paging(case.steps, out_rate, in_rate))
+        fork.close_swap_env()
+    return row
+
+
+def _paging(steps: int, out_rate: float, in_rate: float) -> dict[str, Any]:
+    """What a step moved, and how long the link needs for it."""
+    done = fork.swap.stats()
+    out_bytes, in_bytes = done["pageout_bytes"] / steps, done["pagein_bytes"] / steps
+    return {
+        "out_gib": out_bytes / GIB, "in_gib": in_bytes / GIB,
+        "passive_pageins": done["passive_pageins"] // steps, "prefetch_hits": done["prefetch_hits"] // steps,
+        "cancelled_pageouts": done["cancelled_pageouts"] // steps, "host_gib": done["host_bytes"] / GIB,
+        "link_ms": 1e3 * (out_bytes / out_rate + in_bytes / in_rate),
+    }  # fmt: skip
+
+
+def compare(result: Result, processes: FreshProcesses, cases: list[Case]) -> None:
+    """Adds the rows of a training, plain and paged, and holds one against the other."""
+    plain, paged = (processes.call(train, case, seconds=240) for case in cases)
+    bound_ms = max(plain["step_ms"], paged["link_ms"])
+    paged["over_bound"] = paged["step_ms"] / bound_ms
+    result.add(**plain)
+    result.add(**paged)
+    title = cases[0].title
+    for key in ("losses", "gradients"):
+        same = plain[key] == paged[key]
+        result.check(f"{title}: {key} of the paged run are the plain run's bits", "equal", str(same), same)
+    over = round(paged["over_bound"], 3)
+    what = f"{title}: paged step over the longer of the plain step and the link's time"
+    result.check(what, f"at most {MOST_OVER_BOUND}", over, over <= MOST_OVER_BOUND)
+    less = paged["peak_gib"] < plain["peak_gib"]
+    result.check(f"{title}: paging lowers the peak", "True", str(less), less)
+
+
+def go_beyond(result: Result, processes: FreshProcesses) -> None:
+    """Adds a training that does not fit: paged it runs, plain it must not."""
+    plain, paged = BEYOND
+    try:
+        ran = f"ran, {processes.call(train, plain, seconds=120)['peak_gib']:.1f} GiB"
+    except CallFailedError as error:
+        ran = "out of memory" if "out of memory" in str(error) else str(error)[:300]
+    result.check(f"{plain.title}: plain", "out of memory", ran, ran == "out of memory")
+    row = processes.call(train, paged, seconds=240)
+    result.add(**row)
+    memory = torch.cuda.get_device_properties(0).total_memory / GIB
+    need = row["peak_gib"] + row["out_gib"]
+    result.check(f"{paged.title}: peak and what is out, GiB", f"more than {memory:.1f}", round(need, 1), need > memory)
+
+
+def main() -> None:
+    """Runs all rows, or those of one model, and writes the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=("cnn", "gpt", "beyond"))
+    parser.add_argument("--output-dir", default="benchmarks/results")
+    given = parser.parse_args()
+    processes = FreshProcesses(method="spawn")
+    title = "The manual's program on the fork's CUDA wheel, v1.13.1, CUDA 11.8"
+    result = Result(name="fork_training", title=title, columns=COLUMNS)
+    for model in ("cnn", "gpt"):
+        if given.only in (None, model):
+            compare(result, processes, [case for case in CASES if case.model == model])
+    if given.only in (None, "beyond"):
+        go_beyond(result, processes)
+    result.write(given.output_dir)
+
+
+if __name__ == "__main__":
+    main()
