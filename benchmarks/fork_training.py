@@ -41,6 +41,7 @@ MOST_OVER_BOUND = 1.10
 LEAST_BYTES = 1 << 20  # smaller tensors stay
 AHEAD = 2  # blocks whose activations are there before their backward begins
 fork: Any = torch.cuda  # with the patches' functions
+WAIT_ABOVE = 0.7  # of the GPU's memory
 Loss = Callable[[nn.Module], torch.Tensor]
 
 
@@ -102,6 +103,7 @@ class Activations:
         self._blocks: list[list[Any]] = [[] for _ in model]
         self._of_block = 0  # whose forward runs
         self._fetched = 0  # this one and those behind it have been fetched
+        self._most_bytes = WAIT_ABOVE * torch.cuda.get_device_properties(0).total_memory
         self._parameters = {parameter.data_ptr() for parameter in model.parameters()}
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         for index, block in enumerate(model):
@@ -121,6 +123,8 @@ class Activations:
     def _begin(self, index: int) -> None:
         """A block begins: what the one before it saved leaves, but for this one's input."""
         self._of_block = index
+        if torch.cuda.memory_allocated() > self._most_bytes:
+            fork.before_prefetch_wait_all()  # the link is behind; the first step also has to pin host memory
         if 0 <= index - 1 < len(self._blocks) - AHEAD:
             for tensor in self._blocks[index - 1]:
                 tensor.pageout_manual()
@@ -272,6 +276,7 @@ def main() -> None:
     for model in ("cnn", "gpt"):
         if given.only in (None, model):
             compare(result, processes, [case for case in CASES if case.model == model])
+            result.write(given.output_dir)
     if given.only in (None, "beyond"):
         go_beyond(result, processes)
     result.write(given.output_dir)

@@ -56,7 +56,7 @@ copy() {
 copy_packages() {
   local wanted=() names=()
   mapfile -t wanted < <(bash "$project/build_scripts/install_packages.sh" --list fork-build fork-libraries)
-  wanted+=(bash coreutils dash diffutils findutils gawk grep libc-bin sed tar xz-utils)
+  wanted+=(bash coreutils dash diffutils findutils gawk grep libc-bin mawk sed tar util-linux xz-utils)
   # Some of the names are only provided, by packages of other names.
   mapfile -t names < <(comm -12 \
     <(apt-cache depends --recurse --installed --no-recommends --no-suggests --no-conflicts --no-breaks --no-replaces \
@@ -132,7 +132,9 @@ if [ "\$root" != / ]; then
     numbers=\${device#*:}
     [ -e "\$root/dev/\${device%%:*}" ] || mknod -m 666 "\$root/dev/\${device%%:*}" c "\${numbers%:*}" "\${numbers#*:}" || exit
   done
-  exec env -i HOME=/root PATH=/usr/sbin:/usr/bin chroot "\$root" /enter "\$@"
+  ln -sfn /proc/self/fd "\$root/dev/fd"
+  # The mount is gone with the command.
+  exec unshare --mount sh -c 'mount -t proc proc "\$0/proc" && exec env -i HOME=/root PATH=/usr/sbin:/usr/bin chroot "\$0" /enter "\$@"' "\$root" "\$@"
 fi
 export PYTHON=$python CUDA_HOME=$cuda TORCH_CUDA_ARCH_LIST=${TORCH_CUDA_ARCH_LIST:-9.0} CCACHE_DIR=/tmp/ccache MAX_JOBS=\$(nproc)
 ldconfig

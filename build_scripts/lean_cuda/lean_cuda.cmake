@@ -34,6 +34,12 @@ function(lean_cuda)
     get_filename_component(libraries "${CUDA_cublas_LIBRARY}" DIRECTORY)
     target_link_libraries(torch_cuda PRIVATE "${libraries}/libcublasLt.so")
   endif()
+  # libtorch_python leaves these to what libtorch_cpu loads.
+  foreach(library ONNX_LIBRARY ONNX_PROTO_LIBRARY Protobuf_LIBRARY_RELEASE)
+    if(${library})
+      target_link_libraries(torch_python PRIVATE "${${library}}")
+    endif()
+  endforeach()
   # Only libraries that are called.
   target_link_options(torch_cuda PRIVATE "LINKER:--as-needed")
   target_link_options(torch_global_deps PRIVATE "LINKER:--as-needed")

@@ -109,7 +109,11 @@ void* HostPool::grow(size_t nbytes) {
     return data;
   }
   bring_slab(lock, nbytes, reserve_locked(nbytes, wanted));
-  return take_locked(nbytes);
+  void* data = take_locked(nbytes);
+  if (data == nullptr) {
+    throw_full_locked(nbytes); // the limit became lower meanwhile
+  }
+  return data;
 }
 
 /// Gives free slabs back until the wanted one fits the limit, or none is left.
@@ -260,8 +264,12 @@ void HostPool::throw_full_locked(size_t nbytes) const {
 
 // --- blocks -----------------------------------------------------------------------
 
-/// The free block that fits best, cut to size; null if none fits.
+/// The free block that fits best, cut to size; null if none fits, or the limit has no room: slabs
+/// that a lower limit found in use may be larger.
 void* HostPool::take_locked(size_t nbytes) {
+  if (used_bytes_ > limit_bytes_ || nbytes > limit_bytes_ - used_bytes_) {
+    return nullptr;
+  }
   const auto block = find_fit_locked(nbytes);
   if (block == blocks_.end()) {
     return nullptr;

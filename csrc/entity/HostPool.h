@@ -67,7 +67,7 @@ class HostPool {
   void trim() noexcept;
 
   /// From a lower limit on, slabs without a used block go back to the source until
-  /// the rest are within it; slabs in use stay. Thread-safe.
+  /// the rest are within it; slabs in use stay, and give no block beyond it. Thread-safe.
   void set_limit(size_t limit_bytes) noexcept;
 
   /// Slabs come from another source from now on. False, and nothing is changed, while a

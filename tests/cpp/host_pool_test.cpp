@@ -330,7 +330,8 @@ TEST(a_lower_limit_releases_what_is_free) {
   fixture.pool.set_limit(kSlab / 2);
   CHECK_EQ(fixture.pool.stats().slab_bytes, kSlab); // in use
   CHECK_EQ(fixture.pool.stats().limit_bytes, kSlab / 2);
-  fixture.take(kSlab - kPage); // what there is may be used
+  CHECK_THROWS(fixture.take(kSlab - kPage), HostPoolFull, "limit of " + std::to_string(kSlab / 2));
+  fixture.take(kSlab / 2 - kPage); // a part of the slab that there is
   CHECK_THROWS(fixture.take(1), HostPoolFull, "limit of " + std::to_string(kSlab / 2));
   fixture.pool.set_limit(2 * kSlab);
   fixture.take(1);

@@ -35,6 +35,7 @@ class Journal:
         self._outcome: dict[str, Any] = {}
         self._before: dict[str, int] = {}
 
+    @pytest.hookimpl(trylast=True)  # behind --only
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         self._write(test="", outcome="collected", count=len(items))
         known = [item for item in items if item.nodeid in self._known]

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch.distributed import distributed_c10d
+import torch.distributed as dist
 
 from torch_lms.errors import PipelineError
 from torch_lms.pipeline.members import Members
@@ -47,7 +47,7 @@ class Circle:
         _made[purpose, members.ranks] += 1
         ranks = hashlib.sha1(str(members.ranks).encode(), usedforsecurity=False).hexdigest()
         prefix = f"torch_lms/{purpose}/{ranks}/{_made[purpose, members.ranks]}"
-        store: Any = distributed_c10d.PrefixStore(prefix, _own_connection())
+        store: Any = dist.PrefixStore(prefix, _own_connection())
         self._store = store if hasattr(store, "check") else CountingStore(store)
         self._lock = threading.Lock()
 
@@ -68,7 +68,7 @@ class Circle:
 
 
 def _own_connection() -> Any:
-    store: Any = distributed_c10d._get_default_store()
+    store: Any = dist.distributed_c10d._get_default_store()
     return store.clone() if hasattr(store, "clone") else store
 
 

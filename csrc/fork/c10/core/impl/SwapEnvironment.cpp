@@ -13,7 +13,15 @@ namespace c10 {
 namespace impl {
 namespace {
 
-constexpr size_t kMaxInFlightBytes = size_t{1} << 30;
+constexpr size_t kMaxPageoutBytes = size_t{1} << 30;
+
+// Note [Prefetches begin at once]
+// A page-in's copy comes after all work that has been submitted when its block is allocated: the
+// block may be one that this work still uses. So a prefetch that the worker begins late, when the
+// program has submitted more, comes after that too, and the device waits for the link instead of
+// working beside it. The worker therefore has room for what a program prefetches some layers
+// ahead, and begins it as soon as it is asked for.
+constexpr size_t kMaxPageinBytes = size_t{4} << 30;
 
 void begin_worker() {
   mark_swap_worker();
@@ -60,8 +68,8 @@ SwapEnvironment& SwapEnvironment::get() {
 }
 
 SwapEnvironment::SwapEnvironment()
-    : out_(torch_lms::TransferDirection::kOut, kMaxInFlightBytes, &begin_worker, &commit_pageout),
-      in_(torch_lms::TransferDirection::kIn, kMaxInFlightBytes, &begin_worker, &commit_pagein) {}
+    : out_(torch_lms::TransferDirection::kOut, kMaxPageoutBytes, &begin_worker, &commit_pageout),
+      in_(torch_lms::TransferDirection::kIn, kMaxPageinBytes, &begin_worker, &commit_pagein) {}
 
 // --- open and close -------------------------------------------------------------
 

@@ -9,6 +9,14 @@
 #include <c10/core/impl/SwapEnvironment.h>
 #include <torch/library.h>
 
+// Their declarations make the operators visible to libtorch_cuda, which registers them too.
+#ifndef AT_PER_OPERATOR_HEADERS
+#include <ATen/NativeFunctions.h>
+#else
+#include <ATen/ops/need_prefetch_native.h>
+#include <ATen/ops/pageout_manual_native.h>
+#endif
+
 namespace at {
 namespace native {
 
