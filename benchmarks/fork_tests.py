@@ -46,11 +46,15 @@ def run(name: str, words: list[str], report: Path) -> dict[str, object]:
     if not report.exists():
         sys.exit(f"expected a report of tests/fork/{name}.py, found none: pytest ended with status {done.returncode}")
     outcomes: Counter[str] = Counter()
+    failures = []
     for case in ElementTree.parse(report).iter("testcase"):
         found = {child.tag for child in case}
-        outcomes["failed" if found & {"failure", "error"} else "skipped" if "skipped" in found else "passed"] += 1
+        outcome = "failed" if found & {"failure", "error"} else "skipped" if "skipped" in found else "passed"
+        outcomes[outcome] += 1
+        if outcome == "failed":
+            failures.append(case.get("name"))
     counts = {outcome: outcomes[outcome] for outcome in ("passed", "failed", "skipped")}
-    return {"file": name, "tests": sum(outcomes.values()), **counts}
+    return {"file": name, "tests": sum(outcomes.values()), **counts, "failures": failures}
 
 
 def main() -> None:

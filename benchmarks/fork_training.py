@@ -39,7 +39,8 @@ COLUMNS = [
 ]
 MOST_OVER_BOUND = 1.10
 LEAST_BYTES = 1 << 20  # smaller tensors stay
-AHEAD = 2  # blocks whose activations are there before their backward begins
+AHEAD = 2  # blocks whose activations are fetched before their backward begins
+STAY = 8  # the last blocks: their backward comes soon, and the link needs as long as the forward
 fork: Any = torch.cuda  # with the patches' functions
 WAIT_ABOVE = 0.7  # of the GPU's memory
 Loss = Callable[[nn.Module], torch.Tensor]
@@ -96,13 +97,16 @@ def cnn(batch: int) -> tuple[nn.Sequential, Loss]:
 class Activations:
     """What autograd saves, block by block: out behind a block's forward, back before its backward.
 
-    The last blocks stay: their backward comes at once. Used from one thread at a time, as a step is.
+    The last blocks stay. A page-in's copy comes after all work that has been submitted when it begins, so the host must
+    not run ahead of the device: a block's backward is submitted when that of the block before has begun. Used from one
+    thread at a time, as a step is.
     """
 
     def __init__(self, model: nn.Sequential) -> None:
         self._blocks: list[list[Any]] = [[] for _ in model]
         self._of_block = 0  # whose forward runs
-        self._fetched = 0  # this one and those behind it have been fetched
+        self._fetched = 0  # this one and those behind it are there, or have been fetched
+        self._begun: torch.cuda.Event | None = None  # the backward of the block that was submitted last
         self._most_bytes = WAIT_ABOVE * torch.cuda.get_device_properties(0).total_memory
         self._parameters = {parameter.data_ptr() for parameter in model.parameters()}
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
@@ -115,8 +119,9 @@ class Activations:
             loss = loss_of(model)
         fork.before_prefetch_wait_all()
         fork.prefetch_init()
-        self._fetched = len(self._blocks)
-        self._fetch(self._fetched - AHEAD)
+        self._of_block = len(self._blocks)
+        self._fetched = max(len(self._blocks) - STAY, 0)
+        self._fetch(self._fetched - 1)
         fork.prefetch_all()
         return loss
 
@@ -125,7 +130,7 @@ class Activations:
         self._of_block = index
         if torch.cuda.memory_allocated() > self._most_bytes:
             fork.before_prefetch_wait_all()  # the link is behind; the first step also has to pin host memory
-        if 0 <= index - 1 < len(self._blocks) - AHEAD:
+        if 0 <= index - 1 < len(self._blocks) - STAY:
             for tensor in self._blocks[index - 1]:
                 tensor.pageout_manual()
 
@@ -144,8 +149,14 @@ class Activations:
     def _unpack(self, packed: tuple[int, torch.Tensor]) -> torch.Tensor:
         """A block's backward wants a tensor: those of the blocks that come soon are fetched."""
         index, tensor = packed
-        self._blocks[index].clear()  # autograd has them
-        self._fetch(index - AHEAD)
+        if index < self._of_block:
+            self._of_block = index
+            if self._begun is not None:
+                self._begun.synchronize()
+            self._begun = torch.cuda.Event()
+            self._begun.record()
+            self._blocks[index].clear()  # autograd has them
+            self._fetch(index - AHEAD)
         return tensor
 
     def _fetch(self, first: int) -> None:

@@ -47,7 +47,7 @@ class Circle:
         _made[purpose, members.ranks] += 1
         ranks = hashlib.sha1(str(members.ranks).encode(), usedforsecurity=False).hexdigest()
         prefix = f"torch_lms/{purpose}/{ranks}/{_made[purpose, members.ranks]}"
-        store: Any = dist.PrefixStore(prefix, _own_connection())
+        store: Any = dist.distributed_c10d.PrefixStore(prefix, _own_connection())
         self._store = store if hasattr(store, "check") else CountingStore(store)
         self._lock = threading.Lock()
 
