@@ -1,4 +1,4 @@
-"""The MLMS manual's program on the fork's CUDA wheel: activations leave in the forward, and are fetched in the backward.
+"""The MLMS manual's program on the fork's CUDA wheel: activations leave in the forward, are fetched for the backward.
 
 Each row is a process of its own. A paged run must give the plain run's losses and gradients, bit for bit, and is
 compared with the longer of two times: the plain step, and the time that the link needs for what is moved, at the rates
