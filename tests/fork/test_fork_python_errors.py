@@ -110,6 +110,8 @@ def test_automatic_mode_is_refused_in_words() -> None:
         (lambda: torch_lms.pin(torch.ones(3)), "leave the tensor out"),
         (lambda: swap.unpin(torch.ones(3)), "nothing has been pinned"),
         (swap.count_cpu_allocations, "stock PyTorch"),
+        (lambda: torch_lms.chunked, "stock PyTorch"),
+        (lambda: torch_lms.fit, "stock PyTorch"),
     ],
 )
 def test_what_the_fork_does_not_have_is_refused_in_words(call: Callable[[], object], do: str) -> None:

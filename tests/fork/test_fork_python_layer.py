@@ -55,7 +55,8 @@ def test_nothing_of_pytorch_is_wrapped(device: str) -> None:
 
 def test_every_public_name_is_there() -> None:
     for module in (torch_lms, swap):
-        assert [name for name in module.__all__ if not hasattr(module, name)] == []
+        names = set(module.__all__) - {"chunked", "fit"}  # which are refused in words
+        assert [name for name in names if not hasattr(module, name)] == []
 
 
 # --- paging by hand -----------------------------------------------------------------------------------

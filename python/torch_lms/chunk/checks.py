@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
 from torch.optim import LBFGS, Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from torch_lms.chunk.model_data import ModelTensor
 from torch_lms.chunk.optimizer import ChunkedOptimizer
@@ -19,19 +19,13 @@ __all__ = ["check_model", "check_options", "check_ranks", "device_of", "note_in_
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
-
-@functools.cache
-def _in_chunks() -> MutableMapping[nn.Parameter, bool]:
-    """Parameters; used as a set."""
-    from torch.utils.weak import WeakIdKeyDictionary  # from 2.0 on; the module can be imported before
-
-    return WeakIdKeyDictionary()
+_in_chunks = WeakIdKeyDictionary()  # parameters; used as a set
 
 
 def note_in_chunks(tensors: Iterable[ModelTensor]) -> None:
     """These are in chunks from now on."""
     for one in tensors:
-        _in_chunks()[one.parameter] = True
+        _in_chunks[one.parameter] = True
 
 
 def check_options(dtype: torch.dtype, update_on: str, *, step_in_backward: bool) -> None:
@@ -122,7 +116,7 @@ def device_of(model: nn.Module, tensors: Sequence[ModelTensor], device: torch.de
 
 
 def _check_parameter(one: ModelTensor) -> None:
-    if one.parameter in _in_chunks():
+    if one.parameter in _in_chunks:
         raise ChunkError(
             f"expected parameters that are in no chunks yet, found {one.name}, which is; call torch_lms.chunked once, "
             "with one optimizer of all parameters, or for parts of the model that share none"

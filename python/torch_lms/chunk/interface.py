@@ -11,7 +11,6 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
-from torch_lms._core import need_extension
 from torch_lms.chunk.budget import budget_of, check_budget, needed_bytes
 from torch_lms.chunk.checkpointing import StateDictHooks
 from torch_lms.chunk.checks import check_model, check_options, check_ranks, device_of, note_in_chunks
@@ -95,7 +94,6 @@ def chunked(
         ChunkError: for a model or an optimizer that cannot be held in chunks. Nothing has changed then.
         LimitError: for a limit that cannot be understood.
     """
-    need_extension("chunked", "hold optimizer state by hand, or use stock PyTorch 2.11 or later")
     tensors = _tensors_of(model, optimizer)
     check_model(model, optimizer, tensors)
     check_options(dtype, update_on, step_in_backward=step_in_backward)
