@@ -1,6 +1,6 @@
 """Would it fit? The plan of a model's training step under a limit, made before training begins."""
 
-# ruff: noqa: E402 (the rest needs a later PyTorch)
+
 from __future__ import annotations
 
 from torch_lms import _fork
