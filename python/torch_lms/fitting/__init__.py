@@ -1,6 +1,5 @@
 """Would it fit? The plan of a model's training step under a limit, made before training begins."""
 
-
 from __future__ import annotations
 
 from torch_lms import _fork
