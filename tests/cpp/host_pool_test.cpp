@@ -334,7 +334,7 @@ TEST(a_lower_limit_releases_what_is_free) {
   fixture.take(kSlab / 2 - kPage); // a part of the slab that there is
   CHECK_THROWS(fixture.take(1), HostPoolFull, "limit of " + std::to_string(kSlab / 2));
   fixture.pool.set_limit(2 * kSlab);
-  fixture.take(1);
+  fixture.take(kSlab);
   CHECK_EQ(fixture.pool.stats().slab_bytes, 2 * kSlab);
 }
 
