@@ -22,6 +22,11 @@ constexpr auto kPatience = std::chrono::seconds(30);
 c10::IValue without_bytes(const c10::IValue& value) {
   if (value.isTensor() && value.toTensor().defined()) {
     const at::Tensor& tensor = value.toTensor();
+    // A subclass would be asked in Python.
+    TORCH_CHECK(
+        !tensor.key_set().has(c10::DispatchKey::Python) && tensor.layout() == at::kStrided &&
+            tensor.has_storage(),
+        "no shape function can be asked");
     return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(c10::kMeta));
   }
   if (value.isTensorList()) {

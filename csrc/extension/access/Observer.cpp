@@ -71,9 +71,11 @@ Frame& frame_of_thread() {
 
 UsedDevices devices_of(const Frame& frame) {
   UsedDevices used;
-  for (const Entity* entity : frame.pinned) {
+  for (auto at = frame.pinned.begin(); at != frame.pinned.end(); ++at) {
+    const Entity* entity = *at;
     Device* device = &entity->device();
-    used.input_bytes += entity->nbytes();
+    // One that is given twice counts once, as in LargeOps::make_fit.
+    used.input_bytes += std::find(frame.pinned.begin(), at, entity) == at ? entity->nbytes() : 0;
     if (device != used.devices[0] && device != used.devices[1]) {
       used.devices[used.devices[0] == nullptr ? 0 : 1] = device;
     }

@@ -32,6 +32,9 @@ bool visit_parts(const at::TensorImpl* tensor, const Visit& visit);
 
 template <typename Visit>
 inline bool visit_storages(const at::TensorImpl* tensor, const Visit& visit) {
+  if (tensor->key_set().has(c10::DispatchKey::Python)) {
+    return false; // a wrapper; that it has a storage says nothing
+  }
   if (tensor->has_storage()) {
     visit(*tensor->unsafe_storage().unsafeGetStorageImpl());
     return true;
@@ -59,6 +62,8 @@ bool visit_parts(const at::TensorImpl* tensor, const Visit& visit) {
       const bool plain = visit_part(sparse->plain_indices());
       return visit_part(sparse->values()) && compressed && plain;
     }
+    case at::kMkldnn:
+      return true; // no storage, and the op does not come again
     default:
       return false;
   }
@@ -70,7 +75,8 @@ bool visit_elements(const c10::IValue& value, const Visit& visit);
 
 /// Calls `visit` with every storage behind a value: of tensors, in lists and tuples, and of the
 /// parts of sparse ones. Returns false if there are tensors whose storages cannot be seen:
-/// wrappers (functorch's, nested tensors), whose op comes again, unwrapped.
+/// wrappers (functorch's, Python's subclasses with `__torch_dispatch__`, nested tensors), whose op
+/// comes again, unwrapped.
 template <typename Visit>
 inline bool visit_storages(const c10::IValue& value, const Visit& visit) {
   if (value.isTensor()) {

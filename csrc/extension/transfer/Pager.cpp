@@ -353,9 +353,9 @@ void Pager::note_served(const EntityPtr& entity, const std::string& why) {
       "torch_lms: no room on the device for a storage of ",
       entity->nbytes(),
       " bytes that an op uses; the op works on the host copy, which is right but slow. Raise "
-      "the limit, or use smaller batches. (",
-      why,
-      ") Further cases are counted in torch_lms.stats().host_served.");
+      "the limit, or use smaller batches.",
+      why.empty() ? why : " (" + why + ")",
+      " Further cases are counted in torch_lms.stats().host_served.");
 }
 
 void Pager::call_off_pageout(const EntityPtr& entity) {

@@ -18,6 +18,7 @@ from torch_lms.swap.limits import Limit, parse_limits
 __all__ = ["count_cpu_allocations", "disable", "enable", "is_enabled"]
 
 _enabled = False
+_begun = False  # something that `disable` has to end
 
 
 def enable(
@@ -63,7 +64,7 @@ def enable(
         EnvError: if a CUDA graph was captured before automatic mode was on.
         LmsError: in a forked child, and on a PyTorch with the fork's patches, which pages by hand alone.
     """
-    global _enabled
+    global _enabled, _begun
     need_extension("automatic mode", "page with torch_lms.SwapEnv, or use stock PyTorch 2.11 or later")
     limits = parse_limits(limit)
     smallest = parse_bytes(min_bytes)
@@ -78,6 +79,7 @@ def enable(
         if expandable_segments:
             _expand_segments()
     intercepts.install()
+    _begun = True
     if swap or recompute or given is not None:
         planning.begin(wishes, given)
     for device, limit_bytes in limits.items():
@@ -95,12 +97,16 @@ def disable() -> None:
         torch.OutOfMemoryError: if what is paged out does not fit the device. Storages without room
             stay on the host, where they are right but slow, and come in when they are used.
     """
-    global _enabled
-    if _enabled:
-        _enabled = False
-        optimizers.uninstall()
-        planning.end()
+    global _enabled, _begun
+    if not _begun:
+        return
+    _enabled = False
+    optimizers.uninstall()
+    planning.end()
+    try:
         core.disable()
+    finally:
+        _begun = False
 
 
 def is_enabled() -> bool:

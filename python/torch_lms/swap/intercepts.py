@@ -4,7 +4,8 @@ Note [Ways around the dispatcher]
     numpy and DLPack hand an address out for good: the storage is pinned for the rest of its life.
     ``data_ptr`` hands it out for a call (Triton's launcher does this for every argument), and
     ``resize_`` frees the memory without an op: the storage is paged in and any page-out of it is
-    called off. A compiled graph runs kernels on its inputs' addresses: they stay until it ends.
+    called off. A compiled graph runs kernels on its inputs' addresses, and ``apply_``, ``map_`` and ``map2_`` call
+    Python while they go through addresses: what they are given stays until they end.
     From torch 2.13 on the core notices raw mutable access to paged-out storages by itself; these
     wrappers also cover 2.11 and 2.12, and addresses of resident storages. The fork's runtime notices
     every access, and pages out only what the program names: there, none of this is installed.
@@ -27,6 +28,7 @@ from torch_lms._core import core, sees_every_access
 
 __all__ = ["install"]
 
+_WATCHED = "_torch_lms_watched"
 _lock = threading.Lock()
 _installed = False
 
@@ -39,6 +41,8 @@ def install() -> None:
     with _lock:
         if _installed:
             return
+        from torch._inductor.output_code import CompiledFxGraph  # first: it may fail, or be interrupted
+
         _wrap(torch.Tensor, "numpy", _pin)
         _wrap(torch.Tensor, "__dlpack__", _pin)
         _wrap(torch.Tensor, "share_memory_", _use)
@@ -48,7 +52,9 @@ def install() -> None:
         _wrap(torch.UntypedStorage, "share_memory_", _use)
         _wrap_slices_of_storages()
         _wrap_to_dlpack()
-        _wrap_compiled_graph()
+        _wrap_held(CompiledFxGraph, "__call__", lambda graph, inputs, *_: inputs)
+        for name in ("apply_", "map_", "map2_"):
+            _wrap_held(torch.Tensor, name, lambda *tensors: tensors)
         _wrap(threading.Thread, "start", _wake)
         _installed = True
 
@@ -86,24 +92,48 @@ def _movable(owner: Any) -> bool:
 def _wrap(owner: type, name: str, before: Callable[[Any], None]) -> None:
     """Calls ``before(self)`` in front of a method."""
     method = getattr(owner, name)
+    if hasattr(method, _WATCHED):
+        return  # by an `install` that was interrupted
 
     @functools.wraps(method)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         before(self)
         return method(self, *args, **kwargs)
 
+    setattr(wrapper, _WATCHED, True)
+    setattr(owner, name, wrapper)
+
+
+def _wrap_held(owner: type, name: str, given: Callable[..., Any]) -> None:
+    """What a method is given, by its arguments, stays where it is until the method ends."""
+    method = getattr(owner, name)
+    if hasattr(method, _WATCHED):
+        return
+
+    @functools.wraps(method)
+    def wrapper(*args: Any) -> Any:
+        held = core.hold([tensor for tensor in given(*args) if _movable(tensor)])
+        try:
+            return method(*args)
+        finally:
+            del held  # they may go again
+
+    setattr(wrapper, _WATCHED, True)
     setattr(owner, name, wrapper)
 
 
 def _wrap_slices_of_storages() -> None:
     """A slice of a storage is another storage on the same memory."""
     get: Callable[[Any, Any], Any] = torch.UntypedStorage.__getitem__
+    if hasattr(get, _WATCHED):
+        return
 
     @functools.wraps(get)
     def wrapper(self: torch.UntypedStorage, index: Any) -> Any:
         (_pin if isinstance(index, slice) else _use)(self)
         return get(self, index)
 
+    setattr(wrapper, _WATCHED, True)
     torch.UntypedStorage.__getitem__ = wrapper  # type: ignore[method-assign]
 
 
@@ -111,27 +141,14 @@ def _wrap_to_dlpack() -> None:
     import torch.utils.dlpack
 
     to_dlpack: Callable[[Any], Any] = getattr(torch, "to_dlpack")  # noqa: B009  # not exported to type checkers
+    if hasattr(to_dlpack, _WATCHED):
+        return
 
     @functools.wraps(to_dlpack)
     def wrapper(tensor: Any) -> Any:
         _pin(tensor)
         return to_dlpack(tensor)
 
-    for module in (torch, torch.utils.dlpack):
+    setattr(wrapper, _WATCHED, True)
+    for module in (torch.utils.dlpack, torch):  # the one that is looked at last
         setattr(module, "to_dlpack", wrapper)  # noqa: B010  # the same
-
-
-def _wrap_compiled_graph() -> None:
-    from torch._inductor.output_code import CompiledFxGraph
-
-    call = CompiledFxGraph.__call__
-
-    @functools.wraps(call)
-    def wrapper(self: Any, inputs: Any) -> Any:
-        held = core.hold([tensor for tensor in inputs if _movable(tensor)])
-        try:
-            return call(self, inputs)
-        finally:
-            del held  # they may go again
-
-    CompiledFxGraph.__call__ = wrapper  # type: ignore[method-assign]
