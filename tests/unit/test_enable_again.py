@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from types import ModuleType
 
 import pytest
 import torch
+
+import torch_lms
+from tests.unit.fresh_process import in_fresh_process
 
 LIMIT_BYTES = 64 << 10
 
@@ -42,3 +46,50 @@ def test_lower_limit_while_on_makes_room_from_what_is_there(paged: ModuleType, c
         assert torch.equal(early[i], torch.arange(2500.0) + i)
         assert torch.equal(late[i], torch.arange(2500.0) + 100 + i)
     assert paged.stats().allocated_bytes <= LIMIT_BYTES
+
+
+def test_an_interrupted_disable_can_be_called_again(paged: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    paged.enable(limit=LIMIT_BYTES, min_bytes=512)
+    with monkeypatch.context() as patched:
+        patched.setattr("torch_lms.swap.planning.end", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            paged.disable()
+    paged.disable()
+    assert paged.stats().limit_bytes == 0
+    torch.ones(4 * LIMIT_BYTES)  # there is no limit any more
+
+
+def test_an_interrupted_enable_can_be_ended(paged: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("torch_lms.swap.optimizers.install", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            paged.enable(limit=LIMIT_BYTES, min_bytes=512)
+    paged.disable()
+    assert paged.stats().limit_bytes == 0
+    torch.ones(4 * LIMIT_BYTES)
+
+
+def layers_around_numpy() -> int:
+    module = sys.modules.pop("torch._inductor.output_code", None)
+    sys.modules["torch._inductor.output_code"] = None  # type: ignore[assignment]
+    for _ in range(3):
+        with pytest.raises(ImportError):
+            torch_lms.pageout(torch.ones(4096))
+    del sys.modules["torch._inductor.output_code"]
+    if module is not None:
+        sys.modules["torch._inductor.output_code"] = module
+    torch_lms.pageout(torch.ones(4096))
+    method, layers = torch.Tensor.numpy, 0
+    while hasattr(method, "__wrapped__"):
+        method, layers = method.__wrapped__, layers + 1
+    return layers
+
+
+def test_watching_that_fails_to_begin_begins_once() -> None:
+    assert in_fresh_process(layers_around_numpy) == 1

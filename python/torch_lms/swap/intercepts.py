@@ -52,9 +52,9 @@ def install() -> None:
         _wrap(torch.UntypedStorage, "share_memory_", _use)
         _wrap_slices_of_storages()
         _wrap_to_dlpack()
-        _wrap_held(CompiledFxGraph, "__call__", lambda graph, inputs, *_: inputs)
+        _wrap_graph(CompiledFxGraph)
         for name in ("apply_", "map_", "map2_"):
-            _wrap_held(torch.Tensor, name, lambda *tensors: tensors)
+            _wrap_pinned(torch.Tensor, name)
         _wrap(threading.Thread, "start", _wake)
         _installed = True
 
@@ -104,19 +104,40 @@ def _wrap(owner: type, name: str, before: Callable[[Any], None]) -> None:
     setattr(owner, name, wrapper)
 
 
-def _wrap_held(owner: type, name: str, given: Callable[..., Any]) -> None:
-    """What a method is given, by its arguments, stays where it is until the method ends."""
+def _wrap_graph(owner: Any) -> None:
+    """A compiled graph's inputs stay where they are until it ends."""
+    call = owner.__call__
+    if hasattr(call, _WATCHED):
+        return
+
+    @functools.wraps(call)
+    def wrapper(self: Any, inputs: Any) -> Any:
+        held = core.hold([tensor for tensor in inputs if _movable(tensor)])
+        try:
+            return call(self, inputs)
+        finally:
+            del held  # they may go again
+
+    setattr(wrapper, _WATCHED, True)
+    owner.__call__ = wrapper
+
+
+def _wrap_pinned(owner: type, name: str) -> None:
+    """The tensors that a method is given are pinned until it ends: also against page-outs by hand in what it calls."""
     method = getattr(owner, name)
     if hasattr(method, _WATCHED):
         return
 
     @functools.wraps(method)
     def wrapper(*args: Any) -> Any:
-        held = core.hold([tensor for tensor in given(*args) if _movable(tensor)])
+        pinned = [tensor for tensor in args if _movable(tensor)]
+        for tensor in pinned:
+            core.pin(tensor)
         try:
             return method(*args)
         finally:
-            del held  # they may go again
+            for tensor in pinned:
+                core.unpin(tensor)
 
     setattr(wrapper, _WATCHED, True)
     setattr(owner, name, wrapper)
