@@ -40,16 +40,26 @@ class Bottleneck(nn.Module):
         return functional.relu(y + self.shortcut(x))
 
 
-def resnet50() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
-    """The model, and its loss of a batch of small images."""
+def bottlenecks() -> tuple[list[nn.Module], int]:
+    """The blocks of a ResNet-50, and how many channels the last one gives."""
     blocks: list[nn.Module] = []
     channels_in = 64
     for stage, depth in enumerate((3, 4, 6, 3)):
         for index in range(depth):
             blocks.append(Bottleneck(channels_in, 64 << stage, 2 if stage and index == 0 else 1))
             channels_in = 256 << stage
-    stem = [nn.Conv2d(3, 64, 7, 2, padding=3, bias=False), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(3, 2, padding=1)]
-    model = nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels_in, 1000))
+    return blocks, channels_in
+
+
+def stem() -> list[nn.Module]:
+    """What a ResNet begins with."""
+    return [nn.Conv2d(3, 64, 7, 2, padding=3, bias=False), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(3, 2, padding=1)]
+
+
+def resnet50() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
+    """The model, and its loss of a batch of small images."""
+    blocks, channels = bottlenecks()
+    model = nn.Sequential(*stem(), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 1000))
     images, classes = torch.randn(4, 3, 64, 64), torch.randint(1000, (4,))
     return model, lambda model: functional.cross_entropy(model(images), classes)
 

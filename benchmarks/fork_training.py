@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from benchmarks.fork_step_worker import Block, Bottleneck
+from benchmarks.fork_step_worker import Block, bottlenecks, stem
 from benchmarks.fresh import CallFailedError, FreshProcesses, News, Row
 from benchmarks.results import Result
 from benchmarks.training import GIB, gradient_digest, make_deterministic
@@ -80,16 +80,10 @@ def gpt(batch: int) -> tuple[nn.Sequential, Loss]:
 
 def cnn(batch: int) -> tuple[nn.Sequential, Loss]:
     """A ResNet-50."""
-    blocks: list[nn.Module] = []
-    channels_in = 64
-    for stage, depth in enumerate((3, 4, 6, 3)):
-        for index in range(depth):
-            blocks.append(Bottleneck(channels_in, 64 << stage, 2 if stage and index == 0 else 1))
-            channels_in = 256 << stage
-    stem = [nn.Conv2d(3, 64, 7, 2, padding=3, bias=False), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(3, 2, padding=1)]
-    head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels_in, 1000))
+    blocks, channels = bottlenecks()
+    head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 1000))
     images, classes = torch.randn(batch, 3, 128, 128, device="cuda"), torch.randint(1000, (batch,), device="cuda")
-    return nn.Sequential(nn.Sequential(*stem), *blocks, head), lambda model: functional.cross_entropy(
+    return nn.Sequential(nn.Sequential(*stem()), *blocks, head), lambda model: functional.cross_entropy(
         model(images), classes
     )
 
