@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -89,87 +89,88 @@ def _movable(owner: Any) -> bool:
     )
 
 
+def _replace(owners: Sequence[Any], name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Puts a wrapper around a function that is found under a name in several places; once, if called again.
+
+    An `install` may have been interrupted: the last place is looked at, so that the others have it by then.
+    """
+    function = getattr(owners[-1], name)
+    if not hasattr(function, _WATCHED):
+        wrapper = functools.wraps(function)(wrap(function))
+        setattr(wrapper, _WATCHED, True)
+        for owner in owners:
+            setattr(owner, name, wrapper)
+
+
 def _wrap(owner: type, name: str, before: Callable[[Any], None]) -> None:
     """Calls ``before(self)`` in front of a method."""
-    method = getattr(owner, name)
-    if hasattr(method, _WATCHED):
-        return  # by an `install` that was interrupted
 
-    @functools.wraps(method)
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        before(self)
-        return method(self, *args, **kwargs)
+    def wrap(method: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+            before(self)
+            return method(self, *args, **kwargs)
 
-    setattr(wrapper, _WATCHED, True)
-    setattr(owner, name, wrapper)
+        return wrapper
+
+    _replace([owner], name, wrap)
 
 
-def _wrap_graph(owner: Any) -> None:
+def _wrap_graph(owner: type) -> None:
     """A compiled graph's inputs stay where they are until it ends."""
-    call = owner.__call__
-    if hasattr(call, _WATCHED):
-        return
 
-    @functools.wraps(call)
-    def wrapper(self: Any, inputs: Any) -> Any:
-        held = core.hold([tensor for tensor in inputs if _movable(tensor)])
-        try:
-            return call(self, inputs)
-        finally:
-            del held  # they may go again
+    def wrap(call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(self: Any, inputs: Any) -> Any:
+            held = core.hold([tensor for tensor in inputs if _movable(tensor)])
+            try:
+                return call(self, inputs)
+            finally:
+                del held  # they may go again
 
-    setattr(wrapper, _WATCHED, True)
-    owner.__call__ = wrapper
+        return wrapper
+
+    _replace([owner], "__call__", wrap)
 
 
 def _wrap_pinned(owner: type, name: str) -> None:
     """The tensors that a method is given are pinned until it ends: also against page-outs by hand in what it calls."""
-    method = getattr(owner, name)
-    if hasattr(method, _WATCHED):
-        return
 
-    @functools.wraps(method)
-    def wrapper(*args: Any) -> Any:
-        pinned = [tensor for tensor in args if _movable(tensor)]
-        for tensor in pinned:
-            core.pin(tensor)
-        try:
-            return method(*args)
-        finally:
+    def wrap(method: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*args: Any) -> Any:
+            pinned = [tensor for tensor in args if _movable(tensor)]
             for tensor in pinned:
-                core.unpin(tensor)
+                core.pin(tensor)
+            try:
+                return method(*args)
+            finally:
+                for tensor in pinned:
+                    core.unpin(tensor)
 
-    setattr(wrapper, _WATCHED, True)
-    setattr(owner, name, wrapper)
+        return wrapper
+
+    _replace([owner], name, wrap)
 
 
 def _wrap_slices_of_storages() -> None:
     """A slice of a storage is another storage on the same memory."""
-    get: Callable[[Any, Any], Any] = torch.UntypedStorage.__getitem__
-    if hasattr(get, _WATCHED):
-        return
 
-    @functools.wraps(get)
-    def wrapper(self: torch.UntypedStorage, index: Any) -> Any:
-        (_pin if isinstance(index, slice) else _use)(self)
-        return get(self, index)
+    def wrap(get: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(self: torch.UntypedStorage, index: Any) -> Any:
+            (_pin if isinstance(index, slice) else _use)(self)
+            return get(self, index)
 
-    setattr(wrapper, _WATCHED, True)
-    torch.UntypedStorage.__getitem__ = wrapper  # type: ignore[method-assign]
+        return wrapper
+
+    _replace([torch.UntypedStorage], "__getitem__", wrap)
 
 
 def _wrap_to_dlpack() -> None:
     import torch.utils.dlpack
 
-    to_dlpack: Callable[[Any], Any] = getattr(torch, "to_dlpack")  # noqa: B009  # not exported to type checkers
-    if hasattr(to_dlpack, _WATCHED):
-        return
+    def wrap(to_dlpack: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(tensor: Any) -> Any:
+            _pin(tensor)
+            return to_dlpack(tensor)
 
-    @functools.wraps(to_dlpack)
-    def wrapper(tensor: Any) -> Any:
-        _pin(tensor)
-        return to_dlpack(tensor)
+        return wrapper
 
-    setattr(wrapper, _WATCHED, True)
-    for module in (torch.utils.dlpack, torch):  # the one that is looked at last
-        setattr(module, "to_dlpack", wrapper)  # noqa: B010  # the same
+    _replace([torch.utils.dlpack, torch], "to_dlpack", wrap)
