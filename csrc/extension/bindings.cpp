@@ -6,6 +6,7 @@
 
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/jit/api/module.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <entity/Error.h>
@@ -15,6 +16,7 @@
 #include <extension/base/Compat.h>
 #include <extension/base/Fork.h>
 #include <extension/base/Interpreter.h>
+#include <extension/bind_exchange.h>
 #include <extension/bind_plans.h>
 #include <extension/memory/CpuDevice.h>
 
@@ -112,12 +114,27 @@ class HeldStorages {
   HeldStorages& operator=(const HeldStorages&) = delete;
 
  private:
-  Frame held_;
+  Pinned held_;
 };
 
 std::unique_ptr<HeldStorages> hold(const py::sequence& objects) {
   const auto storages = storages_of(objects);
   const py::gil_scoped_release no_gil;
+  return std::make_unique<HeldStorages>(storages);
+}
+
+/// All that a TorchScript module has: also what is no parameter and no buffer.
+std::unique_ptr<HeldStorages> hold_script_module(const py::handle& object) {
+  check_not_forked();
+  const c10::IValue module = py::cast<torch::jit::Module>(object)._ivalue();
+  std::vector<c10::Storage> storages;
+  const py::gil_scoped_release no_gil;
+  module.visit([&](const c10::IValue& value) {
+    if (value.isTensor() && value.toTensor().defined() && value.toTensor().has_storage()) {
+      storages.push_back(value.toTensor().storage());
+    }
+    return false; // on to what it contains
+  });
   return std::make_unique<HeldStorages>(storages);
 }
 
@@ -315,6 +332,7 @@ void bind_requests(py::module_& module) {
   module.def("use", &give_out);
   py::class_<HeldStorages>(module, "HeldStorages");
   module.def("hold", &hold);
+  module.def("hold_script_module", &hold_script_module);
   module.def(
       "state", [](const py::handle& object) { return runtime().manual.state(storage_of(object)); });
   module.def("pin", [](const py::handle& object) {
@@ -427,6 +445,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   bind_queues(module);
   bind_automatic_mode(module);
   bind_plans(module);
+  bind_exchange(module);
   module.attr("has_materializer") = compat::kHasMaterializer;
 #ifdef TORCH_LMS_WITH_CUDA
   module.attr("has_cuda") = true;

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include <ATen/DLConvertor.h>
+#include <ATen/dlpack.h>
 #include <torch/extension.h>
 #include <torch/library.h>
 
@@ -157,6 +158,51 @@ at::Tensor doubled(const at::Tensor& tensor, int64_t blocks) {
   return Doubled::apply(tensor, blocks);
 }
 
+// --- functions that call Python while they have an address ---
+
+at::Tensor made_around(int64_t numel, float value, const pybind11::function& call) {
+  at::Tensor made = at::empty({numel});
+  float* data = made.mutable_data_ptr<float>();
+  call();
+  std::fill(data, data + numel, value);
+  return made;
+}
+
+void written_around(const at::Tensor& tensor, float value, const pybind11::function& call) {
+  float* data = tensor.mutable_data_ptr<float>();
+  call();
+  std::fill(data, data + tensor.numel(), value);
+}
+
+// --- DLPack's table of functions, as other libraries use it ---
+
+const DLPackExchangeAPI& table_of(const pybind11::object& tensor) {
+  const pybind11::object capsule = pybind11::type::of(tensor).attr("__dlpack_c_exchange_api__");
+  return *static_cast<const DLPackExchangeAPI*>(
+      PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
+}
+
+double lent_sum(const pybind11::object& tensor, const pybind11::function& call) {
+  DLTensor view{};
+  if (table_of(tensor).dltensor_from_py_object_no_sync(tensor.ptr(), &view) != 0) {
+    throw pybind11::error_already_set();
+  }
+  call();
+  return sum_of(static_cast<const float*>(view.data), view.shape[0]);
+}
+
+double handed_out_sum(const pybind11::object& tensor, const pybind11::function& call) {
+  DLManagedTensorVersioned* managed = nullptr;
+  if (table_of(tensor).managed_tensor_from_py_object_no_sync(tensor.ptr(), &managed) != 0) {
+    throw pybind11::error_already_set();
+  }
+  call();
+  const double sum =
+      sum_of(static_cast<const float*>(managed->dl_tensor.data), managed->dl_tensor.shape[0]);
+  managed->deleter(managed);
+  return sum;
+}
+
 // --- an op of a library, with a kernel that goes through addresses ---
 
 void fill_in_op(const at::Tensor& tensor, double value) {
@@ -188,4 +234,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   define("write_beside_ops", &write_beside_ops);
   define("add", &add);
   define("doubled", &doubled);
+  module.def("made_around", &made_around);
+  module.def("written_around", &written_around);
+  module.def("lent_sum", &lent_sum);
+  module.def("handed_out_sum", &handed_out_sum);
 }

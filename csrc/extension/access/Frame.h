@@ -9,6 +9,7 @@
 #include <extension/access/KeptWatch.h>
 #include <extension/access/OpKind.h>
 #include <extension/access/OpRecipe.h>
+#include <extension/base/ForeignCall.h>
 #include <extension/trace/CycleTracker.h>
 #include <extension/transfer/Pager.h>
 
@@ -77,21 +78,33 @@ struct UsedDevices {
   size_t input_bytes = 0;
 };
 
+/// Entities that somebody has pinned and uses. The table keeps what is pinned.
+struct Pinned {
+  std::vector<Entity*> pinned;
+  std::vector<Entity*> served; ///< Of these, the ones used in their host copies.
+};
+
+/// An entity whose address a thread has been given, and pinned.
+struct GivenOut {
+  EntityPtr entity;
+  NativeCall call; ///< Who may go on using it: see Note [Functions that call Python].
+  bool on_host = false; ///< It is the address of its host copy.
+};
+
 /// What one thread's ops have pinned, and what has been given out to it.
 ///
 /// Not thread-safe: a thread's own.
-struct Frame {
+struct Frame : Pinned {
   int64_t depth = 0; ///< Records inside of the outermost op, itself included; 0 outside.
   bool holding = false; ///< What the outermost op calls is watched, too.
   bool collective = false; ///< Threads of a library use what it uses, and all that it makes inside.
   bool sealed =
       false; ///< The outermost op is one of PyTorch's with a kernel: it may have a recipe.
+  bool makes_empty = false; ///< The outermost op leaves what it makes for somebody else to fill.
   bool inside_kernel = false; ///< The outermost op of this thread is part of another thread's.
   bool timed = false; ///< The outermost op has a time: automatic mode wants to know what it uses.
   uint64_t now = 0; ///< That time.
-  std::vector<Entity*> pinned; ///< The table keeps what is pinned.
-  std::vector<Entity*> served; ///< Of these, the ones used in their host copies.
-  std::vector<Entity*> written; ///< Of these, the ones that the op may write to, while it begins.
+  std::vector<Entity*> written; ///< Of those pinned, the ones that the op may write to, while it begins.
   KeptWatch kept_watch; ///< Of these, the ones that the op takes an address of, and only reads.
   std::vector<bool> wrote; ///< Whether the op may write to each of `pinned`, while it is recorded.
   uint64_t recording = 0; ///< In which the outermost op began.
@@ -99,8 +112,7 @@ struct Frame {
   bool binds = false; ///< The plan's op at that place makes something that an action names.
   std::shared_ptr<OpRecipe> recipe; ///< Of the outermost op, if somebody wants it.
   c10::Storage before; ///< What it overwrites, as it was, if it is to be auditioned.
-  std::vector<EntityPtr> given_out; ///< Whose addresses the thread has been given, and pinned.
-  std::vector<EntityPtr> given_out_on_host; ///< Of these, those in their host copies.
+  std::vector<GivenOut> given_out;
   RecentEntities recent;
   KnownShape cycle;
   OpKinds kinds;

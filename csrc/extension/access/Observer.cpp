@@ -24,25 +24,28 @@ constexpr uint64_t kOpsBetweenSettles = 8;
 // The callbacks get nothing but the record.
 std::atomic<Observer*> instance{nullptr};
 
-void release(std::vector<Entity*>& pinned, std::vector<Entity*>& served) noexcept {
-  for (Entity* entity : served) {
+void release_all(Pinned& used) noexcept {
+  for (Entity* entity : used.served) {
     entity->end_service();
   }
-  for (Entity* entity : pinned) {
+  for (Entity* entity : used.pinned) {
     entity->unpin();
   }
-  served.clear();
-  pinned.clear();
+  used.served.clear();
+  used.pinned.clear();
+}
+
+void take_back(const GivenOut& given) noexcept {
+  if (given.on_host) {
+    given.entity->end_service();
+  }
+  given.entity->unpin();
 }
 
 void release_given_out(Frame& frame) noexcept {
-  for (const EntityPtr& entity : frame.given_out_on_host) {
-    entity->end_service();
+  for (const GivenOut& given : frame.given_out) {
+    take_back(given);
   }
-  for (const EntityPtr& entity : frame.given_out) {
-    entity->unpin();
-  }
-  frame.given_out_on_host.clear();
   frame.given_out.clear();
 }
 
@@ -112,7 +115,7 @@ Observer::Observer(Pager& pager, Policy& policy, Recipes& recipes, Planning& pla
       chaos_(chaos),
       large_ops_(pager, policy) {
   instance.store(this, std::memory_order_release);
-  pager_.set_raw_access([this](c10::StorageImpl& storage) { give_out(storage); });
+  pager_.set_raw_access([this](c10::StorageImpl& storage) { raw_access(storage); });
 }
 
 // --- the callback ---------------------------------------------------------------------
@@ -176,6 +179,7 @@ void Observer::begin(const at::RecordFunction& record) {
     return;
   }
   frame.sealed = kind == OpKind::kSealed;
+  frame.makes_empty = op.makes_empty;
   if (at::in_parallel_region()) { // a kernel's own threads: part of another op
     frame.inside_kernel = true;
   } else if (planning_.wants_ops()) {
@@ -206,7 +210,7 @@ void Observer::begin_outermost(const at::RecordFunction& record, const char* nam
     frame.now = policy_->cycles().next_op();
   }
   if (!frame.given_out.empty() && !in_foreign_call()) {
-    take_back();
+    take_back_returned(frame);
   }
   // It asks the device, and nobody waits for what it forgets but who wants ops unobserved again.
   if (pager_.arrivals().any() && (!frame.timed || frame.now % kOpsBetweenSettles == 0)) {
@@ -246,10 +250,12 @@ Entity* Observer::find(c10::StorageImpl& storage, Frame& frame) {
   if (!tracked) {
     return frame.recent.find(storage, pager_);
   }
-  return frame.recent.find_or_track(storage, [&] {
-    return on_library_thread() ? pager_.find(storage)
-                               : pager_.find_or_track(storage, /*by_hand=*/false);
-  });
+  return frame.recent.find_or_track(
+      storage, [&] { return find_or_track(storage, /*by_hand=*/false); });
+}
+
+EntityPtr Observer::find_or_track(c10::StorageImpl& storage, bool by_hand) {
+  return on_library_thread() ? pager_.find(storage) : pager_.find_or_track(storage, by_hand);
 }
 
 /// What `pin_inputs` finds on its way.
@@ -372,7 +378,7 @@ void Observer::bring_inputs(const at::RecordFunction& record, Frame& frame) {
 /// All inputs are pinned by now, so that making room for one does not push another out. Calls
 /// their page-outs off, which could not be committed now, and making room would wait for them;
 /// then pages in.
-void Observer::use_unsettled(Frame& frame, size_t first, OpKind kind) {
+void Observer::use_unsettled(Pinned& frame, size_t first, OpKind kind) {
   std::vector<EntityPtr> entities;
   for (size_t i = first; i < frame.pinned.size(); ++i) {
     entities.push_back(entity_of(frame.pinned[i]->shared_from_this()));
@@ -399,6 +405,9 @@ void Observer::note_outputs(const at::RecordFunction& record, Frame& frame) {
       Entity* entity = find(storage, frame);
       if (entity != nullptr && frame.timed) {
         entity->uses.record(frame.now, policy_->cycles().shape(frame.cycle));
+      }
+      if (entity != nullptr && frame.makes_empty) {
+        give(entity_of(entity->shared_from_this()), innermost_call());
       }
     });
   }
@@ -436,7 +445,7 @@ void Observer::release_pinned(Frame& frame) noexcept {
   this_thread().op_name = nullptr;
   this_thread().op_input_bytes = 0;
   frame.kept_watch.end();
-  torch_lms::release(frame.pinned, frame.served);
+  release_all(frame);
   frame.wrote.clear();
   OpClock::get().end_op();
   if (frame.recipe != nullptr) {
@@ -513,29 +522,59 @@ void Observer::tell_policy(
 // --- addresses that are given out -------------------------------------------------------
 
 void Observer::give_out(c10::StorageImpl& storage) {
+  if (!note_access_in_op(storage)) {
+    lend(storage, {});
+  }
+}
+
+/// Somebody takes the address of a watched storage to write to it.
+void Observer::raw_access(c10::StorageImpl& storage) {
+  if (!note_access_in_op(storage)) {
+    lend(storage, innermost_call());
+  }
+}
+
+/// False unless an op's kernel takes the address of what the op has pinned, and may write to it.
+bool Observer::note_access_in_op(c10::StorageImpl& storage) {
+  if (this_thread().replaying) {
+    return true;
+  }
   Frame& frame = frame_of_thread();
   const EntityPtr entity = has_bytes(storage) ? pager_.find(storage) : nullptr;
-  const bool pinned =
-      this_thread().replaying ||
-      (entity != nullptr &&
-       std::find(frame.pinned.begin(), frame.pinned.end(), entity.get()) != frame.pinned.end());
-  if (pinned) { // An op's kernel takes the address of what the op has pinned, and may write to it.
-    if (entity != nullptr && !this_thread().replaying && !frame.kept_watch.holds(*entity)) {
-      entity->release_copy();
-    }
-    return;
+  if (entity == nullptr ||
+      std::find(frame.pinned.begin(), frame.pinned.end(), entity.get()) == frame.pinned.end()) {
+    return false;
   }
+  if (!frame.kept_watch.holds(*entity)) {
+    entity->release_copy();
+  }
+  return true;
+}
+
+/// Also of a storage that no op has shown yet: another thread may page it out.
+EntityPtr Observer::entity_for_address(c10::StorageImpl& storage) {
+  const bool tracked = has_bytes(storage) && policy_->tracks(storage.nbytes());
+  return tracked || (has_bytes(storage) && pager_.tracks_by_hand())
+      ? find_or_track(storage, /*by_hand=*/!tracked)
+      : nullptr;
+}
+
+void Observer::lend(c10::StorageImpl& storage, const NativeCall& call) {
   before_raw_access(storage);
-  if (entity == nullptr) {
-    return;
+  if (const EntityPtr entity = entity_for_address(storage)) {
+    planning_.note_raw_access(entity);
+    give(entity, call);
   }
-  planning_.note_raw_access(entity);
+}
+
+void Observer::give(const EntityPtr& entity, const NativeCall& call) {
+  Frame& frame = frame_of_thread();
   entity->device().note_current_stream();
-  frame.given_out.push_back(entity);
+  frame.given_out.push_back({entity, call});
   entity->pin(); // before it comes in: making room for it must not push it out
   pager_.call_off_pageout(entity);
   if (pager_.use(entity) == Place::kHost) {
-    frame.given_out_on_host.push_back(entity);
+    frame.given_out.back().on_host = true;
   }
   entity->uses.record(policy_->cycles().now(), policy_->cycles().shape());
   entity->release_copy();
@@ -545,6 +584,14 @@ void Observer::take_back() {
   release_given_out(frame_of_thread());
 }
 
+/// See Note [Functions that call Python].
+void Observer::take_back_returned(Frame& frame) {
+  const auto goes_on = [](const GivenOut& given) { return waits_for_python(given.call); };
+  const auto returned = std::stable_partition(frame.given_out.begin(), frame.given_out.end(), goes_on);
+  std::for_each(returned, frame.given_out.end(), &torch_lms::take_back);
+  frame.given_out.erase(returned, frame.given_out.end());
+}
+
 void Observer::discover(const std::vector<c10::Storage>& storages) {
   Frame& frame = frame_of_thread();
   for (const c10::Storage& storage : storages) {
@@ -552,11 +599,10 @@ void Observer::discover(const std::vector<c10::Storage>& storages) {
   }
 }
 
-void Observer::hold(const std::vector<c10::Storage>& storages, Frame& held) {
-  Frame& frame = frame_of_thread();
+void Observer::hold(const std::vector<c10::Storage>& storages, Pinned& held) {
   for (const c10::Storage& storage : storages) {
-    if (Entity* entity = find(*storage.unsafeGetStorageImpl(), frame)) {
-      held.pinned.push_back(entity);
+    if (const EntityPtr entity = entity_for_address(*storage.unsafeGetStorageImpl())) {
+      held.pinned.push_back(entity.get());
       entity->pin();
       entity->uses.record(policy_->cycles().now(), policy_->cycles().shape());
       entity->device().note_current_stream();
@@ -571,8 +617,8 @@ void Observer::hold(const std::vector<c10::Storage>& storages, Frame& held) {
   }
 }
 
-void Observer::release(Frame& held) {
-  torch_lms::release(held.pinned, held.served);
+void Observer::release(Pinned& held) {
+  release_all(held);
 }
 
 // --- when ops are observed ----------------------------------------------------------------

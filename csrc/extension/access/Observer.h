@@ -87,8 +87,8 @@ class Observer final : public OpFeed {
 
   /// Pins storages' entities (those that automatic mode tracks become ones) and brings them in:
   /// raw kernels run on them. To be released with `release`.
-  void hold(const std::vector<c10::Storage>& storages, Frame& held);
-  void release(Frame& held);
+  void hold(const std::vector<c10::Storage>& storages, Pinned& held);
+  void release(Pinned& held);
 
  private:
   static std::unique_ptr<at::ObserverContext> on_begin(const at::RecordFunction& record);
@@ -108,7 +108,7 @@ class Observer final : public OpFeed {
       bool all,
       Pinning& pinning);
   void bring_inputs(const at::RecordFunction& record, Frame& frame);
-  void use_unsettled(Frame& frame, size_t first, OpKind kind);
+  void use_unsettled(Pinned& frame, size_t first, OpKind kind);
   void note_end(const at::RecordFunction& record, Frame& frame, size_t input_bytes);
   void tell_policy(const at::RecordFunction& record, Frame& frame, const UsedDevices& used);
   void note_outputs(const at::RecordFunction& record, Frame& frame);
@@ -117,6 +117,13 @@ class Observer final : public OpFeed {
   void note_program_thread();
   bool in_program(Frame& frame) const;
   Entity* find(c10::StorageImpl& storage, Frame& frame);
+  EntityPtr find_or_track(c10::StorageImpl& storage, bool by_hand);
+  EntityPtr entity_for_address(c10::StorageImpl& storage);
+  void raw_access(c10::StorageImpl& storage);
+  bool note_access_in_op(c10::StorageImpl& storage);
+  void lend(c10::StorageImpl& storage, const NativeCall& call);
+  void give(const EntityPtr& entity, const NativeCall& call);
+  void take_back_returned(Frame& frame);
   void install(bool outputs);
   void uninstall();
   bool wanted() const;

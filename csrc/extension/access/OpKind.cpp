@@ -96,7 +96,8 @@ OpTraits traits_of_pytorchs(const char* name, const char* overload) {
   const OpKind kind = is_composite(*op) ? OpKind::kComposite
                       : is_view(*op)    ? OpKind::kView
                                         : OpKind::kSealed;
-  return {kind, written_arguments(*op), casts_of(*op), takes_addresses(name)};
+  const bool makes_empty = starts_with(name, "aten::empty") || starts_with(name, "aten::new_empty");
+  return {kind, written_arguments(*op), casts_of(*op), takes_addresses(name), makes_empty};
 }
 
 OpTraits find_traits(const char* name, const char* overload) {

@@ -39,6 +39,8 @@ struct OpTraits {
   c10::DispatchKeySet casts;
   /// See Note [Addresses that are only read through].
   bool takes_addresses = false;
+  /// It leaves what it makes for somebody else to fill, who may do so by its address.
+  bool makes_empty = false;
 
   bool writes(size_t argument) const noexcept {
     return (written >> (argument < 63 ? argument : 63) & 1) != 0;

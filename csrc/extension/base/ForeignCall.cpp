@@ -131,11 +131,23 @@ std::shared_ptr<const CodeMap> current_map(const std::shared_ptr<const CodeMap>&
   return map;
 }
 
+/// Frames further in than the outermost op's are the op's own.
 struct Walk {
-  uintptr_t outside_of; // frames further in are an op's own
+  const uintptr_t outside_of = reinterpret_cast<uintptr_t>(this_thread().op);
   std::shared_ptr<const CodeMap> map;
-  bool foreign = false;
 };
+
+/// Calls `visit(frame, walk)` from the inside out while it returns true. False for want of memory.
+template <typename OfWalk>
+bool walk_stack(OfWalk& walk, _Unwind_Trace_Fn visit) noexcept {
+  try {
+    walk.map = current_map(nullptr);
+    _Unwind_Backtrace(visit, &walk);
+    return true;
+  } catch (const std::bad_alloc&) {
+    return false;
+  }
+}
 
 /// Code that belongs to no library is foreign: somebody has generated it.
 Owner owner_of_code(uintptr_t address, Walk& walk) {
@@ -147,28 +159,84 @@ Owner owner_of_code(uintptr_t address, Walk& walk) {
   return range == nullptr ? Owner::kForeign : range->owner;
 }
 
-_Unwind_Reason_Code visit(_Unwind_Context* frame, void* context) {
-  auto& walk = *static_cast<Walk*>(context);
-  const uintptr_t address = _Unwind_GetIP(frame);
-  if (address == 0 || _Unwind_GetCFA(frame) <= walk.outside_of) {
+/// Whether the frame is to be looked at.
+bool is_outside(_Unwind_Context* frame, const Walk& walk) {
+  return _Unwind_GetIP(frame) != 0 && _Unwind_GetCFA(frame) > walk.outside_of;
+}
+
+Owner owner_of_frame(_Unwind_Context* frame, Walk& walk) {
+  return owner_of_code(_Unwind_GetIP(frame) - 1, walk); // of the call, not of what follows it
+}
+
+struct ForForeign : Walk {
+  bool found = false;
+
+  static _Unwind_Reason_Code visit(_Unwind_Context* frame, void* context) {
+    auto& walk = *static_cast<ForForeign*>(context);
+    if (!is_outside(frame, walk)) {
+      return _URC_NO_REASON;
+    }
+    const Owner owner = owner_of_frame(frame, walk);
+    walk.found = owner == Owner::kForeign;
+    return owner == Owner::kKnown ? _URC_NO_REASON : _URC_END_OF_STACK;
+  }
+};
+
+struct ForInnermostCall : Walk {
+  NativeCall call;
+  bool in_interpreter = false;
+
+  static _Unwind_Reason_Code visit(_Unwind_Context* frame, void* context) {
+    auto& walk = *static_cast<ForInnermostCall*>(context);
+    if (!is_outside(frame, walk)) {
+      return _URC_NO_REASON;
+    }
+    walk.in_interpreter = owner_of_frame(frame, walk) == Owner::kInterpreter;
+    if (walk.in_interpreter) {
+      return _URC_END_OF_STACK;
+    }
+    walk.call = {_Unwind_GetCFA(frame), _Unwind_GetRegionStart(frame)};
     return _URC_NO_REASON;
   }
-  const Owner owner = owner_of_code(address - 1, walk); // of the call, not of what follows it
-  walk.foreign = owner == Owner::kForeign;
-  return owner == Owner::kKnown ? _URC_NO_REASON : _URC_END_OF_STACK;
-}
+};
+
+struct ForCall : Walk {
+  NativeCall sought;
+  bool called_python = false;
+  bool found = false;
+
+  static _Unwind_Reason_Code visit(_Unwind_Context* frame, void* context) {
+    auto& walk = *static_cast<ForCall*>(context);
+    const uintptr_t at = _Unwind_GetCFA(frame);
+    if (at > walk.sought.frame) {
+      return _URC_END_OF_STACK;
+    }
+    if (at == walk.sought.frame) {
+      walk.found = walk.called_python && _Unwind_GetRegionStart(frame) == walk.sought.function;
+      return _URC_END_OF_STACK;
+    }
+    walk.called_python = walk.called_python || (is_outside(frame, walk) &&
+                                                owner_of_frame(frame, walk) == Owner::kInterpreter);
+    return _URC_NO_REASON;
+  }
+};
 
 } // namespace
 
 bool in_foreign_call() noexcept {
-  Walk walk{reinterpret_cast<uintptr_t>(this_thread().op), nullptr};
-  try {
-    walk.map = current_map(nullptr);
-    _Unwind_Backtrace(&visit, &walk);
-  } catch (const std::bad_alloc&) {
-    return true; // Not to know is no leave to vacate.
-  }
-  return walk.foreign;
+  ForForeign walk;
+  return !walk_stack(walk, &ForForeign::visit) || walk.found; // Not to know is no leave to vacate.
+}
+
+NativeCall innermost_call() noexcept {
+  ForInnermostCall walk;
+  return walk_stack(walk, &ForInnermostCall::visit) && walk.in_interpreter ? walk.call : NativeCall();
+}
+
+bool waits_for_python(const NativeCall& call) noexcept {
+  ForCall walk;
+  walk.sought = call;
+  return call.frame != 0 && (!walk_stack(walk, &ForCall::visit) || walk.found);
 }
 
 } // namespace torch_lms

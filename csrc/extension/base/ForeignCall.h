@@ -1,5 +1,7 @@
 #pragma once
 
+#include <cstdint>
+
 namespace torch_lms {
 
 /// Note [Foreign calls]
@@ -21,5 +23,25 @@ namespace torch_lms {
 /// to vacate memory. Thread-safe; blocks on nothing but the dynamic linker's lock, and that only
 /// after a library has been loaded; may be called with and without the GIL.
 bool in_foreign_call() noexcept;
+
+/// Note [Functions that call Python]
+/// A function may be given an address, call Python, and go on through the address when Python has
+/// returned: `torch.tensor` makes a tensor with `empty`, asks each element of its list for a value,
+/// which may run ops, and writes that. So what a thread has been given stays not only until its
+/// next op, but also while the function that the interpreter had called then waits for Python. It
+/// is found by its place on the stack, with the interpreter's frames further in.
+
+/// A function that the interpreter has called, on the calling thread's stack.
+struct NativeCall {
+  uintptr_t frame = 0; ///< 0 for none.
+  uintptr_t function = 0;
+};
+
+/// The innermost one, around the outermost op if there is one; none on a thread without Python.
+/// Thread-safety and cost are those of `in_foreign_call`, and so are those of the next.
+NativeCall innermost_call() noexcept;
+
+/// Whether the function has not returned, and has called Python.
+bool waits_for_python(const NativeCall& call) noexcept;
 
 } // namespace torch_lms

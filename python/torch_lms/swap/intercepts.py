@@ -4,8 +4,9 @@ Note [Ways around the dispatcher]
     numpy and DLPack hand an address out for good: the storage is pinned for the rest of its life.
     ``data_ptr`` hands it out for a call (Triton's launcher does this for every argument), and
     ``resize_`` frees the memory without an op: the storage is paged in and any page-out of it is
-    called off. A compiled graph runs kernels on its inputs' addresses, and ``apply_``, ``map_`` and ``map2_`` call
-    Python while they go through addresses: what they are given stays until they end.
+    called off. A compiled graph runs kernels on its inputs' addresses; ``apply_``, ``map_`` and ``map2_`` call Python
+    while they go through addresses; what reads and writes files goes through addresses and may call a file that is
+    Python's own, while other threads go on: what these are given stays until they end.
     From torch 2.13 on the core notices raw mutable access to paged-out storages by itself; these
     wrappers also cover 2.11 and 2.12, and addresses of resident storages. The fork's runtime notices
     every access, and pages out only what the program names: there, none of this is installed.
@@ -29,6 +30,11 @@ from torch_lms._core import core, sees_every_access
 __all__ = ["install"]
 
 _WATCHED = "_torch_lms_watched"
+_FILE_FUNCTIONS = (
+    (torch._C.PyTorchFileWriter, "write_record"),
+    (torch.UntypedStorage, "_write_file"),
+    (torch.UntypedStorage, "_set_from_file"),
+)
 _lock = threading.Lock()
 _installed = False
 
@@ -52,9 +58,14 @@ def install() -> None:
         _wrap(torch.UntypedStorage, "share_memory_", _use)
         _wrap_slices_of_storages()
         _wrap_to_dlpack()
-        _wrap_graph(CompiledFxGraph)
+        _wrap_held(CompiledFxGraph, "__call__", _hold_inputs)
         for name in ("apply_", "map_", "map2_"):
-            _wrap_pinned(torch.Tensor, name)
+            _wrap_held(torch.Tensor, name, _hold_arguments)
+        for owner, name in _FILE_FUNCTIONS:
+            _wrap_held(owner, name, _hold_arguments)
+        for name in ("save", "save_to_buffer", "_save_for_mobile", "_save_to_buffer_for_mobile"):
+            _wrap_held(torch._C.ScriptModule, name, _hold_script_module)
+        _wrap_exchange()
         _wrap(threading.Thread, "start", _wake)
         _installed = True
 
@@ -115,39 +126,40 @@ def _wrap(owner: type, name: str, before: Callable[[Any], None]) -> None:
     _replace([owner], name, wrap)
 
 
-def _wrap_graph(owner: type) -> None:
-    """A compiled graph's inputs stay where they are until it ends."""
-
-    def wrap(call: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapper(self: Any, inputs: Any) -> Any:
-            held = core.hold([tensor for tensor in inputs if _movable(tensor)])
-            try:
-                return call(self, inputs)
-            finally:
-                del held  # they may go again
-
-        return wrapper
-
-    _replace([owner], "__call__", wrap)
+def _hold_inputs(_: Any, inputs: Sequence[Any]) -> Any:
+    return _hold_arguments(*inputs)
 
 
-def _wrap_pinned(owner: type, name: str) -> None:
-    """The tensors that a method is given are pinned until it ends: also against page-outs by hand in what it calls."""
+def _hold_arguments(*args: Any) -> Any:
+    owners = [owner for owner in args if _movable(owner)]
+    return core.hold(owners) if owners else None
+
+
+def _hold_script_module(module: Any, *_: Any) -> Any:
+    return None if core.in_forked_child() else core.hold_script_module(module)
+
+
+def _wrap_held(owner: type, name: str, hold: Callable[..., Any]) -> None:
+    """What ``hold`` finds in a method's arguments stays where it is until the method ends."""
 
     def wrap(method: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapper(*args: Any) -> Any:
-            pinned = [tensor for tensor in args if _movable(tensor)]
-            for tensor in pinned:
-                core.pin(tensor)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            held = hold(*args)
             try:
-                return method(*args)
+                return method(*args, **kwargs)
             finally:
-                for tensor in pinned:
-                    core.unpin(tensor)
+                del held  # it may go again
 
         return wrapper
 
     _replace([owner], name, wrap)
+
+
+def _wrap_exchange() -> None:
+    """See Note [DLPack's table of functions] in csrc/extension/bind_exchange.h."""
+    table = torch.Tensor.__dict__.get("__dlpack_c_exchange_api__")
+    if table is not None:
+        torch.Tensor.__dlpack_c_exchange_api__ = core.watch_exchange(table)  # type: ignore[attr-defined]
 
 
 def _wrap_slices_of_storages() -> None:

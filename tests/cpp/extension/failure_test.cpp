@@ -206,7 +206,7 @@ TEST(a_raw_access) {
 TEST(storages_that_are_held) {
   const Settled settled;
   OneTensor one;
-  Frame held;
+  Pinned held;
   fail_each(
       [&] {
         one.renew();

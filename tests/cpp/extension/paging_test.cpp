@@ -254,7 +254,7 @@ TEST(storages_that_are_held_stay_and_come_in) {
   const Settled settled;
   const at::Tensor tensor = tensor_of(9);
   REQUIRE(go_out(tensor));
-  Frame held;
+  Pinned held;
   lms().observer.hold({tensor.storage()}, held);
   CHECK_EQ(state(tensor), "resident");
   CHECK_EQ(page_out({tensor}), 0);

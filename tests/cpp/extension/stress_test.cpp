@@ -198,7 +198,7 @@ class Stress {
       }
       case 7: {
         const c10::Storage storage = storage_of(slot);
-        Frame held;
+        Pinned held;
         lms().observer.hold({storage}, held);
         std::this_thread::yield();
         lms().observer.release(held);
