@@ -43,7 +43,8 @@ bool before_access(void* object, const Call& call) {
 
 int hand_out(void* object, DLManagedTensorVersioned** out) {
   const auto pin = [](const c10::Storage& storage) { Runtime::get().manual.pin(storage); };
-  return before_access(object, pin) ? theirs.managed_tensor_from_py_object_no_sync(object, out) : -1;
+  return before_access(object, pin) ? theirs.managed_tensor_from_py_object_no_sync(object, out)
+                                    : -1;
 }
 
 int lend(void* object, DLTensor* out) {
@@ -54,7 +55,8 @@ int lend(void* object, DLTensor* out) {
 }
 
 py::capsule watch_exchange(const py::capsule& given) {
-  const auto* table = static_cast<const DLPackExchangeAPI*>(PyCapsule_GetPointer(given.ptr(), kName));
+  const auto* table =
+      static_cast<const DLPackExchangeAPI*>(PyCapsule_GetPointer(given.ptr(), kName));
   if (table == nullptr) {
     throw py::error_already_set();
   }
@@ -70,7 +72,8 @@ py::capsule watch_exchange(const py::capsule& given) {
   theirs = ours = *table;
   ours.header.prev_api = nullptr; // those are not watched
   ours.managed_tensor_from_py_object_no_sync = &hand_out;
-  ours.dltensor_from_py_object_no_sync = theirs.dltensor_from_py_object_no_sync != nullptr ? &lend : nullptr;
+  ours.dltensor_from_py_object_no_sync =
+      theirs.dltensor_from_py_object_no_sync != nullptr ? &lend : nullptr;
   return py::capsule(&ours, kName);
 }
 

@@ -104,7 +104,8 @@ struct Frame : Pinned {
   bool inside_kernel = false; ///< The outermost op of this thread is part of another thread's.
   bool timed = false; ///< The outermost op has a time: automatic mode wants to know what it uses.
   uint64_t now = 0; ///< That time.
-  std::vector<Entity*> written; ///< Of those pinned, the ones that the op may write to, while it begins.
+  std::vector<Entity*>
+      written; ///< Of those pinned, the ones that the op may write to, while it begins.
   KeptWatch kept_watch; ///< Of these, the ones that the op takes an address of, and only reads.
   std::vector<bool> wrote; ///< Whether the op may write to each of `pinned`, while it is recorded.
   uint64_t recording = 0; ///< In which the outermost op began.

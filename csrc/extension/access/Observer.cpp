@@ -555,8 +555,8 @@ bool Observer::note_access_in_op(c10::StorageImpl& storage) {
 EntityPtr Observer::entity_for_address(c10::StorageImpl& storage) {
   const bool tracked = has_bytes(storage) && policy_->tracks(storage.nbytes());
   return tracked || (has_bytes(storage) && pager_.tracks_by_hand())
-      ? find_or_track(storage, /*by_hand=*/!tracked)
-      : nullptr;
+             ? find_or_track(storage, /*by_hand=*/!tracked)
+             : nullptr;
 }
 
 void Observer::lend(c10::StorageImpl& storage, const NativeCall& call) {
@@ -587,7 +587,8 @@ void Observer::take_back() {
 /// See Note [Functions that call Python].
 void Observer::take_back_returned(Frame& frame) {
   const auto goes_on = [](const GivenOut& given) { return waits_for_python(given.call); };
-  const auto returned = std::stable_partition(frame.given_out.begin(), frame.given_out.end(), goes_on);
+  const auto returned =
+      std::stable_partition(frame.given_out.begin(), frame.given_out.end(), goes_on);
   std::for_each(returned, frame.given_out.end(), &torch_lms::take_back);
   frame.given_out.erase(returned, frame.given_out.end());
 }

@@ -230,7 +230,8 @@ bool in_foreign_call() noexcept {
 
 NativeCall innermost_call() noexcept {
   ForInnermostCall walk;
-  return walk_stack(walk, &ForInnermostCall::visit) && walk.in_interpreter ? walk.call : NativeCall();
+  return walk_stack(walk, &ForInnermostCall::visit) && walk.in_interpreter ? walk.call
+                                                                           : NativeCall();
 }
 
 bool waits_for_python(const NativeCall& call) noexcept {
