@@ -159,7 +159,7 @@ def _wrap_exchange() -> None:
     """See Note [DLPack's table of functions] in csrc/extension/bind_exchange.h."""
     table = torch.Tensor.__dict__.get("__dlpack_c_exchange_api__")
     if table is not None:
-        torch.Tensor.__dlpack_c_exchange_api__ = core.watch_exchange(table)  # type: ignore[attr-defined]
+        torch.Tensor.__dlpack_c_exchange_api__ = core.watch_exchange(table)
 
 
 def _wrap_slices_of_storages() -> None:
