@@ -25,26 +25,53 @@ class OpClock {
   /// Names a thread; no other ever has the same. 0 names none.
   using Thread = uint64_t;
 
-  static OpClock& get();
+  static OpClock& get() noexcept {
+    return clock_;
+  }
 
   /// The outermost op of the calling thread begins. Thread-safe.
-  void begin_op() noexcept;
+  void begin_op() noexcept {
+    this_thread_slot().running_since.store(
+        now_.load(std::memory_order_relaxed), std::memory_order_seq_cst);
+  }
 
   /// The outermost op of the calling thread has ended. Thread-safe.
-  void end_op() noexcept;
+  void end_op() noexcept {
+    this_thread_slot().running_since.store(0, std::memory_order_release);
+  }
 
   /// A new tick, later than that of every op that is running. Thread-safe.
   uint64_t tick() noexcept;
 
   /// The calling thread. Thread-safe.
-  static Thread this_thread() noexcept;
+  static Thread this_thread() noexcept {
+    return this_thread_slot().thread;
+  }
 
   /// Whether an op that began at or before `tick` is still running on a thread
   /// other than `except`. Thread-safe.
   bool running_since(uint64_t tick, Thread except = this_thread()) noexcept;
 
  private:
-  OpClock() = default;
+  struct Slot {
+    std::atomic<uint64_t> running_since{0};
+    Thread thread = 0;
+    Slot* next = nullptr;
+  };
+  struct SlotList;
+  struct ThreadSlot;
+
+  constexpr OpClock() = default;
+  static SlotList& slot_list();
+  static Slot& make_slot() noexcept;
+  static Slot& this_thread_slot() noexcept {
+    return own_slot_ != nullptr ? *own_slot_ : make_slot();
+  }
+
+  // Read by every op: neither an object with a destructor nor one that has to be made first.
+  static OpClock clock_;
+  static __thread Slot* own_slot_ __attribute__((tls_model("initial-exec")));
+
   // 0 is kept for "no op is running".
   std::atomic<uint64_t> now_{1};
 };

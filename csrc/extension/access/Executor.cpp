@@ -192,7 +192,7 @@ void Executor::bind_inputs_locked(const PlannedOp& op, Frame& frame, std::vector
 }
 
 void Executor::begin_op(const at::RecordFunction& record, Frame& frame) {
-  const uint64_t key = key_of_op(record, frame);
+  const uint64_t key = key_of_op(frame);
   bool makes_recipe = false;
   {
     std::vector<Bound> garbage; // destroyed after unlocking: it may hold the last of a storage
@@ -207,6 +207,8 @@ void Executor::begin_op(const at::RecordFunction& record, Frame& frame) {
       bind_inputs_locked(op, frame, &garbage);
     }
     makes_recipe = op.makes_recipe;
+    frame.acts = !(op.drops.empty() && op.pageouts.empty() && op.prefetches.empty() &&
+                   late_.empty() && plan_->placeholders.empty());
   }
   policy_.placeholders().release_until(frame.place);
   if (makes_recipe && frame.sealed) {
@@ -310,7 +312,7 @@ void Executor::prefetch_late() {
 
 void Executor::after_op(Frame& frame) {
   const int32_t place = std::exchange(frame.place, -1);
-  if (place < 0) {
+  if (place < 0 || !frame.acts) {
     return;
   }
   std::vector<Bound> drops;

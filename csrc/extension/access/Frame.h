@@ -21,17 +21,47 @@ namespace torch_lms {
 /// Not thread-safe: a thread's own.
 class RecentEntities {
  public:
-  /// The storage's entity, from `pager` if it is not remembered; null if it has none.
-  Entity* find(c10::StorageImpl& storage, Pager& pager) {
+  /// The entity of a storage of `nbytes`, from `pager` if it is not remembered; null if it has none.
+  Entity* find(c10::StorageImpl& storage, size_t nbytes, Pager& pager) {
     Slot& slot = slot_of(storage);
-    if (slot.knows(storage)) {
+    if (slot.knows(storage, nbytes)) {
       return slot.entity.get();
     }
     const uint64_t changes = pager.table().changes(); // before the look-up
-    if (slot.without == &storage && slot.changes == changes) {
-      return nullptr;
+    return slot.without == &storage && slot.changes == changes
+               ? nullptr
+               : look_up(slot, storage, changes, pager);
+  }
+
+  /// The same; what is not remembered `track` finds, or makes.
+  template <typename Track>
+  Entity* find_or_track(c10::StorageImpl& storage, size_t nbytes, Track&& track) {
+    Slot& slot = slot_of(storage);
+    return slot.knows(storage, nbytes) ? slot.entity.get() : slot.keep(storage, track());
+  }
+
+ private:
+  struct Slot {
+    const c10::StorageImpl* with = nullptr; ///< Whose `entity` it is: no other's while that lives.
+    const c10::StorageImpl* without = nullptr; ///< It had no entity after so many `changes`.
+    uint64_t changes = 0;
+    EntityPtr entity;
+
+    bool knows(const c10::StorageImpl& storage, size_t nbytes) const noexcept {
+      return with == &storage && entity->stands_for(nbytes);
     }
-    Entity* found = slot.keep(pager.find(storage));
+    Entity* keep(const c10::StorageImpl& storage, EntityPtr found) {
+      if (found == nullptr) {
+        return nullptr;
+      }
+      with = &storage;
+      entity = std::move(found);
+      return entity.get();
+    }
+  };
+
+  static Entity* look_up(Slot& slot, c10::StorageImpl& storage, uint64_t changes, Pager& pager) {
+    Entity* found = slot.keep(storage, pager.find(storage));
     // Not one that has been resized: it may be again, and have its entity back.
     if (found == nullptr && !pager.table().lists(storage)) {
       slot.without = &storage;
@@ -40,31 +70,6 @@ class RecentEntities {
     return found;
   }
 
-  /// The same; what is not remembered `track` finds, or makes.
-  template <typename Track>
-  Entity* find_or_track(c10::StorageImpl& storage, Track&& track) {
-    Slot& slot = slot_of(storage);
-    return slot.knows(storage) ? slot.entity.get() : slot.keep(track());
-  }
-
- private:
-  struct Slot {
-    EntityPtr entity;
-    const c10::StorageImpl* without = nullptr; ///< It had no entity after so many `changes`.
-    uint64_t changes = 0;
-
-    bool knows(const c10::StorageImpl& storage) const noexcept {
-      return entity != nullptr && entity->stands_for(storage);
-    }
-    Entity* keep(EntityPtr found) {
-      if (found == nullptr) {
-        return nullptr;
-      }
-      entity = std::move(found);
-      return entity.get();
-    }
-  };
-
   Slot& slot_of(const c10::StorageImpl& storage) noexcept {
     return slots_[(reinterpret_cast<uintptr_t>(&storage) >> 5) % slots_.size()];
   }
@@ -72,10 +77,26 @@ class RecentEntities {
   std::array<Slot, 256> slots_;
 };
 
-/// What an op has used, as far as automatic mode wants to know.
-struct UsedDevices {
-  std::array<Device*, 2> devices{}; ///< The first ones.
-  size_t input_bytes = 0;
+/// The first devices whose entities an op has used.
+class UsedDevices {
+ public:
+  void add(Device* device) noexcept {
+    if (device != devices_[0] && device != devices_[1]) {
+      devices_[devices_[0] == nullptr ? 0 : 1] = device;
+    }
+  }
+  void clear() noexcept {
+    devices_ = {};
+  }
+  Device* first() const noexcept {
+    return devices_[0];
+  }
+  Device* second() const noexcept {
+    return devices_[1];
+  }
+
+ private:
+  std::array<Device*, 2> devices_{};
 };
 
 /// Entities that somebody has pinned and uses. The table keeps what is pinned.
@@ -103,7 +124,10 @@ struct Frame : Pinned {
   bool makes_empty = false; ///< The outermost op leaves what it makes for somebody else to fill.
   bool inside_kernel = false; ///< The outermost op of this thread is part of another thread's.
   bool timed = false; ///< The outermost op has a time: automatic mode wants to know what it uses.
+  bool told = false; ///< Somebody is told of the outermost op when it ends.
   uint64_t now = 0; ///< That time.
+  size_t name = 0; ///< A hash of the outermost op's.
+  UsedDevices used; ///< By the outermost op.
   std::vector<Entity*>
       written; ///< Of those pinned, the ones that the op may write to, while it begins.
   KeptWatch kept_watch; ///< Of these, the ones that the op takes an address of, and only reads.
@@ -111,6 +135,7 @@ struct Frame : Pinned {
   uint64_t recording = 0; ///< In which the outermost op began.
   int32_t place = -1; ///< Of the outermost op in the cycle, if it has one.
   bool binds = false; ///< The plan's op at that place makes something that an action names.
+  bool acts = false; ///< There is something to do after it.
   std::shared_ptr<OpRecipe> recipe; ///< Of the outermost op, if somebody wants it.
   c10::Storage before; ///< What it overwrites, as it was, if it is to be auditioned.
   std::vector<GivenOut> given_out;

@@ -72,18 +72,13 @@ Frame& frame_of_thread() {
   return this_frame != nullptr ? *this_frame : make_frame();
 }
 
-UsedDevices devices_of(const Frame& frame) {
-  UsedDevices used;
+/// One that is given twice counts once, as in LargeOps::make_fit.
+size_t input_bytes_of(const Frame& frame) {
+  size_t nbytes = 0;
   for (auto at = frame.pinned.begin(); at != frame.pinned.end(); ++at) {
-    const Entity* entity = *at;
-    Device* device = &entity->device();
-    // One that is given twice counts once, as in LargeOps::make_fit.
-    used.input_bytes += std::find(frame.pinned.begin(), at, entity) == at ? entity->nbytes() : 0;
-    if (device != used.devices[0] && device != used.devices[1]) {
-      used.devices[used.devices[0] == nullptr ? 0 : 1] = device;
-    }
+    nbytes += std::find(frame.pinned.begin(), at, *at) == at ? (*at)->nbytes() : 0;
   }
-  return used;
+  return nbytes;
 }
 
 bool is_on_main_thread(Frame& frame) {
@@ -140,31 +135,45 @@ void Observer::begin(const at::RecordFunction& record) {
   Frame& frame = frame_of_thread();
   if (frame.depth > 0) {
     ++frame.depth;
-    // What an op of PyTorch's calls uses the same, but for Python code that runs inside of it:
-    // hooks, and subclasses of tensors. That matters where something is dropped, which has no host
-    // copy.
-    OpTraits op =
-        frame.holding || recipes_.any() ? frame.kinds.of(record, record.name()) : OpTraits();
-    if (op.kind > OpKind::kComposite) {
-      op.kind = frame.collective ? OpKind::kCollective : op.kind;
-      pin_inputs(record, frame, op);
+    if (frame.holding || recipes_.any()) {
+      begin_inside(record, frame);
     }
     return;
   }
   const char* const name = record.name();
   OpTraits op = frame.kinds.of(record, name);
-  const OpKind kind = op.kind = OpKinds::kind_now(record, op);
-  if (kind <= OpKind::kComposite) {
-    if (kind == OpKind::kNode) {
-      policy_->note_node_begins();
-    } else if (kind == OpKind::kComposite && pager_.paged_out_storages() != 0) {
-      bring_inputs(record, frame);
-    }
-    return;
+  op.kind = OpKinds::kind_now(record, op);
+  if (op.kind > OpKind::kComposite) {
+    begin_op(record, name, frame, op);
+  } else if (op.kind == OpKind::kNode) {
+    policy_->note_node_begins();
+  } else if (op.kind == OpKind::kComposite && pager_.paged_out_storages() != 0) {
+    bring_inputs(record, frame);
   }
+}
+
+/// What an op of PyTorch's calls uses the same, but for Python code that runs inside of it: hooks,
+/// and subclasses of tensors. That matters where something is dropped, which has no host copy.
+void Observer::begin_inside(const at::RecordFunction& record, Frame& frame) {
+  OpTraits op = frame.kinds.of(record, record.name());
+  if (op.kind > OpKind::kComposite) {
+    op.kind = frame.collective ? OpKind::kCollective : op.kind;
+    pin_inputs(record, frame, op);
+  }
+}
+
+C10_ALWAYS_INLINE void Observer::begin_op(
+    const at::RecordFunction& record,
+    const char* name,
+    Frame& frame,
+    OpTraits op) {
   frame.depth = 1;
-  frame.collective = kind == OpKind::kCollective;
-  frame.holding = kind == OpKind::kHolding || frame.collective;
+  frame.collective = op.kind == OpKind::kCollective;
+  frame.holding = op.kind == OpKind::kHolding || frame.collective;
+  frame.sealed = op.kind == OpKind::kSealed;
+  frame.makes_empty = op.makes_empty;
+  frame.inside_kernel = false;
+  frame.name = op.name;
   bool all = true;
   try {
     begin_outermost(record, name, frame);
@@ -176,14 +185,16 @@ void Observer::begin(const at::RecordFunction& record) {
   if (!all && !frame.holding) {
     release_pinned(frame); // The op comes again, unwrapped: what it uses then is let go of then.
     frame.depth = 0;
-    return;
+  } else if (frame.told) {
+    tell_begin(record, frame);
   }
-  frame.sealed = kind == OpKind::kSealed;
-  frame.makes_empty = op.makes_empty;
+}
+
+void Observer::tell_begin(const at::RecordFunction& record, Frame& frame) {
   if (at::in_parallel_region()) { // a kernel's own threads: part of another op
     frame.inside_kernel = true;
   } else if (planning_.wants_ops()) {
-    if (in_program(frame)) {
+    if (is_on_main_thread(frame) || in_program(frame, in_backward())) {
       planning_.begin_op(record, frame);
     }
   } else if (frame.sealed && chaos_.wants_recipe()) {
@@ -203,12 +214,14 @@ void Observer::refuse_dropped(const at::RecordFunction& record, const std::excep
   }
 }
 
-void Observer::begin_outermost(const at::RecordFunction& record, const char* name, Frame& frame) {
+C10_ALWAYS_INLINE void Observer::begin_outermost(const at::RecordFunction& record, const char* name, Frame& frame) {
   OpClock::get().begin_op();
   frame.timed = policy_->enabled();
   if (frame.timed) {
     frame.now = policy_->cycles().next_op();
+    frame.used.clear();
   }
+  frame.told = frame.timed || planning_.wants_ops() || chaos_.wants_recipe();
   if (!frame.given_out.empty() && !in_foreign_call()) {
     take_back_returned(frame);
   }
@@ -224,114 +237,147 @@ void Observer::begin_outermost(const at::RecordFunction& record, const char* nam
   this_thread().op_name = name;
 }
 
-/// At the first op of a backward.
+/// In a backward that is about to be known.
 void Observer::note_program_thread() {
-  if (in_backward() && !policy_->cycles().in_backward()) {
-    const auto node = torch::autograd::get_current_node();
-    if (node != nullptr) {
-      program_thread_.store(node->thread_id(), std::memory_order_relaxed);
-    }
+  const auto node = torch::autograd::get_current_node();
+  if (node != nullptr) {
+    program_thread_.store(node->thread_id(), std::memory_order_relaxed);
   }
 }
 
-bool Observer::in_program(Frame& frame) const {
-  return is_on_main_thread(frame) || in_backward() ||
+bool Observer::in_program(Frame& frame, bool backward) const {
+  return is_on_main_thread(frame) || backward ||
          program_thread_.load(std::memory_order_relaxed) == at::RecordFunction::currentThreadId();
 }
 
+/// The size from which on a storage may be an entity. To be asked for by an op that has published
+/// its tick: what becomes an entity by hand after the answer is later than that. See Note [Who may
+/// still use a storage].
+inline size_t Observer::looked_for_from_bytes() const noexcept {
+  return pager_.tracks_by_hand() ? 0 : policy_->tracked_from_bytes();
+}
+
 Entity* Observer::find(c10::StorageImpl& storage, Frame& frame) {
-  if (!has_bytes(storage)) {
-    return nullptr;
-  }
-  const bool tracked = policy_->tracks(storage.nbytes());
-  if (!tracked && !pager_.tracks_by_hand()) {
-    return nullptr;
-  }
-  if (!tracked) {
-    return frame.recent.find(storage, pager_);
+  const size_t nbytes = bytes_of(storage);
+  return nbytes >= looked_for_from_bytes() ? find_sized(storage, nbytes, frame) : nullptr;
+}
+
+/// Of a storage that is as large as what ops look for.
+C10_ALWAYS_INLINE Entity* Observer::find_sized(c10::StorageImpl& storage, size_t nbytes, Frame& frame) {
+  if (!policy_->tracks(nbytes)) {
+    return frame.recent.find(storage, nbytes, pager_);
   }
   return frame.recent.find_or_track(
-      storage, [&] { return find_or_track(storage, /*by_hand=*/false); });
+      storage, nbytes, [&] { return find_or_track(storage, /*by_hand=*/false); });
 }
 
 EntityPtr Observer::find_or_track(c10::StorageImpl& storage, bool by_hand) {
   return on_library_thread() ? pager_.find(storage) : pager_.find_or_track(storage, by_hand);
 }
 
-/// What `pin_inputs` finds on its way.
+/// What `pin_inputs` knows, and finds on its way.
 struct Observer::Pinning {
-  Device* noted = nullptr; // whose stream has been noted
-  const Device* asked = nullptr; // whether it captures
-  size_t input_bytes = 0;
+  size_t from_bytes; // what ops look for
+  bool any_recipes;
   bool settled = true;
+  bool written = false; // the argument
+  Device* noted = nullptr; // whose stream has been noted
+  c10::Device noted_as = c10::kCPU;
+  Device* asked = nullptr; // whether it captures
+  size_t input_bytes = 0;
 };
 
-inline void Observer::pin_input(
+/// Also for what is no entity yet: if it is paged out next, this op comes first.
+void Observer::note_stream(c10::Device as, Pinning& pinning) {
+  Device* device = pager_.devices().known(as);
+  if (device != nullptr && device != pinning.noted) {
+    device->note_current_stream();
+    pinning.noted = device;
+    pinning.noted_as = as;
+  }
+}
+
+/// The storage is as large as what ops look for.
+void Observer::pin_input(
     c10::StorageImpl& storage,
-    bool written,
+    size_t nbytes,
     Frame& frame,
     Pinning& pinning) {
-  if (storage.device_type() == c10::kCUDA) {
-    // Also for what is no entity yet: if it is paged out next, this op comes first.
-    Device* device = pager_.devices().known(storage.device());
-    if (device != nullptr && device != pinning.noted) {
-      device->note_current_stream();
-      pinning.noted = device;
-    }
-  } else if (storage.device_type() != c10::kCPU) {
-    return;
-  }
-  if (written) {
-    recipes_.before_write(storage);
-  }
-  Entity* entity = find(storage, frame);
+  Entity* entity = find_sized(storage, nbytes, frame);
   if (entity == nullptr) {
     return;
   }
   frame.pinned.push_back(entity);
-  if (planning_.recording()) {
-    frame.wrote.push_back(written);
-  }
   const bool resident = entity->pin_settled();
+  pinning.settled = pinning.settled && resident;
   if (&entity->device() != pinning.asked) {
     pinning.asked = &entity->device();
     pinning.settled = pinning.settled && !pinning.asked->capturing();
+    frame.used.add(pinning.asked);
   }
-  pinning.settled = pinning.settled && resident;
-  if (written && (!resident || entity->keeps_copy())) {
+  if (pinning.written && (!resident || entity->keeps_copy())) {
     frame.written.push_back(entity);
   }
   if (frame.timed) {
     pinning.input_bytes += entity->uses.last() != frame.now ? entity->nbytes() : 0;
     entity->uses.record(frame.now, policy_->cycles().shape(frame.cycle));
   }
+  if (planning_.recording()) {
+    frame.wrote.push_back(pinning.written);
+  }
+}
+
+/// What is too small to be looked for costs a comparison.
+C10_ALWAYS_INLINE void Observer::look_at_input(
+    c10::StorageImpl& storage,
+    Frame& frame,
+    Pinning& pinning) {
+  const c10::Device device = storage.device();
+  if (device.type() == c10::kCUDA) {
+    if (pinning.noted_as != device) {
+      note_stream(device, pinning);
+    }
+  } else if (device.type() != c10::kCPU) {
+    return;
+  }
+  if (pinning.written && pinning.any_recipes) {
+    recipes_.before_write(storage);
+  }
+  const size_t nbytes = bytes_of(storage);
+  if (nbytes >= pinning.from_bytes) {
+    pin_input(storage, nbytes, frame, pinning);
+  }
 }
 
 /// False if not all of the inputs could be seen.
 bool Observer::pin_inputs(const at::RecordFunction& record, Frame& frame, const OpTraits& op) {
   const size_t first = frame.pinned.size();
-  Pinning pinning;
+  Pinning pinning{looked_for_from_bytes(), recipes_.any()};
   pinning.settled = op.kind != OpKind::kCollective && op.kind != OpKind::kInspecting;
   bool all = true;
   size_t argument = 0;
-  for (const c10::IValue& value : inputs_of(record)) {
-    const bool written = op.writes(argument++);
-    const auto pin = [&](c10::StorageImpl& storage) {
-      pin_input(storage, written, frame, pinning);
-    };
-    all = visit_storages(value, pin) && all;
+  for (const c10::IValue& value : inputs_of(record, op.arguments)) {
+    pinning.written = op.writes(argument++);
+    if (c10::StorageImpl* storage = only_storage_of(value)) {
+      look_at_input(*storage, frame, pinning);
+    } else if (!value.isNone()) {
+      all = visit_storages(
+                value,
+                [&](c10::StorageImpl& part) { look_at_input(part, frame, pinning); }) &&
+            all;
+    }
   }
   if (frame.pinned.size() != first) {
     settle_pinned(record, frame, op.kind, first, all, pinning);
-  }
-  for (size_t i = first; op.takes_addresses && i < frame.pinned.size(); ++i) {
-    frame.kept_watch.add(*frame.pinned[i]);
+    for (size_t i = first; op.takes_addresses && i < frame.pinned.size(); ++i) {
+      frame.kept_watch.add(*frame.pinned[i]);
+    }
   }
   return all;
 }
 
 /// What has been pinned from `first` on: there is something.
-void Observer::settle_pinned(
+C10_ALWAYS_INLINE void Observer::settle_pinned(
     const at::RecordFunction& record,
     Frame& frame,
     OpKind kind,
@@ -346,12 +392,14 @@ void Observer::settle_pinned(
   if (!pinning.settled) {
     use_unsettled(frame, first, kind);
   }
-  for (Entity* entity : frame.written) { // also those that have just come in
-    if (entity->keeps_copy()) {
-      entity->release_copy();
+  if (!frame.written.empty()) {
+    for (Entity* entity : frame.written) { // also those that have just come in
+      if (entity->keeps_copy()) {
+        entity->release_copy();
+      }
     }
+    frame.written.clear();
   }
-  frame.written.clear();
   for (const Entity* entity : frame.served) {
     input_bytes -= std::min(input_bytes, entity->nbytes());
   }
@@ -399,17 +447,31 @@ void Observer::use_unsettled(Pinned& frame, size_t first, OpKind kind) {
   }
 }
 
+C10_ALWAYS_INLINE void Observer::note_output(
+    c10::StorageImpl& storage,
+    size_t from_bytes,
+    Frame& frame) {
+  const size_t nbytes = bytes_of(storage);
+  Entity* entity = nbytes >= from_bytes ? find_sized(storage, nbytes, frame) : nullptr;
+  if (entity != nullptr && frame.timed && entity->uses.last() != frame.now) {
+    entity->uses.record(frame.now, policy_->cycles().shape(frame.cycle));
+  }
+  if (entity != nullptr && frame.makes_empty) { // see Note [Functions that call Python]
+    give(entity_of(entity->shared_from_this()), innermost_call());
+  }
+}
+
+/// What an op makes is known from then on; what it has got is known already.
 void Observer::note_outputs(const at::RecordFunction& record, Frame& frame) {
+  const size_t from_bytes =
+      frame.timed ? looked_for_from_bytes() : policy_->tracked_from_bytes();
   for (const c10::IValue& value : outputs_of(record)) {
-    visit_storages(value, [&](c10::StorageImpl& storage) {
-      Entity* entity = find(storage, frame);
-      if (entity != nullptr && frame.timed) {
-        entity->uses.record(frame.now, policy_->cycles().shape(frame.cycle));
-      }
-      if (entity != nullptr && frame.makes_empty) {
-        give(entity_of(entity->shared_from_this()), innermost_call());
-      }
-    });
+    if (c10::StorageImpl* storage = only_storage_of(value)) {
+      note_output(*storage, from_bytes, frame);
+    } else {
+      visit_storages(
+          value, [&](c10::StorageImpl& part) { note_output(part, from_bytes, frame); });
+    }
   }
 }
 
@@ -440,13 +502,17 @@ void Observer::note_recipe(const at::RecordFunction& record, Frame& frame) {
   }
 }
 
-void Observer::release_pinned(Frame& frame) noexcept {
-  this_thread().op = nullptr;
-  this_thread().op_name = nullptr;
-  this_thread().op_input_bytes = 0;
-  frame.kept_watch.end();
-  release_all(frame);
-  frame.wrote.clear();
+C10_ALWAYS_INLINE void Observer::release_pinned(Frame& frame) noexcept {
+  ThreadContext& context = this_thread();
+  context.op = nullptr;
+  context.op_name = nullptr;
+  context.op_input_bytes = 0;
+  if (!frame.pinned.empty()) {
+    frame.kept_watch.end();
+    release_all(frame);
+    frame.written.clear();
+    frame.wrote.clear();
+  }
   OpClock::get().end_op();
   if (frame.recipe != nullptr) {
     frame.recipe = nullptr;
@@ -464,55 +530,53 @@ void Observer::end(const at::RecordFunction& record) {
   if (--frame.depth != 0) {
     return;
   }
-  UsedDevices used;
-  if (frame.timed) {
-    used = devices_of(frame);
-  }
   std::exception_ptr failed;
-  try {
-    note_end(record, frame, used.input_bytes);
-  } catch (...) {
-    failed = std::current_exception();
+  if (frame.told || record.needsOutputs() || this_thread().op_refused) {
+    try {
+      note_end(record, frame);
+    } catch (...) {
+      failed = std::current_exception();
+    }
   }
   release_pinned(frame);
   if (failed != nullptr) {
     std::rethrow_exception(failed); // PyTorch logs it
   }
-  if (std::exchange(frame.inside_kernel, false)) {
+  if (!frame.told || std::exchange(frame.inside_kernel, false)) {
     return;
   }
   planning_.after_op(frame);
   if (frame.timed) {
-    tell_policy(record, frame, used);
+    tell_policy(record, frame);
   }
   chaos_.after_op();
 }
 
 /// What the op has made, before what it has pinned is let go of.
-void Observer::note_end(const at::RecordFunction& record, Frame& frame, size_t input_bytes) {
+void Observer::note_end(const at::RecordFunction& record, Frame& frame) {
   if (record.needsOutputs()) {
     note_outputs(record, frame);
   }
-  if (planning_.wants_ops() && !frame.inside_kernel) {
+  if (frame.told && planning_.wants_ops() && !frame.inside_kernel) {
     planning_.end_op(record, frame);
   } else if (frame.recipe != nullptr && record.needsOutputs()) {
     note_recipe(record, frame);
   }
   if (std::exchange(this_thread().op_refused, false)) {
-    large_ops_.note_refused(record, input_bytes);
+    large_ops_.note_refused(record, frame.timed ? input_bytes_of(frame) : 0);
   }
 }
 
-void Observer::tell_policy(
-    const at::RecordFunction& record,
-    Frame& frame,
-    const UsedDevices& used) {
-  note_program_thread();
+void Observer::tell_policy(const at::RecordFunction& record, Frame& frame) {
+  const bool backward = in_backward();
+  if (backward && !policy_->cycles().in_backward()) {
+    note_program_thread();
+  }
   const bool on_main_thread = is_on_main_thread(frame);
-  const bool of_program = in_program(frame);
-  policy_->after_op(used.devices[0], on_main_thread, of_program);
-  if (used.devices[1] != nullptr) {
-    policy_->after_op(used.devices[1], on_main_thread, of_program);
+  const bool of_program = in_program(frame, backward);
+  policy_->after_op(frame.used.first(), on_main_thread, of_program, backward);
+  if (frame.used.second() != nullptr) {
+    policy_->after_op(frame.used.second(), on_main_thread, of_program, backward);
   }
   if (of_program) {
     planning_.note_op(record);

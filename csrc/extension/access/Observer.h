@@ -94,11 +94,16 @@ class Observer final : public OpFeed {
   static std::unique_ptr<at::ObserverContext> on_begin(const at::RecordFunction& record);
   static void on_end(const at::RecordFunction& record, at::ObserverContext* context);
   void begin(const at::RecordFunction& record);
+  void begin_inside(const at::RecordFunction& record, Frame& frame);
+  void begin_op(const at::RecordFunction& record, const char* name, Frame& frame, OpTraits op);
+  void tell_begin(const at::RecordFunction& record, Frame& frame);
   void end(const at::RecordFunction& record);
   void refuse_dropped(const at::RecordFunction& record, const std::exception& error);
   void begin_outermost(const at::RecordFunction& record, const char* name, Frame& frame);
   struct Pinning;
-  void pin_input(c10::StorageImpl& storage, bool written, Frame& frame, Pinning& pinning);
+  void note_stream(c10::Device device, Pinning& pinning);
+  void pin_input(c10::StorageImpl& storage, size_t nbytes, Frame& frame, Pinning& pinning);
+  void look_at_input(c10::StorageImpl& storage, Frame& frame, Pinning& pinning);
   bool pin_inputs(const at::RecordFunction& record, Frame& frame, const OpTraits& op);
   void settle_pinned(
       const at::RecordFunction& record,
@@ -109,13 +114,14 @@ class Observer final : public OpFeed {
       Pinning& pinning);
   void bring_inputs(const at::RecordFunction& record, Frame& frame);
   void use_unsettled(Pinned& frame, size_t first, OpKind kind);
-  void note_end(const at::RecordFunction& record, Frame& frame, size_t input_bytes);
-  void tell_policy(const at::RecordFunction& record, Frame& frame, const UsedDevices& used);
+  void note_end(const at::RecordFunction& record, Frame& frame);
+  void tell_policy(const at::RecordFunction& record, Frame& frame);
+  void note_output(c10::StorageImpl& storage, size_t from_bytes, Frame& frame);
   void note_outputs(const at::RecordFunction& record, Frame& frame);
   void note_recipe(const at::RecordFunction& record, Frame& frame);
   void release_pinned(Frame& frame) noexcept;
   void note_program_thread();
-  bool in_program(Frame& frame) const;
+  bool in_program(Frame& frame, bool backward) const;
   Entity* find(c10::StorageImpl& storage, Frame& frame);
   EntityPtr find_or_track(c10::StorageImpl& storage, bool by_hand);
   EntityPtr entity_for_address(c10::StorageImpl& storage);
@@ -124,6 +130,8 @@ class Observer final : public OpFeed {
   void lend(c10::StorageImpl& storage, const NativeCall& call);
   void give(const EntityPtr& entity, const NativeCall& call);
   void take_back_returned(Frame& frame);
+  Entity* find_sized(c10::StorageImpl& storage, size_t nbytes, Frame& frame);
+  size_t looked_for_from_bytes() const noexcept;
   void install(bool outputs);
   void uninstall();
   bool wanted() const;

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cstring>
+#include <functional>
+#include <string_view>
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -85,35 +87,47 @@ c10::DispatchKeySet keys_of(const c10::IValue& value) {
 }
 
 OpTraits traits_of_pytorchs(const char* name, const char* overload) {
+  OpTraits traits;
+  traits.kind = OpKind::kSealed;
+  traits.written = kAll;
   if (std::strcmp(name, "aten::record_stream") == 0 ||
       std::strcmp(name, "aten::_lazy_clone") == 0) {
-    return {OpKind::kInspecting, kAll, {}};
+    traits.kind = OpKind::kInspecting;
+    return traits;
   }
   const auto op = c10::Dispatcher::singleton().findOp({name, overload});
   if (!op.has_value()) {
-    return {OpKind::kSealed, kAll, {}};
+    return traits;
   }
-  const OpKind kind = is_composite(*op) ? OpKind::kComposite
-                      : is_view(*op)    ? OpKind::kView
-                                        : OpKind::kSealed;
-  const bool makes_empty = starts_with(name, "aten::empty") || starts_with(name, "aten::new_empty");
-  return {kind, written_arguments(*op), casts_of(*op), takes_addresses(name), makes_empty};
+  traits.kind = is_composite(*op) ? OpKind::kComposite
+                : is_view(*op)    ? OpKind::kView
+                                  : OpKind::kSealed;
+  traits.written = written_arguments(*op);
+  traits.casts = casts_of(*op);
+  traits.arguments = static_cast<uint32_t>(op->schema().arguments().size());
+  traits.takes_addresses = takes_addresses(name);
+  traits.makes_empty = starts_with(name, "aten::empty") || starts_with(name, "aten::new_empty");
+  return traits;
 }
 
 OpTraits find_traits(const char* name, const char* overload) {
   if (starts_with(name, "aten::")) {
     return traits_of_pytorchs(name, overload);
   }
+  OpTraits traits;
   if (starts_with(name, "autograd::engine::evaluate_function")) {
-    return {OpKind::kNode, 0, {}};
+    traits.kind = OpKind::kNode;
+    return traits;
   }
   // Ops have qualified names. Records of Python's autograd Functions and other regions do not;
   // the engine's are its own. Whole programs run inside of them (a checkpoint's forward).
   if (std::strchr(name, ':') == nullptr || starts_with(name, "autograd::")) {
-    return {OpKind::kTransparent, 0, {}};
+    return traits;
   }
   const bool collective = starts_with(name, "c10d::") || starts_with(name, "_c10d");
-  return {collective ? OpKind::kCollective : OpKind::kHolding, kAll, {}};
+  traits.kind = collective ? OpKind::kCollective : OpKind::kHolding;
+  traits.written = kAll;
+  return traits;
 }
 
 } // namespace
@@ -131,7 +145,8 @@ bool OpKinds::casts_now(const at::RecordFunction& record, c10::DispatchKeySet ca
 
 OpTraits OpKinds::look_up(const at::RecordFunction& record, const char* name) {
   Known& known = known_of(name);
-  const OpTraits traits = find_traits(name, record.overload_name());
+  OpTraits traits = find_traits(name, record.overload_name());
+  traits.name = std::hash<std::string_view>()(name);
   if (std::strlen(name) < known.name.size()) {
     known.address = name;
     std::strcpy(known.name.data(), name);

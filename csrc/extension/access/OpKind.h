@@ -37,6 +37,10 @@ struct OpTraits {
   uint64_t written = 0;
   /// Kernels of autocast's, which cast the op's tensors and call it again, below autocast.
   c10::DispatchKeySet casts;
+  /// A hash of the op's name.
+  size_t name = 0;
+  /// As many as the op has by its schema; 0 where that is not known.
+  uint32_t arguments = 0;
   /// See Note [Addresses that are only read through].
   bool takes_addresses = false;
   /// It leaves what it makes for somebody else to fill, who may do so by its address.
@@ -52,7 +56,8 @@ struct OpTraits {
 /// Not thread-safe: a thread's own.
 class OpKinds {
  public:
-  /// Blocks, for an op's first time, on the dispatcher's lock. `name`: the record's.
+  /// Blocks, for an op's first time, on the dispatcher's lock. `name`: the record's. The traits are
+  /// those of the op that begins: others may take their place when the next one does.
   OpTraits of(const at::RecordFunction& record, const char* name) {
     const Known& known = known_of(name);
     return known.address == name && std::strcmp(known.name.data(), name) == 0
@@ -71,8 +76,8 @@ class OpKinds {
   /// Names are compared, too: only those of ops stay where they are.
   struct Known {
     const char* address = nullptr;
-    std::array<char, 48> name{};
     OpTraits traits;
+    std::array<char, 48> name{};
   };
 
   Known& known_of(const char* name) noexcept {

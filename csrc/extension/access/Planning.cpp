@@ -32,11 +32,12 @@ void Planning::disable() {
   plan_times_ = PlanTimes();
   settling_ = nullptr;
   settled_cycles_ = 0;
-  finder_ = CycleFinder();
   segments_ = 0;
   waiting_ = false;
   on_demand_ = false;
   timed_.clear();
+  std::lock_guard<SpinLock> finding(finding_);
+  finder_ = CycleFinder();
 }
 
 void Planning::begin_op(const at::RecordFunction& record, Frame& frame) {
@@ -61,20 +62,18 @@ void Planning::end_op(const at::RecordFunction& record, Frame& frame) {
   }
 }
 
-void Planning::after_op(Frame& frame) {
-  if (executor_.active()) {
-    executor_.after_op(frame);
-    if (!recorder_.recording()) {
-      policy_.set_planned(!executor_.lost());
-    }
+void Planning::follow_plan(Frame& frame) {
+  executor_.after_op(frame);
+  if (!recorder_.recording()) {
+    policy_.set_planned(!executor_.lost());
   }
 }
 
-void Planning::look_for_cycle(const at::RecordFunction& record) {
+void Planning::look_for_cycle(const char* name) {
   bool ended = false;
   {
-    std::lock_guard<std::mutex> lock(mutex_);
-    ended = finder_.note_op(reinterpret_cast<uintptr_t>(record.name()), OpClock::this_thread());
+    std::lock_guard<SpinLock> finding(finding_);
+    ended = finder_.note_op(reinterpret_cast<uintptr_t>(name), OpClock::this_thread());
   }
   if (ended) {
     end_cycle();
@@ -84,9 +83,11 @@ void Planning::look_for_cycle(const at::RecordFunction& record) {
 void Planning::backward_ended() {
   bool ended = false;
   bool changed = false;
+  const size_t held = held_bytes();
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    ended = finder_.end_segment(held_bytes());
+    std::lock_guard<SpinLock> finding(finding_);
+    ended = finder_.end_segment(held);
     const size_t before = std::exchange(segments_, finder_.segments());
     changed = before != 0 && before != segments_;
     waiting_ = waiting_ && !changed;
@@ -119,6 +120,7 @@ void Planning::end_cycle() {
     bool certain = false; // that it is what the program repeats
     {
       std::lock_guard<std::mutex> lock(mutex_);
+      std::lock_guard<SpinLock> finding(finding_);
       certain = recorded != nullptr && (segments_ == 0 || finder_.certain());
       if (certain) {
         recording_ = std::move(recorded);
@@ -138,7 +140,12 @@ void Planning::end_cycle() {
     compare(*device, followed, cycle_us);
   }
   std::lock_guard<std::mutex> lock(mutex_);
-  const bool records = wanted && finder_.may_repeat() && !waiting_ && !on_demand_ &&
+  bool may_repeat = false;
+  {
+    std::lock_guard<SpinLock> finding(finding_);
+    may_repeat = finder_.may_repeat();
+  }
+  const bool records = wanted && may_repeat && !waiting_ && !on_demand_ &&
                        policy_.attention() == Policy::Attention::kArmed;
   policy_.set_planned(executor_.active() && !records);
   if (records) {

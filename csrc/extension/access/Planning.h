@@ -14,6 +14,7 @@
 #include <extension/access/PlanContest.h>
 #include <extension/access/Recorder.h>
 #include <extension/access/StepMeter.h>
+#include <extension/base/SpinLock.h>
 #include <extension/trace/CycleFinder.h>
 
 namespace torch_lms {
@@ -57,7 +58,11 @@ class Planning {
   }
   void begin_op(const at::RecordFunction& record, Frame& frame);
   void end_op(const at::RecordFunction& record, Frame& frame);
-  void after_op(Frame& frame);
+  void after_op(Frame& frame) {
+    if (executor_.active()) {
+      follow_plan(frame);
+    }
+  }
   void note_raw_access(const EntityPtr& entity) {
     if (recorder_.recording()) {
       recorder_.note_raw_access(entity);
@@ -66,7 +71,7 @@ class Planning {
   /// An op of the program's is over: cycles are found by them (Note [Cycles]).
   void note_op(const at::RecordFunction& record) {
     if (device_.load(std::memory_order_relaxed) != nullptr) {
-      look_for_cycle(record);
+      look_for_cycle(record.name());
     }
   }
   void backward_ended();
@@ -108,7 +113,8 @@ class Planning {
   }
 
  private:
-  void look_for_cycle(const at::RecordFunction& record);
+  void follow_plan(Frame& frame);
+  void look_for_cycle(const char* name);
   void end_cycle();
   void compare(
       Device& device,
@@ -132,10 +138,11 @@ class Planning {
   std::shared_ptr<const CompiledPlan> settling_; // the plan that the latest cycles have followed
   size_t settled_cycles_ = 0;
   std::set<std::string> timed_; // signatures of plans that have been made again, or could not be
-  CycleFinder finder_;
   size_t segments_ = 0; // in a cycle
   bool waiting_ = false; // for the plan of a recording
   bool on_demand_ = false;
+  SpinLock finding_; // guards what follows; taken by every op, after the mutex where both are
+  CycleFinder finder_;
 };
 
 } // namespace torch_lms

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <string_view>
 #include <utility>
 
 #include <c10/util/hash.h>
@@ -27,8 +26,8 @@ constexpr int32_t kPlacesBetweenLooks = 8; // at who has died
 
 } // namespace
 
-uint64_t key_of_op(const at::RecordFunction& record, const Frame& frame) {
-  size_t key = std::hash<std::string_view>()(record.name());
+uint64_t key_of_op(const Frame& frame) {
+  size_t key = frame.name;
   for (const Entity* entity : frame.pinned) {
     key = c10::hash_combine(key, about(entity->nbytes()));
   }
@@ -85,7 +84,7 @@ void Recorder::begin_op(const at::RecordFunction& record, Frame& frame) {
   }
   TraceOp op;
   op.name = record.name();
-  op.key = key_of_op(record, frame);
+  op.key = key_of_op(frame);
   frame.place = static_cast<int32_t>(cycle_->ops.size());
   frame.recording = generation_;
   for (size_t i = 0; i < frame.pinned.size(); ++i) {

@@ -119,6 +119,6 @@ class Recorder {
 };
 
 /// The name and the sizes of what an op has pinned.
-uint64_t key_of_op(const at::RecordFunction& record, const Frame& frame);
+uint64_t key_of_op(const Frame& frame);
 
 } // namespace torch_lms

@@ -20,10 +20,28 @@ inline Values top_of(Values stack, size_t count) {
 inline Values inputs_of(const at::RecordFunction& record) {
   return top_of(record.inputs(), record.num_inputs());
 }
+/// The same of an op that is known to have so many arguments, which need not be asked for then.
+inline Values inputs_of(const at::RecordFunction& record, size_t arguments) {
+  const Values stack = record.inputs();
+  return stack.size() == arguments ? stack : top_of(stack, record.num_inputs());
+}
 
 inline Values outputs_of(const at::RecordFunction& record) {
   const std::vector<c10::IValue>& outputs = record.outputs();
-  return top_of(Values(outputs.data(), outputs.size()), record.num_outputs());
+  const Values stack(outputs.data(), outputs.size());
+  return stack.size() <= 1 ? stack : top_of(stack, record.num_outputs());
+}
+
+/// The storage of a tensor that has it for its own: of most. Null for everything else, which
+/// `visit_storages` looks into.
+inline c10::StorageImpl* only_storage_of(const c10::IValue& value) {
+  if (!value.isTensor()) {
+    return nullptr;
+  }
+  const at::TensorImpl* tensor = value.unsafeToTensorImpl();
+  return tensor->has_storage() && !tensor->key_set().has(c10::DispatchKey::Python)
+             ? tensor->unsafe_storage().unsafeGetStorageImpl()
+             : nullptr;
 }
 
 /// Of a tensor without a storage of its own: see `visit_storages`.

@@ -28,6 +28,7 @@ void DeviceWatch::end() {
   order_ = {};
   paged_out_count_.store(0);
   recent_bytes_ = {};
+  largest_recent_bytes_.store(0);
   plan_ = {};
 }
 
@@ -42,18 +43,21 @@ void DeviceWatch::note_allocation(size_t nbytes, size_t used_bytes, size_t out_b
   if (nbytes >= options().large_bytes) {
     std::lock_guard<std::mutex> lock(mutex_);
     recent_bytes_[recent_at_++ % recent_bytes_.size()] = nbytes;
+    largest_recent_bytes_.store(
+        *std::max_element(recent_bytes_.begin(), recent_bytes_.end()), std::memory_order_relaxed);
   }
 }
 
 bool DeviceWatch::take_allocated() noexcept {
   const int64_t budget = device().budget_bytes();
+  if (seen_budget_bytes_.load(std::memory_order_relaxed) == budget) {
+    return false; // as after most ops: nothing is written that others read
+  }
   return seen_budget_bytes_.exchange(budget, std::memory_order_relaxed) != budget;
 }
 
-size_t DeviceWatch::largest_recent_bytes() {
-  std::lock_guard<std::mutex> lock(mutex_);
-  const size_t largest = *std::max_element(recent_bytes_.begin(), recent_bytes_.end());
-  return std::min(largest, limit_bytes() / 6);
+size_t DeviceWatch::largest_recent_bytes() const noexcept {
+  return std::min(largest_recent_bytes_.load(std::memory_order_relaxed), limit_bytes() / 6);
 }
 
 // --- where entities are ---------------------------------------------------------

@@ -69,7 +69,7 @@ class DeviceWatch {
   /// Whether anything has been allocated since the last call. Cheap.
   bool take_allocated() noexcept;
   /// The largest of the latest large allocations, as far as prefetches give way to it.
-  size_t largest_recent_bytes();
+  size_t largest_recent_bytes() const noexcept;
 
   void note_resident(const EntityPtr& entity);
   void note_paged_out(const EntityPtr& entity, uint64_t next_use);
@@ -126,6 +126,7 @@ class DeviceWatch {
   std::atomic<size_t> recent_peak_bytes_{0};
   std::atomic<size_t> cycle_peak_bytes_{0};
   std::atomic<size_t> paged_out_count_{0};
+  std::atomic<size_t> largest_recent_bytes_{0};
   // Both may hold entities that are elsewhere by now: checked when they come up.
   std::unordered_map<const Entity*, std::weak_ptr<Entity>> resident_;
   std::multimap<uint64_t, std::weak_ptr<Entity>> paged_out_; // by next use

@@ -9,6 +9,8 @@ namespace torch_lms {
 void Placeholders::want(size_t nbytes, int32_t until) {
   std::lock_guard<std::mutex> lock(mutex_);
   wanted_.push_back({nbytes, until, c10::DataPtr()});
+  first_until_.store(
+      std::min(first_until_.load(std::memory_order_relaxed), until), std::memory_order_release);
   some_missing_.store(true, std::memory_order_release);
 }
 
@@ -43,12 +45,20 @@ void Placeholders::hold(c10::DataPtr block, size_t nbytes) {
 }
 
 void Placeholders::release_until(int32_t place) {
+  if (place < first_until_.load(std::memory_order_acquire)) {
+    return; // as at most ops
+  }
   std::vector<Wanted> released; // destroyed after unlocking
   std::lock_guard<std::mutex> lock(mutex_);
   const auto stays = [&](const Wanted& one) { return one.until > place; };
   const auto first = std::stable_partition(wanted_.begin(), wanted_.end(), stays);
   std::move(first, wanted_.end(), std::back_inserter(released));
   wanted_.erase(first, wanted_.end());
+  int32_t first_until = INT32_MAX;
+  for (const Wanted& one : wanted_) {
+    first_until = std::min(first_until, one.until);
+  }
+  first_until_.store(first_until, std::memory_order_release);
 }
 
 bool Placeholders::lend_last() {

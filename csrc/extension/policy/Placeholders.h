@@ -50,6 +50,7 @@ class Placeholders {
   std::mutex mutex_;
   std::vector<Wanted> wanted_;
   std::atomic<bool> some_missing_{false};
+  std::atomic<int32_t> first_until_{INT32_MAX}; // of those that are wanted
 };
 
 } // namespace torch_lms

@@ -498,7 +498,7 @@ void Policy::page_out_ahead(Device& device, bool backward) {
   watch.note_stays(stays);
   if (stays > high) {
     request_pageouts(device, stays - high + margin / 4);
-  } else if (cycles_.shape().length != 0) { // See Note [Planned page-outs].
+  } else if (cycles_.knows_cycle()) { // See Note [Planned page-outs].
     if (const size_t missing = watch.planned_now_bytes()) {
       page_out_cooled(device, missing);
     }
@@ -560,11 +560,10 @@ void Policy::prefetch_ahead(Device& device, bool backward) {
   }
 }
 
-void Policy::after_op(Device* used, bool on_main_thread, bool of_program) {
+void Policy::after_op(Device* used, bool on_main_thread, bool of_program, bool backward) {
   if (!enabled()) {
     return;
   }
-  const bool backward = in_backward();
   if (!on_main_thread && !backward) {
     other_threads_.store(true, std::memory_order_relaxed);
   }
@@ -572,7 +571,7 @@ void Policy::after_op(Device* used, bool on_main_thread, bool of_program) {
     end_cycle();
     feed_->backward_ended();
   } else if (
-      cycles_.shape().length == 0 &&
+      !cycles_.knows_cycle() &&
       cycles_.now() - cycle_began_.load(std::memory_order_relaxed) > options_.ops_in_cycle) {
     end_cycle();
   }

@@ -119,7 +119,10 @@ class Policy final : public Room, public PagerListener {
 
   /// Whether storages of that size become entities as ops use them.
   bool tracks(size_t nbytes) const noexcept {
-    return nbytes >= tracked_from_bytes_.load(std::memory_order_relaxed);
+    return nbytes >= tracked_from_bytes();
+  }
+  size_t tracked_from_bytes() const noexcept {
+    return tracked_from_bytes_.load(std::memory_order_relaxed);
   }
   bool enabled() const noexcept {
     return attention() != Attention::kOff;
@@ -147,7 +150,7 @@ class Policy final : public Room, public PagerListener {
   /// An outermost op of the calling thread has ended that used entities of `used`; null if it used
   /// none. Also such ops make cycles: a program of small tensors has no others.
   /// `on_main_thread`: see Note [Learn, sleep, arm]; `of_program`: see Note [The program's thread].
-  void after_op(Device* used, bool on_main_thread, bool of_program);
+  void after_op(Device* used, bool on_main_thread, bool of_program, bool backward);
   /// The thread that armed the policy is inside no op that began before.
   void note_boundary() noexcept;
   /// Python's main thread is between two instructions, and all storages have been made known.

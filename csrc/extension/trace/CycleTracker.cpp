@@ -2,10 +2,7 @@
 
 namespace torch_lms {
 
-bool CycleTracker::note_phase(bool backward) {
-  if (in_backward_.load(std::memory_order_relaxed) == backward) {
-    return false;
-  }
+bool CycleTracker::change_phase(bool backward) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (in_backward_.load(std::memory_order_relaxed) == backward) {
     return false;

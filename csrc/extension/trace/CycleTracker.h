@@ -34,7 +34,14 @@ class CycleTracker {
   void forget();
 
   /// An op has run, in backward or not. Returns whether a cycle has just ended.
-  bool note_phase(bool backward);
+  bool note_phase(bool backward) {
+    return in_backward() != backward && change_phase(backward);
+  }
+
+  /// Whether a whole cycle is known: the shape has a length.
+  bool knows_cycle() const noexcept {
+    return length_.load(std::memory_order_relaxed) != 0;
+  }
 
   bool in_backward() const noexcept {
     return in_backward_.load(std::memory_order_relaxed);
@@ -54,6 +61,7 @@ class CycleTracker {
   }
 
  private:
+  bool change_phase(bool backward);
   void begin_cycle(uint64_t forward, uint64_t length, uint64_t began);
   void read_shape(KnownShape& known) const noexcept;
 

@@ -5,7 +5,6 @@
 namespace torch_lms {
 namespace {
 
-constexpr uint64_t kLeastGap = 4;
 constexpr uint64_t kGapsInCycle = 128;
 constexpr uint64_t kLatenessInCycle = 4;
 
@@ -29,9 +28,9 @@ void UseHistory::record(uint64_t use, const CycleShape& cycle) noexcept {
     present_ = Places();
     cycle_ = cycle.number;
   }
-  // A layer is several ops: they are one place.
+  began_ = cycle.began;
   const bool same_place =
-      present_.count != 0 && use - last_ <= std::max(kLeastGap, cycle.length / kGapsInCycle);
+      present_.count != 0 && use - last_ <= std::max(uint64_t{kLeastGap}, cycle.length / kGapsInCycle);
   record_latest(use, same_place);
   last_ = use;
   if (same_place) {
@@ -39,6 +38,15 @@ void UseHistory::record(uint64_t use, const CycleShape& cycle) noexcept {
   } else if (present_.count < present_.at.size()) {
     present_.at[present_.count++] = use - cycle.began;
   }
+}
+
+void UseHistory::extend(uint64_t use) noexcept {
+  if (use <= last_ || present_.count == 0) {
+    return;
+  }
+  last_ = use;
+  latest_[0] = use;
+  present_.at[present_.count - 1] = use - began_;
 }
 
 void UseHistory::record_latest(uint64_t use, bool same_place) noexcept {
@@ -56,7 +64,7 @@ uint64_t UseHistory::next_without_cycles(uint64_t now) const noexcept {
   const auto interval = [this](size_t i) { return latest_[i] - latest_[i + 1]; };
   const uint64_t latest = interval(0);
   size_t before = 0; // where the one that is most like the latest came
-  uint64_t difference = std::max(kLeastGap, latest / kLatenessInCycle);
+  uint64_t difference = std::max(uint64_t{kLeastGap}, latest / kLatenessInCycle);
   for (size_t i = 1; i + 1 < latest_count_; ++i) {
     const uint64_t other = std::max(interval(i), latest) - std::min(interval(i), latest);
     if (other < difference) {

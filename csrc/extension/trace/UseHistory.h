@@ -34,9 +34,14 @@ struct CycleShape {
 class UseHistory {
  public:
   static constexpr uint64_t kUnknown = uint64_t{1} << 62;
+  /// Uses in one cycle that are no more ops apart than this are one place: a layer is several ops.
+  static constexpr uint64_t kLeastGap = 4;
 
   /// The entity is used now, by the `use`-th outermost op.
   void record(uint64_t use, const CycleShape& cycle) noexcept;
+
+  /// The last use that was recorded has gone on until `use`, in the same place.
+  void extend(uint64_t use) noexcept;
 
   /// The op by which it is expected to be used next; after `now`, and more
   /// than `kUnknown` / 2 if nothing is known of it.
@@ -57,6 +62,7 @@ class UseHistory {
   Places before_;
   Places present_;
   uint64_t cycle_ = 0;
+  uint64_t began_ = 0; // that cycle
   uint64_t last_ = 0;
   std::array<uint64_t, 8> latest_{}; // places, the last one first: by their last uses
   size_t latest_count_ = 0;

@@ -14,12 +14,14 @@ namespace torch_lms {
 /// which costs an expectation, never a result.
 class Uses {
  public:
-  /// The entity is used at the time `now` of the cycle.
+  /// The entity is used at the time `now` of the cycle. Most uses follow another closely: then the
+  /// history learns of it with the next that does not, or when somebody asks.
   void record(uint64_t now, const CycleShape& cycle) noexcept {
+    const uint64_t before = last_.load(std::memory_order_relaxed);
     last_.store(now, std::memory_order_relaxed);
-    if (!busy_.test_and_set(std::memory_order_acquire)) {
-      history_.record(now, cycle);
-      busy_.clear(std::memory_order_release);
+    if (now - before > UseHistory::kLeastGap ||
+        cycle.number != cycle_.load(std::memory_order_relaxed)) {
+      record_place(before, now, cycle);
     }
   }
 
@@ -27,8 +29,9 @@ class Uses {
   UseHistory history() const noexcept {
     while (busy_.test_and_set(std::memory_order_acquire)) {
     } // for as long as `record` takes
-    const UseHistory copy = history_;
+    UseHistory copy = history_;
     busy_.clear(std::memory_order_release);
+    copy.extend(last());
     return copy;
   }
 
@@ -38,7 +41,17 @@ class Uses {
   }
 
  private:
+  void record_place(uint64_t before, uint64_t now, const CycleShape& cycle) noexcept {
+    if (!busy_.test_and_set(std::memory_order_acquire)) {
+      history_.extend(before);
+      history_.record(now, cycle);
+      cycle_.store(cycle.number, std::memory_order_relaxed);
+      busy_.clear(std::memory_order_release);
+    }
+  }
+
   std::atomic<uint64_t> last_{0};
+  std::atomic<uint64_t> cycle_{~uint64_t{0}}; // of the use that the history has learnt of last
   mutable std::atomic_flag busy_ = ATOMIC_FLAG_INIT;
   UseHistory history_;
 };

@@ -34,9 +34,11 @@ class Entity final : public EntityStorageImpl {
   /// for: an op or the program may have resized it (Note [Storages that change their memory]). The
   /// caller holds the storage. Thread-safe.
   bool stands_for(const c10::StorageImpl& storage) const noexcept {
-    return binds(storage) && !replaced() &&
-           (size_t(storage.sym_nbytes().as_int_unchecked()) == nbytes() ||
-            state() != EntityState::kResident);
+    return binds(storage) && stands_for(size_t(storage.sym_nbytes().as_int_unchecked()));
+  }
+  /// The same of its storage, which holds so many bytes.
+  bool stands_for(size_t storage_bytes) const noexcept {
+    return !replaced() && (storage_bytes == nbytes() || state() != EntityState::kResident);
   }
 
   /// Thread-safe.

@@ -62,6 +62,11 @@ const char* why_not_movable(c10::StorageImpl& storage, const Device* device, boo
 inline bool has_bytes(const c10::StorageImpl& storage) {
   return !storage.sym_nbytes().is_heap_allocated();
 }
+/// As many as it has; 0 for a symbol.
+inline size_t bytes_of(const c10::StorageImpl& storage) {
+  const c10::SymInt nbytes = storage.sym_nbytes();
+  return nbytes.is_heap_allocated() ? 0 : static_cast<size_t>(nbytes.as_int_unchecked());
+}
 
 /// A block of PyTorch's.
 class TorchDeviceBlock : public DeviceBlock {
