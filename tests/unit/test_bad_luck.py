@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import shutil
 from collections.abc import Iterator
@@ -205,6 +206,36 @@ def test_a_backward_without_room_can_be_repeated_with_more() -> None:
         return leaf.grad
 
     assert torch.equal(gradient(2), gradient(None))
+
+
+def large_ones_beside_small_ones(limit_bytes: int) -> None:
+    torch_lms.enable({"cpu": limit_bytes})
+    small = []
+    try:
+        for value in range(20):
+            large = block(value)
+            small.append(torch.full((16,), float(value)))
+            assert large[7].item() == value
+    finally:
+        torch_lms.disable()
+
+
+@counts_exactly
+def test_the_limit_that_an_error_names_is_not_refused_for_some_small_tensors() -> None:
+    limit_bytes = BLOCK_BYTES // 2
+    refusals = []
+    while True:
+        try:
+            large_ones_beside_small_ones(limit_bytes)
+            break
+        except torch.OutOfMemoryError as error:
+            refusals.append(str(error))
+            named = re.search(r"a limit of (\d+) bytes would do", refusals[-1])
+            assert named is not None
+            assert int(named.group(1)) > limit_bytes
+            limit_bytes = int(named.group(1))
+    assert len(refusals) == 1, refusals
+    assert limit_bytes < 2 * BLOCK_BYTES
 
 
 # --- the disk: each in a process of its own, which has not chosen a directory yet ---------------------------
