@@ -106,7 +106,9 @@ class HeldStorages {
     runtime().observer.hold(storages, held_);
   }
   ~HeldStorages() {
-    runtime().observer.release(held_);
+    if (!in_forked_child()) {
+      runtime().observer.release(held_);
+    }
   }
   HeldStorages(const HeldStorages&) = delete;
   HeldStorages& operator=(const HeldStorages&) = delete;
@@ -116,6 +118,9 @@ class HeldStorages {
 };
 
 std::unique_ptr<HeldStorages> hold(const py::sequence& objects) {
+  if (in_forked_child() && objects.size() == 0) { // Nothing moves there.
+    return std::make_unique<HeldStorages>(std::vector<c10::Storage>());
+  }
   const auto storages = storages_of(objects);
   const py::gil_scoped_release no_gil;
   return std::make_unique<HeldStorages>(storages);
@@ -158,6 +163,7 @@ std::string attention() {
 }
 
 py::dict memory_report(const std::string& device_name) {
+  check_not_forked();
   MemoryReport report;
   {
     const py::gil_scoped_release no_gil;
@@ -178,6 +184,7 @@ py::dict memory_report(const std::string& device_name) {
 }
 
 py::dict stats(bool reset) {
+  check_not_forked();
   Pager& pager = runtime().pager;
   Stats& counters = pager.stats();
   py::dict values;
@@ -315,8 +322,10 @@ void bind_requests(py::module_& module) {
   module.def("use", &give_out);
   py::class_<HeldStorages>(module, "HeldStorages");
   module.def("hold", &hold);
-  module.def(
-      "state", [](const py::handle& object) { return runtime().manual.state(storage_of(object)); });
+  module.def("state", [](const py::handle& object) {
+    check_not_forked();
+    return runtime().manual.state(storage_of(object));
+  });
   module.def("pin", [](const py::handle& object) {
     check_not_forked();
     const c10::Storage storage = storage_of(object);
