@@ -91,6 +91,21 @@ int64_t prefetch(const py::sequence& objects, bool start) {
   return runtime().manual.prefetch(storages, start);
 }
 
+/// Whether there is a storage at all that could move. No Python code of a subclass is asked.
+bool movable(const py::handle& object) {
+  if (in_forked_child()) {
+    return false;
+  }
+  c10::DeviceType where = c10::DeviceType::Meta;
+  if (THPVariable_Check(object.ptr())) {
+    const c10::TensorImpl* const tensor = THPVariable_Unpack(object.ptr()).unsafeGetTensorImpl();
+    where = tensor->has_storage() ? tensor->unsafe_storage().device_type() : where;
+  } else if (torch::isStorage(object.ptr())) {
+    where = torch::createStorage(object.ptr()).device_type();
+  }
+  return where == c10::DeviceType::CPU || where == c10::DeviceType::CUDA;
+}
+
 void give_out(const py::sequence& objects) {
   const auto storages = storages_of(objects);
   const py::gil_scoped_release no_gil;
@@ -320,6 +335,7 @@ void bind_requests(py::module_& module) {
   module.def("pageout", &pageout);
   module.def("prefetch", &prefetch, py::arg("storages"), py::arg("start") = true);
   module.def("use", &give_out);
+  module.def("movable", &movable);
   py::class_<HeldStorages>(module, "HeldStorages");
   module.def("hold", &hold);
   module.def("state", [](const py::handle& object) {
