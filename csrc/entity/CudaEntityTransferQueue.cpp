@@ -47,6 +47,13 @@ void CudaEntityTransferQueue::check_open() const {
   }
 }
 
+/// Under the lock. What is new need not wait for ops.
+void CudaEntityTransferQueue::note_added() {
+  put_off_in_turn_ = 0;
+  waits_for_ops_.store(false, std::memory_order_release);
+  work_.notify_one();
+}
+
 void CudaEntityTransferQueue::add(std::shared_ptr<EntityStorageImpl> entity, bool at_head) {
   const size_t nbytes = entity->nbytes();
   std::lock_guard<std::mutex> lock(mutex_);
@@ -57,7 +64,7 @@ void CudaEntityTransferQueue::add(std::shared_ptr<EntityStorageImpl> entity, boo
   } else {
     queued_.push_back(std::move(entity));
   }
-  work_.notify_one();
+  note_added();
 }
 
 void CudaEntityTransferQueue::enqueue_all(
@@ -73,7 +80,7 @@ void CudaEntityTransferQueue::enqueue_all(
       std::make_move_iterator(entities.begin()),
       std::make_move_iterator(entities.end()));
   pending_bytes_.fetch_add(nbytes, std::memory_order_acq_rel);
-  work_.notify_one();
+  note_added();
 }
 
 void CudaEntityTransferQueue::enqueue(std::shared_ptr<EntityStorageImpl> entity) {

@@ -116,7 +116,7 @@ class CudaEntityTransferQueue {
   /// Transfers that are queued and have not begun.
   size_t size() const;
 
-  /// Whether all that is queued waits for ops of other threads to end (see
+  /// Whether all that is queued now waits for ops of other threads to end (see
   /// `EntityStorageImpl::pageout_must_wait`).
   bool waits_for_ops() const noexcept {
     return waits_for_ops_.load(std::memory_order_acquire);
@@ -132,6 +132,7 @@ class CudaEntityTransferQueue {
   };
 
   void add(std::shared_ptr<EntityStorageImpl> entity, bool at_head);
+  void note_added();
   void check_open() const;
   void work();
   void begin(std::shared_ptr<EntityStorageImpl> entity);
@@ -168,8 +169,8 @@ class CudaEntityTransferQueue {
   // Used by the worker alone.
   std::deque<InFlight> in_flight_;
   size_t in_flight_bytes_ = 0;
-  size_t put_off_in_turn_ = 0;
 
+  std::atomic<size_t> put_off_in_turn_{0}; // since a transfer has been added or begun
   std::atomic<size_t> finished_count_{0};
   std::atomic<size_t> pending_bytes_{0};
   std::atomic<uint64_t> progress_{0};

@@ -77,16 +77,35 @@ int reserve(int fd, size_t nbytes) noexcept {
   return error;
 }
 
+/// What to do about an error of a spill file's.
+const char* remedy_of(int error) {
+  switch (error) {
+    case ENOSPC:
+    case EDQUOT:
+      return "free disk space, or name another directory with spill_dir=";
+    case EFBIG:
+      return "raise the limit of a file's size (ulimit -f), or name a directory of another file "
+             "system with spill_dir=";
+    case EMFILE:
+      return "raise the limit of open files (ulimit -n), or close some";
+    case ENFILE:
+      return "raise the system's limit of open files (sysctl fs.file-max), or end what holds many";
+    case ENOMEM:
+      return "free memory, or raise the limits of addresses (ulimit -v) and of mappings (sysctl "
+             "vm.max_map_count)";
+    default:
+      return "name a directory that exists and can be written to with spill_dir=";
+  }
+}
+
 [[noreturn]] void throw_spill_failed(const std::string& directory, size_t nbytes, int error) {
   struct statvfs info{};
   const bool known = statvfs(directory.c_str(), &info) == 0;
-  const bool full = error == ENOSPC || error == EDQUOT || error == EFBIG;
   throw SpillFailed(
       "expected room for a spill file of " + std::to_string(nbytes) + " bytes in '" + directory +
       "', found: " + text_of(error) +
-      (known ? " (" + std::to_string(info.f_bavail * info.f_frsize) + " bytes free)" : "") +
-      (full ? "; free disk space, or name another directory with spill_dir="
-            : "; name a directory that exists and can be written to with spill_dir="));
+      (known ? " (" + std::to_string(info.f_bavail * info.f_frsize) + " bytes free)" : "") + "; " +
+      remedy_of(error));
 }
 
 /// Writes memory to a file from its start. Returns false on an error.

@@ -15,10 +15,14 @@ Runtime& Runtime::get() {
 
 Runtime::Runtime() {
   policy.set_feed(&observer);
-  static Devices* all = &devices;
-  watch_forks([](void (*visit)(HostPool*)) {
-    all->for_each([visit](Device& device) { visit(device.pool().get()); });
-  });
+  static Runtime* all = this;
+  ForkWatch watch{};
+  watch.visit_pools = [](void (*visit)(HostPool*)) {
+    all->devices.for_each([visit](Device& device) { visit(device.pool().get()); });
+  };
+  watch.hold_callbacks = [] { all->observer.hold_callbacks(); };
+  watch.release_callbacks = [] { all->observer.release_callbacks(); };
+  watch_forks(watch);
 }
 
 void Runtime::disable() {

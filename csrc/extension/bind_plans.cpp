@@ -168,6 +168,9 @@ void add_plan(const py::dict& plan) {
 }
 
 int start_planning(void*) {
+  if (in_forked_child()) { // It was asked for before the fork.
+    return 0;
+  }
   call_own("torch_lms.swap.planning", "start");
   return 0;
 }

@@ -93,6 +93,21 @@ int64_t prefetch(const py::sequence& objects, bool start) {
   return runtime().manual.prefetch(storages, start);
 }
 
+/// Whether there is a storage at all that could move. No Python code of a subclass is asked.
+bool movable(const py::handle& object) {
+  if (in_forked_child()) {
+    return false;
+  }
+  c10::DeviceType where = c10::DeviceType::Meta;
+  if (THPVariable_Check(object.ptr())) {
+    const c10::TensorImpl* const tensor = THPVariable_Unpack(object.ptr()).unsafeGetTensorImpl();
+    where = tensor->has_storage() ? tensor->unsafe_storage().device_type() : where;
+  } else if (torch::isStorage(object.ptr())) {
+    where = torch::createStorage(object.ptr()).device_type();
+  }
+  return where == c10::DeviceType::CPU || where == c10::DeviceType::CUDA;
+}
+
 void give_out(const py::sequence& objects) {
   const auto storages = storages_of(objects);
   const py::gil_scoped_release no_gil;
@@ -108,7 +123,9 @@ class HeldStorages {
     runtime().observer.hold(storages, held_);
   }
   ~HeldStorages() {
-    runtime().observer.release(held_);
+    if (!in_forked_child()) {
+      runtime().observer.release(held_);
+    }
   }
   HeldStorages(const HeldStorages&) = delete;
   HeldStorages& operator=(const HeldStorages&) = delete;
@@ -118,6 +135,9 @@ class HeldStorages {
 };
 
 std::unique_ptr<HeldStorages> hold(const py::sequence& objects) {
+  if (in_forked_child() && objects.size() == 0) { // Nothing moves there.
+    return std::make_unique<HeldStorages>(std::vector<c10::Storage>());
+  }
   const auto storages = storages_of(objects);
   const py::gil_scoped_release no_gil;
   return std::make_unique<HeldStorages>(storages);
@@ -175,6 +195,7 @@ std::string attention() {
 }
 
 py::dict memory_report(const std::string& device_name) {
+  check_not_forked();
   MemoryReport report;
   {
     const py::gil_scoped_release no_gil;
@@ -195,6 +216,7 @@ py::dict memory_report(const std::string& device_name) {
 }
 
 py::dict stats(bool reset) {
+  check_not_forked();
   Pager& pager = runtime().pager;
   Stats& counters = pager.stats();
   py::dict values;
@@ -330,11 +352,14 @@ void bind_requests(py::module_& module) {
   module.def("pageout", &pageout);
   module.def("prefetch", &prefetch, py::arg("storages"), py::arg("start") = true);
   module.def("use", &give_out);
+  module.def("movable", &movable);
   py::class_<HeldStorages>(module, "HeldStorages");
   module.def("hold", &hold);
   module.def("hold_script_module", &hold_script_module);
-  module.def(
-      "state", [](const py::handle& object) { return runtime().manual.state(storage_of(object)); });
+  module.def("state", [](const py::handle& object) {
+    check_not_forked();
+    return runtime().manual.state(storage_of(object));
+  });
   module.def("pin", [](const py::handle& object) {
     check_not_forked();
     const c10::Storage storage = storage_of(object);

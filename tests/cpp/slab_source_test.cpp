@@ -15,6 +15,7 @@
 #include <cstdint>
 #include <cstring>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <entity/Error.h>
@@ -27,8 +28,17 @@ namespace {
 
 bool without_tmpfile = false;
 bool without_populate = false;
+int reserving_fails_with = 0;
 
 } // namespace
+
+/// In place of the C library's: may be a file system that refuses.
+extern "C" int posix_fallocate(int fd, off_t from, off_t nbytes) {
+  if (reserving_fails_with != 0) {
+    return reserving_fails_with;
+  }
+  return syscall(SYS_fallocate, fd, 0, from, nbytes) == 0 ? 0 : errno;
+}
 
 /// In place of the C library's: may be a file system that has no O_TMPFILE.
 extern "C" int open(const char* path, int flags, ...) {
@@ -175,7 +185,7 @@ TEST(files_beyond_the_size_limit_are_an_error_not_a_signal) {
     FileSlabSource source(directory.path(), kSlab);
     const size_t before = open_files();
     CHECK_THROWS(source.acquire(kMiB + 1), SpillFailed, std::to_string(kMiB + 1) + " bytes in");
-    CHECK_THROWS(source.acquire(kMiB + 1), SpillFailed, "free disk space");
+    CHECK_THROWS(source.acquire(kMiB + 1), SpillFailed, "ulimit -f");
     CHECK_EQ(open_files(), before);
     Slab slab = source.acquire(kMiB);
     fill(slab, 1);
@@ -203,6 +213,59 @@ TEST(a_full_disk_is_an_error_when_a_slab_is_acquired) {
     source.release(all);
     all = source.acquire(kMiB);
   }));
+}
+
+TEST(too_many_open_files_are_no_fault_of_the_directory) {
+  TemporaryDirectory directory;
+  FileSlabSource source(directory.path(), kSlab);
+  struct rlimit before{};
+  getrlimit(RLIMIT_NOFILE, &before);
+  const struct rlimit none{3, before.rlim_max};
+  setrlimit(RLIMIT_NOFILE, &none);
+  CHECK_THROWS(source.acquire(kSlab), SpillFailed, "bytes free); raise the limit of open files");
+  CHECK_THROWS(source.acquire(kSlab), SpillFailed, "(ulimit -n)");
+  setrlimit(RLIMIT_NOFILE, &before);
+  Slab slab = source.acquire(kSlab);
+  source.release(slab);
+}
+
+TEST(each_error_says_what_helps) {
+  TemporaryDirectory directory;
+  FileSlabSource source(directory.path(), kSlab);
+  const std::vector<std::pair<int, const char*>> remedies = {
+      {ENOSPC, "; free disk space, or name another directory with spill_dir="},
+      {EDQUOT, "; free disk space, or name another directory with spill_dir="},
+      {EFBIG, "(ulimit -f), or name a directory of another file system with spill_dir="},
+      {ENFILE, "(sysctl fs.file-max)"},
+      {ENOMEM, "; free memory"},
+      {EACCES, "; name a directory that exists and can be written to with spill_dir="},
+      {EROFS, "; name a directory that exists and can be written to with spill_dir="},
+      {EOPNOTSUPP, "; name a directory that exists and can be written to with spill_dir="},
+  };
+  const size_t before = open_files();
+  for (const auto& remedy : remedies) {
+    reserving_fails_with = remedy.first;
+    CHECK_THROWS(source.acquire(kSlab), SpillFailed, remedy.second);
+  }
+  reserving_fails_with = 0;
+  CHECK_EQ(open_files(), before);
+}
+
+TEST(a_file_that_finds_no_addresses_is_no_fault_of_the_directory) {
+  TemporaryDirectory directory;
+  FileSlabSource source(directory.path(), kSlab);
+  struct rlimit before{};
+  getrlimit(RLIMIT_AS, &before);
+  const struct rlimit none{kPage, before.rlim_max};
+  setrlimit(RLIMIT_AS, &none);
+  std::string said;
+  try {
+    source.acquire(kSlab);
+  } catch (const SpillFailed& failed) {
+    said = failed.what();
+  }
+  setrlimit(RLIMIT_AS, &before);
+  CHECK(said.find("; free memory") != std::string::npos);
 }
 
 // --- forks ----------------------------------------------------------------------------

@@ -120,6 +120,24 @@ TEST(a_transfer_that_waits_for_an_op_lets_others_pass) {
   CHECK_EQ(commit_all(queue), 3);
 }
 
+TEST(what_is_added_behind_what_waits_for_an_op_does_not_wait_for_it) {
+  const Rigs rigs = make_rigs(40, Copies::kOnCaller);
+  Queue queue(kOut);
+  OtherOp op;
+  REQUIRE(rigs[0]->entity->request_pageout(OpClock::get().tick()));
+  queue.enqueue(rigs[0]->entity);
+  queue.start_actions();
+  for (size_t i = 1; i < rigs.size(); ++i) {
+    wait_until_put_off(queue);
+    request_and_enqueue(queue, *rigs[i]);
+    wait_until_put_off(queue); // not before it has been copied
+    CHECK_EQ(queue.progress(), i);
+  }
+  op.end();
+  queue.wait_actions();
+  CHECK_EQ(commit_all(queue), rigs.size());
+}
+
 TEST(a_transfer_that_is_put_off_can_be_called_off) {
   const Rigs rigs = make_rigs(1, Copies::kOnCaller);
   Queue queue(kOut);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import shutil
 from collections.abc import Iterator
@@ -207,6 +208,36 @@ def test_a_backward_without_room_can_be_repeated_with_more() -> None:
     assert torch.equal(gradient(2), gradient(None))
 
 
+def large_ones_beside_small_ones(limit_bytes: int) -> None:
+    torch_lms.enable({"cpu": limit_bytes})
+    small = []
+    try:
+        for value in range(20):
+            large = block(value)
+            small.append(torch.full((16,), float(value)))
+            assert large[7].item() == value
+    finally:
+        torch_lms.disable()
+
+
+@counts_exactly
+def test_the_limit_that_an_error_names_is_not_refused_for_some_small_tensors() -> None:
+    limit_bytes = BLOCK_BYTES // 2
+    refusals = []
+    while True:
+        try:
+            large_ones_beside_small_ones(limit_bytes)
+            break
+        except torch.OutOfMemoryError as error:
+            refusals.append(str(error))
+            named = re.search(r"a limit of (\d+) bytes would do", refusals[-1])
+            assert named is not None
+            assert int(named.group(1)) > limit_bytes
+            limit_bytes = int(named.group(1))
+    assert len(refusals) == 1, refusals
+    assert limit_bytes < 2 * BLOCK_BYTES
+
+
 # --- the disk: each in a process of its own, which has not chosen a directory yet ---------------------------
 
 
@@ -215,7 +246,7 @@ def full_disk(directory: str) -> None:
     small, large = block(1), block(2, 8)
     with SwapEnv(spill_dir=directory) as env:
         env.pageout(small, large)
-        with raises_saying(SpillError, found="File too large", do="free disk space, or name another directory"):
+        with raises_saying(SpillError, found="File too large", do="ulimit -f"):
             env.wait()
         assert [state(small), state(large)] == ["paged_out", "resident"]
     assert torch.equal(large, block(2, 8))
@@ -229,11 +260,24 @@ def full_disk_in_automatic_mode(directory: str) -> None:
     SwapEnv(spill_dir=directory)
     torch_lms.enable({"cpu": 8 * BLOCK_BYTES})
     held = [block(value) for value in range(4)]
-    with raises_saying(torch.OutOfMemoryError, found="Raise the limit", do="free disk space, or name another"):
+    with raises_saying(torch.OutOfMemoryError, found="File too large", do="ulimit -f"):
         block(9, 7)
     assert all(torch.equal(tensor, block(value)) for value, tensor in enumerate(held))
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     assert torch.equal(block(9, 7), torch.full((7 * BLOCK_BYTES // 4,), 9.0))
+
+
+def too_many_open_files(directory: str) -> None:
+    tensor = block(3)
+    with SwapEnv(spill_dir=directory) as env:
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, most[1]))
+        env.pageout(tensor)
+        with raises_saying(SpillError, found="Too many open files", do="ulimit -n"):
+            env.wait()
+        resource.setrlimit(resource.RLIMIT_NOFILE, most)
+        assert state(tensor) == "resident"
+        round_trip(tensor)
 
 
 def directory_that_vanishes(directory: str) -> None:
@@ -335,6 +379,7 @@ def relative_directory_after_a_change_of_directory(directory: str) -> None:
     [
         full_disk,
         full_disk_in_automatic_mode,
+        too_many_open_files,
         directory_that_vanishes,
         directory_that_cannot_be_written_to,
         directory_for_temporary_files_that_is_not_there,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import traceback
 from collections.abc import Callable
@@ -12,7 +13,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from tests.unit.fresh_process import in_fresh_process
 from tests.unit.paging_states import STATES, round_trip
+from torch_lms.swap import planning
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork", "ignore:.*max number of worker"),
@@ -149,6 +152,50 @@ def test_tensors_die_in_a_forked_child_without_touching_the_parent(paged: Module
     in_forked_child(here.clear)
     assert paged.stats().paged_out_bytes == before
     check(here)
+
+
+def test_a_compiled_function_runs_in_a_forked_child(paged: ModuleType) -> None:
+    tensor = torch.arange(100.0)
+    compiled = torch.compile(lambda x: (x * 2 + 1).relu())
+    expected = compiled(tensor).tolist()
+    round_trip([tensor])
+
+    def body() -> None:
+        assert compiled(tensor).tolist() == expected
+
+    in_forked_child(body)
+
+
+def fork_beside_a_planner() -> list[str]:
+    """A child that ends as a program does, while the parent's planner works and holds its lock."""
+    process = planning.PlannerProcess()
+    planning._process = process
+    planning.bring_back_before_forks()
+    held, over = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with planning._lock:
+            held.set()
+            over.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        planning.end()  # as at exit
+        os._exit(0)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    over.set()
+    thread.join()
+    found = [f"the child: {status}", f"the planner: {process._process.poll()}"]
+    process.kill()
+    return found
+
+
+def test_a_forked_child_leaves_the_planner_alone() -> None:
+    assert in_fresh_process(fork_beside_a_planner) == ["the child: 0", "the planner: None"]
 
 
 # --- multiprocessing -------------------------------------------------------------------------------------

@@ -211,6 +211,9 @@ IN_A_CHILD: dict[str, Callable[[torch.Tensor], object]] = {
     "enable": lambda tensor: torch_lms.enable({"cpu": "1GiB"}),
     "disable": lambda tensor: core.disable(),
     "SwapEnv": lambda tensor: SwapEnv(),
+    "state": state,
+    "stats": lambda tensor: torch_lms.stats(),
+    "memory_summary": lambda tensor: torch_lms.memory_summary("cpu"),
 }
 
 

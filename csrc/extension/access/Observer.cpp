@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <thread>
 #include <utility>
 
 #include <ATen/Parallel.h>
@@ -20,6 +21,7 @@ namespace torch_lms {
 namespace {
 
 constexpr uint64_t kOpsBetweenSettles = 8;
+constexpr auto kTimeToLearn = std::chrono::milliseconds(1);
 
 // The callbacks get nothing but the record.
 std::atomic<Observer*> instance{nullptr};
@@ -56,7 +58,8 @@ thread_local Frame* this_frame __attribute__((tls_model("initial-exec"))) = null
 Frame& make_frame() {
   struct Cleaner {
     ~Cleaner() {
-      if (Frame* frame = std::exchange(this_frame, nullptr)) {
+      Frame* frame = std::exchange(this_frame, nullptr);
+      if (frame != nullptr && !in_forked_child()) { // The locks that it takes belong to the parent.
         release_given_out(*frame);
         delete frame;
       }
@@ -696,15 +699,18 @@ void Observer::install(bool outputs) {
           .needsInputs(true)
           .needsOutputs(outputs)
           .scopes({at::RecordScope::FUNCTION}));
+  changed_at_ = std::chrono::steady_clock::now();
   outputs_ = outputs;
   installed_.store(true, std::memory_order_release);
   if (before != at::INVALID_CALLBACK_HANDLE) {
     at::removeCallback(before);
+    changed_at_ = std::chrono::steady_clock::now();
   }
 }
 
 void Observer::uninstall() {
   at::removeCallback(handle_);
+  changed_at_ = std::chrono::steady_clock::now();
   handle_ = at::INVALID_CALLBACK_HANDLE;
   installed_.store(false, std::memory_order_release);
   recipes_.forget();
@@ -742,6 +748,17 @@ void Observer::stop_if_idle() {
   if (observing() && !wanted()) {
     uninstall();
   }
+}
+
+void Observer::hold_callbacks() {
+  mutex_.lock();
+  std::this_thread::sleep_until(changed_at_ + kTimeToLearn);
+  at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION); // as an op does
+  at::hasGlobalCallbacks(); // takes PyTorch's lock: nobody else has it then
+}
+
+void Observer::release_callbacks() {
+  mutex_.unlock();
 }
 
 Observer::Request::Request(Observer& observer) : observer_(observer) {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <mutex>
 #include <vector>
 
@@ -62,6 +63,11 @@ class Observer final : public OpFeed {
 
   /// Removes the callback if there is no more reason for it.
   void stop_if_idle();
+
+  /// The callback neither comes nor goes until `release_callbacks`, and threads have learnt of the
+  /// last change: see Note [Locks that a forked child takes]. Waits for up to a millisecond.
+  void hold_callbacks();
+  void release_callbacks();
 
   bool observing() const noexcept {
     return installed_.load(std::memory_order_acquire);
@@ -145,6 +151,7 @@ class Observer final : public OpFeed {
   std::mutex mutex_; // of who installs and removes
   at::CallbackHandle handle_ = at::INVALID_CALLBACK_HANDLE;
   bool outputs_ = false;
+  std::chrono::steady_clock::time_point changed_at_{}; // when it came or went
   std::atomic<bool> fed_{false}; // by `start`
   std::atomic<uint64_t> program_thread_{0}; // besides the main one; by PyTorch's numbers
   std::atomic<bool> installed_{false};

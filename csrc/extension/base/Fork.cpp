@@ -16,7 +16,7 @@ std::mutex fork_mutex; // held from `before` to `in_parent` or `in_child`
 std::array<HostPool*, 8> prepared{};
 size_t prepared_count = 0;
 
-VisitPools visit_pools = nullptr;
+ForkWatch watched{};
 
 void prepare(HostPool* pool) {
   const auto end = prepared.begin() + prepared_count;
@@ -28,13 +28,15 @@ void prepare(HostPool* pool) {
 
 void before() {
   fork_mutex.lock();
-  visit_pools(&prepare);
+  watched.hold_callbacks(); // the order of the locks
+  watched.visit_pools(&prepare);
 }
 
 void in_parent() {
   while (prepared_count != 0) {
     prepared[--prepared_count]->after_fork_in_parent();
   }
+  watched.release_callbacks();
   fork_mutex.unlock();
 }
 
@@ -45,13 +47,14 @@ void in_child() {
   while (prepared_count != 0) {
     prepared[--prepared_count]->reclone_after_fork();
   }
+  watched.release_callbacks();
   fork_mutex.unlock();
 }
 
 } // namespace
 
-void watch_forks(VisitPools pools) {
-  visit_pools = pools;
+void watch_forks(const ForkWatch& watch) {
+  watched = watch;
   static const int registered = pthread_atfork(&before, &in_parent, &in_child);
   static_cast<void>(registered);
 }

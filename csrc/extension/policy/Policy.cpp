@@ -22,6 +22,13 @@ namespace {
 // Python passes nothing to what it calls between two instructions.
 std::atomic<Policy*> main_thread_waits{nullptr};
 
+/// A limit that would do, where `nbytes` would just do at one moment: small tensors, which do not
+/// move, come and go, and the next op may find a few more of them.
+size_t with_small_ones(size_t nbytes) noexcept {
+  constexpr size_t kStepBytes = size_t{64} << 10;
+  return (nbytes + nbytes / 256 + kStepBytes - 1) / kStepBytes * kStepBytes;
+}
+
 /// While one lives the op on this thread waits.
 class OpWaits {
  public:
@@ -730,7 +737,8 @@ std::string Policy::explain(Device& device, size_t nbytes) {
        << ", not seen in any op: " << held.unseen_bytes
        << ", small, in private pools, or inside of "
        << "compiled code: " << held.other_bytes << "). Raise the limit, lower min_bytes, or use "
-       << "smaller batches; a limit of " << stays + nbytes << " bytes would do here. "
+       << "smaller batches; a limit of " << with_small_ones(stays + nbytes)
+       << " bytes would do here. "
        << last_error();
   return text.str();
 }

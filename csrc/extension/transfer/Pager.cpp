@@ -532,13 +532,21 @@ void Pager::settle_prefetches() {
   }
 }
 
+/// Note [Waits inside of ops]
+/// Python code inside of an op (a hook on what is saved, a kernel in Python) may wait for page-outs.
+/// Those that ops of other threads hold back it must not wait for: these may wait inside of
+/// their ops, too, for page-outs that this thread's op holds back. They go out when the ops are over.
 void Pager::wait_pageouts() {
+  const bool inside_op = this_thread().op != nullptr;
   const uint64_t last = out_.pending_until();
   uint64_t seen = out_.progress();
   auto progressed = Clock::now();
   for (bool over = false; !over || out_.has_finished();) {
     over = out_.is_over(last);
     commit_finished(); // while the others are copied
+    if (inside_op && (over || out_.waits_for_ops())) {
+      break;
+    }
     const uint64_t before = seen;
     if (!over) {
       seen = out_.wait_for_progress(seen, kTurn_us);

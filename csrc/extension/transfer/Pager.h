@@ -168,7 +168,8 @@ class Pager final : public StorageEvents {
   }
 
   /// Waits until all page-outs are committed that there are now, at most a minute for ops of
-  /// other threads that use what has been copied. Rethrows what failed.
+  /// other threads that use what is to go; inside of an op not for these at all: see Note [Waits
+  /// inside of ops]. Rethrows what failed.
   void wait_pageouts();
   /// Waits until all page-ins are committed. Rethrows what failed, but for
   /// prefetches that found no room: those are counted and stay paged out.

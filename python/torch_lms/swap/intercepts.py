@@ -87,17 +87,11 @@ def _wake(_: threading.Thread) -> None:
 
 
 def _movable(owner: Any) -> bool:
-    """Whether there is a storage at all that could move; in a forked child none does."""
-    if core.in_forked_child():
-        return False
-    if isinstance(owner, torch.UntypedStorage):
-        return owner.device.type in ("cpu", "cuda")
-    return (
-        isinstance(owner, torch.Tensor)
-        and owner.layout is torch.strided
-        and owner.device.type in ("cpu", "cuda")
-        and bool(torch._C._has_storage(owner))
-    )
+    """Whether there is a storage at all that could move; in a forked child none does.
+
+    The core asks: attributes of a tensor would be asked of its class's ``__torch_function__``.
+    """
+    return core.movable(owner)
 
 
 def _replace(owners: Sequence[Any], name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

@@ -70,6 +70,9 @@ def prefetch(*tensors: Pageables) -> int:
 def wait() -> None:
     """Waits until every page-out and page-in has been committed.
 
+    Inside of an op (in a hook on what is saved, say) it waits for copies, but not for page-outs that running ops of
+    other threads hold back, since these may wait for this op in the same way: they go out when the ops are over.
+
     Raises:
         HostPoolFullError: if a page-out found the host limit reached; the storage is resident.
         SpillError: if a page-out found no room on disk; the storage is resident.
@@ -105,6 +108,9 @@ def state(tensor: Pageable) -> str:
 
     Returns:
         ``resident``, ``out_queued``, ``paging_out``, ``paged_out``, ``in_queued`` or ``paging_in``.
+
+    Raises:
+        LmsError: in a forked child.
     """
     return core.state(tensor)
 

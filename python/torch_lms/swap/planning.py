@@ -73,8 +73,16 @@ _lock = threading.Lock()
 @lru_cache
 def bring_back_before_forks() -> None:
     """From now on whoever forks leaves the child all storages: it could not make again what is dropped."""
-    os.register_at_fork(before=core.make_dropped_again)
+    os.register_at_fork(before=core.make_dropped_again, after_in_child=_leave_to_parent)
     atexit.register(end)
+
+
+def _leave_to_parent() -> None:
+    """In a forked child: the planner and its process are the parent's, and one of its threads may hold the lock."""
+    global _lock, _wishes, _planner, _process
+    _lock = threading.Lock()
+    _wishes = _planner = _process = None
+    _forget()
 
 
 def given_plan(plan: Plan | str | os.PathLike[str], wishes: Wishes) -> Plan:

@@ -77,5 +77,8 @@ def stats(*, reset: bool = False) -> SwapStats:
     Args:
         reset: start counting anew; gauges stay as they are. On a CUDA device this also resets
             PyTorch's own peak statistics.
+
+    Raises:
+        LmsError: in a forked child.
     """
     return SwapStats(**core.stats(reset))

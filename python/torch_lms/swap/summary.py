@@ -51,7 +51,7 @@ def memory_summary(device: str | torch.device | None = None) -> str:
 
     Raises:
         LimitError: for a device that cannot be understood or is not there.
-        LmsError: on a PyTorch with the fork's patches.
+        LmsError: on a PyTorch with the fork's patches, or in a forked child.
     """
     need_extension("memory_summary", "use torch_lms.stats() and torch.cuda.memory_summary()")
     names = _devices() if device is None else [device_name(device)]

@@ -668,7 +668,7 @@ TEST(a_child_of_a_busy_program_has_its_bytes) {
     }
   });
   for (int i = 0; i < 10; ++i) {
-    // Not `check_fork`: PyTorch's own locks may be held by the other thread in the child.
+    // Not `check_fork`: the other thread may hold locks of PyTorch's allocators in the child.
     CHECK(harness::passes_in_child([&] {
       for (size_t k = 0; k < tensors.size(); ++k) {
         const auto* data = tensors[k].const_data_ptr<int64_t>();
@@ -681,6 +681,32 @@ TEST(a_child_of_a_busy_program_has_its_bytes) {
   busy.join();
   lms().manual.wait_pageouts();
   lms().manual.wait_pageins();
+}
+
+/// See Note [Locks that a forked child takes].
+TEST(ops_run_in_a_child_forked_while_the_callback_comes_and_goes) {
+  const Settled settled;
+  const at::Tensor tensor = tensor_of(1);
+  std::atomic<bool> over{false};
+  std::thread busy([&] {
+    while (!over) {
+      {
+        const Observer::Request request(lms().observer);
+      }
+      lms().observer.stop_if_idle();
+    }
+  });
+  int passed = 0;
+  for (int i = 0; i < 200 && passed == i; ++i) {
+    passed += harness::passes_in_child([&] {
+      alarm(10); // instead of a test's minute
+      CHECK(holds(tensor, 1));
+      std::thread([&] { CHECK(holds(tensor, 1)); }).join();
+    });
+  }
+  over = true;
+  busy.join();
+  CHECK_EQ(passed, 200);
 }
 
 } // namespace
