@@ -248,11 +248,11 @@ def _plan_beside(request: dict[str, Any], wishes: Wishes, followed: str) -> None
                 if not _is_wanted(wishes):
                     return
                 if (priced := answer.get("priced")) is not None and followed in _plans:
-                    # It may stay: what it predicts is for the times of its own steps then.
+                    # A plan that was followed may stay: what it predicts is for the times of its own steps then.
                     _plans[followed] = _Kept(priced, _plans[followed].trace)
                 if (told := answer.get("plan")) is None:
                     continue
-                name = _keep(_Kept(told, trace))
+                name = followed = _keep(_Kept(told, trace))
             core.add_plan({**answer["compiled"], "signature": name, "timed": timed})
             made = True
     except Exception as error:  # on a thread of ours: the program goes on with paging on demand, or with what was made
