@@ -43,14 +43,15 @@ def answers(given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
     Args:
         given: either a ``recording`` and the ``link`` that it was made beside, or a ``trace``, the ``times_us`` of a
-            cycle that followed a plan, and that plan as ``followed``; documents as JSON in bytes. Besides,
+            cycle that followed a plan, what its ``host`` took (see `timed_again`; None if that is not known), and that
+            plan as ``followed``; documents as JSON in bytes. Besides,
             ``is_crowded`` (see `margins`) and the other arguments of a `Request`.
     """
     rest = dict(given)
     trace = _trace_of(rest)
     yield {"trace": trace.to_json().encode()}
     if (followed := rest.pop("followed", None)) is not None:
-        yield {"priced": told_of(priced_again(Plan.from_json(followed.decode()), trace))}
+        yield {"priced": told_of(priced_again(Plan.from_json(followed.decode()), trace, rest["limit_bytes"]))}
     rest |= margins(trace, rest["limit_bytes"], is_crowded=rest.pop("is_crowded", False))
     yield from _plans(Request(trace=trace, **rest))
 
@@ -61,8 +62,8 @@ def _trace_of(rest: dict[str, Any]) -> Trace:
     if recording is not None:
         return trace_of(recording, limit_bytes=rest["limit_bytes"], link=Link(**link))
     trace = Trace.from_json(rest.pop("trace").decode())
-    times_us = rest.pop("times_us", None)
-    return trace if times_us is None else timed_again(trace, times_us)
+    times_us, host = rest.pop("times_us", None), rest.pop("host", None)
+    return trace if times_us is None else timed_again(trace, times_us, host)
 
 
 def _plans(request: Request) -> Iterator[dict[str, Any]]:
@@ -77,7 +78,8 @@ def _plans(request: Request) -> Iterator[dict[str, Any]]:
     if last is None or best.predicted.step_us < last.predicted.step_us * (1 - _WORTH_A_CHANGE):
         last = best
         yield _told(best)
-    yield {"priced": told_of(bounded(request, replace(last, methods=best.methods)))}
+    last = bounded(request, replace(last, methods=best.methods))
+    yield {"priced": told_of(priced_again(last, request.trace, request.limit_bytes))}
 
 
 def _told(plan: Plan) -> dict[str, Any]:
