@@ -139,7 +139,7 @@ class _Planning:
         """No plan is faster."""
         fits = self.plain.peak_bytes <= self.problem.limit_bytes
         bound_us = linear_bound_us(self.problem) if scipy_is_there() and not fits else None
-        return bound_us or self.problem.trace.plain_us
+        return max(bound_us or 0.0, self.plain.step_us)
 
     def best(self, others: Sequence[Plan], simply: bool, only: str) -> tuple[str, Timed] | None:
         """The winner's name and what it chose; None if nothing keeps the limit."""
