@@ -80,7 +80,7 @@ def test_a_trace_of_the_first_version_knows_nothing_of_the_host() -> None:
     document = {name: value for name, value in DOCUMENT.items() if name != "host"}
     found = Trace.from_json(json.dumps({**document, "version": 1}))
     assert found == replace(Trace.from_json(json.dumps(DOCUMENT)), host=Host())
-    with pytest.raises(PlanError, match="expected a field torch_lms.trace.host, found none"):
+    with pytest.raises(PlanError, match=r"expected a field torch_lms\.trace\.host, found none"):
         Trace.from_json(json.dumps(document))
 
 

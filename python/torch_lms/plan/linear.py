@@ -143,6 +143,7 @@ class _Program:
         self._problem, self._careful = problem, dropped is not None
         self._at = choose_checkpoints(problem.plain_bytes, problem.durations_us, problem.limit_bytes)
         self._count = len(self._at)
+        self._durations_us = problem.elapsed_us if self._careful else problem.durations_us
         # Where the host's times are known, the row of its time says what they cost.
         self._host_price = _IDLE_PRICE if problem.trace.host.op_us else 1.0
         # For each place the first checkpoint that is not before it.
@@ -312,17 +313,20 @@ class _Program:
     def _add_host_time(self) -> None:
         """Row ``total`` of the host."""
         problem = self._problem
-        spent = {one: problem.host_us(number, problem.leave_kind(problem.candidates[number])) / 1e3
-                 for number, one in self._swap.items()}
+        spent = {
+            one: problem.host_us(number, problem.leave_kind(problem.candidates[number])) / 1e3
+            for number, one in self._swap.items()
+        }
         spent |= dict.fromkeys([*self._replay.values(), *self._drop.values()], problem.trace.host.recompute_us / 1e3)
         whole = dict.fromkeys(self._waits, 1.0)
         for more in self._spans()[1]:
             whole.update(more)
-        self.rows.at_most(_plus(spent, whole, -1.0), problem.host_slack_us / 1e3)
+        left_us = float(self._durations_us.sum()) - sum(problem.trace.host.op_us)
+        self.rows.at_most(_plus(spent, whole, -1.0), left_us / 1e3)
 
     def _add_late_copies(self, out_rate: float, in_rate: float, replays: list[dict[int, float]]) -> None:
         """What leaves just before a checkpoint is not gone there; what is needed just after one is there already."""
-        durations_us, places = self._problem.durations_us, len(self._problem.durations_us)
+        durations_us, places = self._durations_us, len(self._durations_us)
         ends_ms = np.cumsum(durations_us) / 1e3
         starts_ms = ends_ms - durations_us / 1e3
         late: list[dict[int, float]] = [{} for _ in range(self._count)]
@@ -352,7 +356,7 @@ class _Program:
         """The ops' time before each checkpoint and after the last, and the replays that may happen there."""
         places = np.arange(len(self._problem.durations_us))
         group = np.searchsorted(self._at, places, side="right")
-        plain = np.bincount(group, weights=self._problem.durations_us, minlength=self._count + 1) / 1e3
+        plain = np.bincount(group, weights=self._durations_us, minlength=self._count + 1) / 1e3
         replays: list[dict[int, float]] = [{} for _ in range(self._count + 1)]
         for number, variable in self._replay.items():
             replay = self._problem.candidates[number].replay

@@ -90,8 +90,9 @@ class Planner:
             if best is not None:
                 self._winner = planning
                 return planning.plan(*best)
-        given = {"host_limit_bytes": self._host_limit_bytes, "swap": self._swap, "recompute": self._recompute}
-        least = least_limit(self._trace, **given)
+        least = least_limit(
+            self._trace, host_limit_bytes=self._host_limit_bytes, swap=self._swap, recompute=self._recompute
+        )
         host = "" if self._host_limit_bytes is None else f" with {self._host_limit_bytes} bytes of host memory"
         raise LimitError(
             f"expected a limit of at least {least} bytes ({least / _GIB:.2f} GiB){host}, found {self._limit_bytes}: no "

@@ -100,7 +100,7 @@ def timed_again(trace: Trace, times_us: Sequence[float], host: Mapping[str, Any]
 def host_of(keys: Sequence[int], told: Mapping[str, Any]) -> Host:
     """What the host does, without what happens once: an op is counted with at most some times what others alike take.
 
-    After some ops the host waits for the device: it was ahead when it began them, and is not any more after a long time.
+    After some ops the host waits for the device: it was ahead when it began them, and a long time later it is not.
 
     Args:
         keys: of the ops.

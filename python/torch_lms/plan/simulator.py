@@ -7,8 +7,9 @@ copies out have ended always comes free: waiting ends.
 Note [The host]: it submits ops ahead of the device, one after the other, and each copy and each op that is run again
 takes of its time, too. An op cannot begin before it is submitted, nor end before the host has submitted all of it.
 Memory is charged when the host asks for it: a copy out that has not ended then takes room, although the device may have
-done it by the time at which it runs the op. The host gets no further ahead than the device's queue is long, and not past
-ops after which it waits. Where a trace does not know the host's times, each op is submitted when the one before it ends.
+done it by the time at which it runs the op. The host gets no further ahead than the device's queue is long, and not
+past ops after which it waits. Where a trace does not know the host's times, each op is submitted when the one before it
+ends.
 """
 
 from __future__ import annotations

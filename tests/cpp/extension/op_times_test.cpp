@@ -216,7 +216,9 @@ TEST(an_action_is_counted_without_what_is_nested_in_it) {
     return;
   }
   ActionTimes actions;
-  { const ActionTimes::Timer off(actions, Action::kPagein); }
+  {
+    const ActionTimes::Timer off(actions, Action::kPagein);
+  }
   OpTimes times(&actions);
   times.begin(*device, Lead::kThere);
   times.begin_op(0);
@@ -234,13 +236,17 @@ TEST(an_action_is_counted_without_what_is_nested_in_it) {
     inner += sleep_ms(4);
     times.resume(*device);
   }
-  { const ActionTimes::Timer part(actions, Action::kRecompute); } // no action of its own
+  {
+    const ActionTimes::Timer part(actions, Action::kRecompute);
+  } // no action of its own
   const Microseconds passed = ActionTimes::Clock::now() - began;
   CHECK(actions.mean_us(Action::kPagein) >= 4000);
   CHECK(actions.mean_us(Action::kRecompute) > 0);
   CHECK(actions.mean_us(Action::kRecompute) <= (passed - inner).count());
   times.abandon();
-  { const ActionTimes::Timer off(actions, Action::kPagein); }
+  {
+    const ActionTimes::Timer off(actions, Action::kPagein);
+  }
   CHECK(Microseconds(actions.spent()) <= passed);
 }
 
