@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import islice
 from random import Random
 
@@ -11,7 +12,17 @@ from hypothesis import strategies as st
 
 from tests.plan.random_traces import all_decisions, chained_traces, traces
 from tests.plan.traces import Program
-from torch_lms.plan import RECOMPUTE, Decision, Trace, make_plan, simulate
+from torch_lms.plan import (
+    RECOMPUTE,
+    Decision,
+    Host,
+    Link,
+    Trace,
+    TraceOp,
+    TraceStorage,
+    make_plan,
+    simulate,
+)
 from torch_lms.plan.linear import linear, linear_bound_us
 from torch_lms.plan.methods import carry_through, linear_methods
 from torch_lms.plan.problem import Problem
@@ -36,11 +47,21 @@ def some_decisions(problem: Problem, dropped: list[int]) -> list[list[Decision]]
     return [decisions for way in ways for decisions in islice(all_decisions(way), _MOST_COMBINATIONS)]
 
 
-@given(trace=chained_traces(), share=st.floats(0, 0.99), swap=st.booleans(), random=st.randoms(use_true_random=False))
+@given(
+    trace=chained_traces(),
+    share=st.floats(0, 0.99),
+    swap=st.booleans(),
+    random=st.randoms(use_true_random=False),
+    host_us=st.sampled_from([0.0, 4.0, 30.0]),
+)
 @settings(max_examples=50, deadline=None)
 def test_no_plan_beats_the_bound_whatever_its_recipes_hold(
-    trace: Trace, share: float, swap: bool, random: Random
+    trace: Trace, share: float, swap: bool, random: Random, host_us: float
 ) -> None:
+    if host_us:
+        op_us = tuple(random.choice([host_us, 3 * host_us]) for _ in trace.ops)
+        host = Host(op_us=op_us, waits=(0,), pageout_us=host_us, pagein_us=host_us, recompute_us=host_us)
+        trace = replace(trace, host=host)
     problem = Problem(trace, 0, swap=swap)
     everything = some_decisions(problem, [one for one in spent_of(problem) if random.random() < 0.5])
     low = min(max(simulate(trace, decisions).planned_bytes) for decisions in everything)
@@ -126,3 +147,18 @@ def test_the_bound_counts_what_a_recipe_holds_until_the_next_use() -> None:
     assert bound_us is not None
     assert bound_us > trace.plain_us + 40.0
     assert bound_us <= make_plan(trace, 161, swap=False).predicted.step_us
+
+
+def test_copies_hide_behind_what_the_device_waits_for_the_host() -> None:
+    """A copy out and in of 50 us each; ops of 10 us, which the host submits every 60 us, or at once."""
+    link = Link(out_bytes_per_us=1.0, in_bytes_per_us=1.0)
+    ops = tuple(TraceOp(name=f"op{place}", phase="forward", duration_us=10.0) for place in range(6))
+    away = TraceStorage(bytes=50, producer=0, uses=(5,))
+    held = TraceStorage(bytes=50, producer=2, uses=(3,), released=3)
+    quick = Trace(device="cuda:0", signature="0", link=link, ops=ops, storages=(away, held))
+    slow = replace(quick, host=Host(op_us=(60.0,) * 6, waits=(5,)))
+    assert Problem(quick, 60).elapsed_us.tolist() == [10.0] * 6
+    assert Problem(slow, 60).elapsed_us.tolist() == [60.0] * 6
+    predicted = [make_plan(trace, 60).predicted for trace in (quick, slow)]
+    assert [one.step_us for one in predicted] == [140, 360]
+    assert predicted[1].lower_bound_us == 360

@@ -233,6 +233,7 @@ C10_ALWAYS_INLINE void Observer::begin_outermost(const at::RecordFunction& recor
     pager_.arrivals().settle();
   }
   if (pager_.has_finished()) {
+    const ActionTimes::Timer timer(pager_.action_times(), Action::kPageout); // a part of it
     pager_.commit_finished();
   }
   this_thread().op = &record;

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch_lms.plan.candidates import Candidate, CandidateArrays, find_candidates, with_dropped
 from torch_lms.plan.decision import DROP_UNCHANGED, RECOMPUTE, SWAP, Decision
 from torch_lms.plan.residency import memory_bytes
+from torch_lms.plan.simulator import simulate
 from torch_lms.plan.trace import Trace
 
 __all__ = ["Choices", "Problem"]
@@ -34,6 +35,8 @@ class Problem:
         candidates: all stretches in which storages may be away.
         arrays: their figures.
         durations_us: of the ops.
+        elapsed_us: from the end of the op before to each op's, without a plan: its duration, and what the device
+            waits for the host.
         plain_bytes: in use at each place if all is kept.
         served: decisions for storages that stay on the host; these are settled.
     """
@@ -55,8 +58,15 @@ class Problem:
         self.candidates = find_candidates(trace, swap=swap, recompute=recompute)
         self.arrays = CandidateArrays(self.candidates)
         self.durations_us: NDArray[np.float64] = np.array([op.duration_us for op in trace.ops])
+        self.elapsed_us = self._elapsed_us()
         self.plain_bytes = self.memory([])
         self._last_need: tuple[frozenset[tuple[int, str]], NDArray[np.float64]] | None = None
+
+    def _elapsed_us(self) -> NDArray[np.float64]:
+        if not self.trace.host.op_us:
+            return self.durations_us
+        found: NDArray[np.float64] = np.diff(np.array(simulate(self.trace, []).end_us), prepend=0.0)
+        return found
 
     def under(self, limit_bytes: int) -> Problem:
         """The same under another limit."""
@@ -119,6 +129,19 @@ class Problem:
         """By how much choices exceed the limit at each place, in bytes; 0 where they do not."""
         found: NDArray[np.float64] = np.maximum(self.need(choices) - self.limit_bytes, 0.0)
         return found
+
+    def host_us(self, number: int, kind: str) -> float:
+        """What a choice takes of the host's time."""
+        one, host = self.candidates[number], self.trace.host
+        if kind == RECOMPUTE:
+            return host.recompute_us * (1 + (0 if one.replay is None else len(one.replay.dropped)))
+        out_us = 0.0 if kind == DROP_UNCHANGED else host.pageout_us
+        return out_us + (0.0 if one.back_at is None else host.pagein_us)
+
+    @property
+    def host_slack_us(self) -> float:
+        """The host's time that is left beside the device's ops; negative where the device waits for the host."""
+        return float(self.durations_us.sum()) - sum(self.trace.host.op_us)
 
     def leave_kind(self, candidate: Candidate) -> str:
         """How a candidate leaves if it is not dropped."""
