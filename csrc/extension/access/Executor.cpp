@@ -207,8 +207,9 @@ void Executor::begin_op(const at::RecordFunction& record, Frame& frame) {
       bind_inputs_locked(op, frame, &garbage);
     }
     makes_recipe = op.makes_recipe;
-    frame.acts = !(op.drops.empty() && op.pageouts.empty() && op.prefetches.empty() &&
-                   late_.empty() && plan_->placeholders.empty());
+    frame.acts =
+        !(op.drops.empty() && op.pageouts.empty() && op.prefetches.empty() && late_.empty() &&
+          plan_->placeholders.empty());
   }
   policy_.placeholders().release_until(frame.place);
   if (makes_recipe && frame.sealed) {

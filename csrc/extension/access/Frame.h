@@ -20,7 +20,8 @@ namespace torch_lms {
 /// Not thread-safe: a thread's own.
 class RecentEntities {
  public:
-  /// The entity of a storage of `nbytes`, from `pager` if it is not remembered; null if it has none.
+  /// The entity of a storage of `nbytes`, from `pager` if it is not remembered; null if it has
+  /// none.
   Entity* find(c10::StorageImpl& storage, size_t nbytes, Pager& pager) {
     Slot& slot = slot_of(storage);
     if (slot.knows(storage, nbytes)) {

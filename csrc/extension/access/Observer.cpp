@@ -210,7 +210,10 @@ void Observer::refuse_dropped(const at::RecordFunction& record, const std::excep
   }
 }
 
-C10_ALWAYS_INLINE void Observer::begin_outermost(const at::RecordFunction& record, const char* name, Frame& frame) {
+C10_ALWAYS_INLINE void Observer::begin_outermost(
+    const at::RecordFunction& record,
+    const char* name,
+    Frame& frame) {
   OpClock::get().begin_op();
   frame.timed = policy_->enabled();
   if (frame.timed) {
@@ -259,7 +262,10 @@ Entity* Observer::find(c10::StorageImpl& storage, Frame& frame) {
 }
 
 /// Of a storage that is as large as what ops look for.
-C10_ALWAYS_INLINE Entity* Observer::find_sized(c10::StorageImpl& storage, size_t nbytes, Frame& frame) {
+C10_ALWAYS_INLINE Entity* Observer::find_sized(
+    c10::StorageImpl& storage,
+    size_t nbytes,
+    Frame& frame) {
   if (!policy_->tracks(nbytes)) {
     return frame.recent.find(storage, nbytes, pager_);
   }
@@ -292,11 +298,7 @@ void Observer::note_stream(c10::Device as, Pinning& pinning) {
 }
 
 /// The storage is as large as what ops look for.
-void Observer::pin_input(
-    c10::StorageImpl& storage,
-    size_t nbytes,
-    Frame& frame,
-    Pinning& pinning) {
+void Observer::pin_input(c10::StorageImpl& storage, size_t nbytes, Frame& frame, Pinning& pinning) {
   Entity* entity = find_sized(storage, nbytes, frame);
   if (entity == nullptr) {
     return;
@@ -356,8 +358,7 @@ bool Observer::pin_inputs(const at::RecordFunction& record, Frame& frame, const 
       look_at_input(*storage, frame, pinning);
     } else if (!value.isNone()) {
       all = visit_storages(
-                value,
-                [&](c10::StorageImpl& part) { look_at_input(part, frame, pinning); }) &&
+                value, [&](c10::StorageImpl& part) { look_at_input(part, frame, pinning); }) &&
             all;
     }
   }
@@ -454,14 +455,12 @@ C10_ALWAYS_INLINE void Observer::note_output(
 
 /// What an op makes is known from then on; what it has got is known already.
 void Observer::note_outputs(const at::RecordFunction& record, Frame& frame) {
-  const size_t from_bytes =
-      frame.timed ? looked_for_from_bytes() : policy_->tracked_from_bytes();
+  const size_t from_bytes = frame.timed ? looked_for_from_bytes() : policy_->tracked_from_bytes();
   for (const c10::IValue& value : outputs_of(record)) {
     if (c10::StorageImpl* storage = only_storage_of(value)) {
       note_output(*storage, from_bytes, frame);
     } else {
-      visit_storages(
-          value, [&](c10::StorageImpl& part) { note_output(part, from_bytes, frame); });
+      visit_storages(value, [&](c10::StorageImpl& part) { note_output(part, from_bytes, frame); });
     }
   }
 }
