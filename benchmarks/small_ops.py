@@ -70,7 +70,7 @@ class _Surroundings:
         torch_lms.enable({self.device: "95%"})
         # Made here: a CPU's bytes are counted from when automatic mode begins.
         self.filler = torch.ones((1024 if self.device == "cuda" else 64) * _MIB // 4, device=self.device)
-        used = torch_lms.stats().allocated_bytes
+        used = core.memory_report(self.device)["allocated_bytes"]  # of this device alone
         if self.device == "cuda":
             used = max(used, torch.cuda.memory_reserved())
         torch_lms.enable({self.device: used + used // 32})
@@ -136,6 +136,8 @@ def measure_ops(device: str, result: Result, count: int, budget_s: float) -> Non
             if scope_name == _ASLEEP:
                 _check_asleep(result, what, found, count, surroundings.observed)
             elif scope_name not in _EMPTY:
+                seen = f"{sum(surroundings.observed)} of {len(surroundings.observed)}"
+                result.check(f"{what}: rounds in which ops are observed", "all", seen, ok=all(surroundings.observed))
                 added, most = 1e9 * found.quiet_added / count, _ARMED_MOST_NS[device]
                 result.check(f"{what}: added", f"{most:.0f} ns", round(added, 1), ok=added <= most)
     del graph

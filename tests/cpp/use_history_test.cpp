@@ -1,5 +1,7 @@
 #include <extension/trace/UseHistory.h>
+#include <extension/trace/Uses.h>
 
+#include <random>
 #include <vector>
 
 #include "harness.h"
@@ -26,6 +28,34 @@ UseHistory used_at(const std::vector<uint64_t>& uses, const CycleShape& shape) {
     history.record(use, shape);
   }
   return history;
+}
+
+// --- what is noted late ---------------------------------------------------------------------
+
+TEST(uses_that_follow_closely_are_no_others_when_somebody_asks) {
+  std::mt19937 random(7);
+  for (const uint64_t length : {0, 100, 3000}) {
+    Uses uses;
+    UseHistory at_once;
+    CycleShape shape = cycle(1, 1, length / 3, length);
+    uint64_t now = 1;
+    for (int i = 0; i < 20000; ++i) {
+      now += 1 + (random() % 3 != 0 ? random() % 6 : random() % 200);
+      if (random() % 50 == 0) { // another cycle, or the one after that
+        now += 3000;
+        shape = cycle(shape.number + 1 + random() % 2, now, length / 3, length);
+      }
+      uses.record(now, shape);
+      at_once.record(now, shape);
+      if (random() % 4 == 0) {
+        const UseHistory late = uses.history();
+        const uint64_t later = now + random() % 100;
+        CHECK(uses.last() == now);
+        CHECK(late.next(later, shape) == at_once.next(later, shape));
+        CHECK(late.recurs(shape) == at_once.recurs(shape));
+      }
+    }
+  }
 }
 
 // --- without cycles ----------------------------------------------------------------------

@@ -169,7 +169,7 @@ C10_ALWAYS_INLINE void Observer::begin_op(
     const at::RecordFunction& record,
     const char* name,
     Frame& frame,
-    OpTraits op) {
+    const OpTraits& op) {
   frame.depth = 1;
   frame.collective = op.kind == OpKind::kCollective;
   frame.holding = op.kind == OpKind::kHolding || frame.collective;

@@ -101,7 +101,11 @@ class Observer final : public OpFeed {
   static void on_end(const at::RecordFunction& record, at::ObserverContext* context);
   void begin(const at::RecordFunction& record);
   void begin_inside(const at::RecordFunction& record, Frame& frame);
-  void begin_op(const at::RecordFunction& record, const char* name, Frame& frame, OpTraits op);
+  void begin_op(
+      const at::RecordFunction& record,
+      const char* name,
+      Frame& frame,
+      const OpTraits& op);
   void tell_begin(const at::RecordFunction& record, Frame& frame);
   void end(const at::RecordFunction& record);
   void refuse_dropped(const at::RecordFunction& record, const std::exception& error);

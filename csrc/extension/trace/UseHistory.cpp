@@ -29,8 +29,8 @@ void UseHistory::record(uint64_t use, const CycleShape& cycle) noexcept {
     cycle_ = cycle.number;
   }
   began_ = cycle.began;
-  const bool same_place =
-      present_.count != 0 && use - last_ <= std::max(uint64_t{kLeastGap}, cycle.length / kGapsInCycle);
+  const bool same_place = present_.count != 0 &&
+                          use - last_ <= std::max(uint64_t{kLeastGap}, cycle.length / kGapsInCycle);
   record_latest(use, same_place);
   last_ = use;
   if (same_place) {
