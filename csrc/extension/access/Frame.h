@@ -90,6 +90,7 @@ struct Frame {
   bool timed = false; ///< The outermost op has a time: automatic mode wants to know what it uses.
   uint64_t now = 0; ///< That time.
   std::vector<Entity*> pinned; ///< The table keeps what is pinned.
+  size_t inputs = 0; ///< How many of these are the outermost op's own.
   std::vector<Entity*> served; ///< Of these, the ones used in their host copies.
   std::vector<Entity*> written; ///< Of these, the ones that the op may write to, while it begins.
   KeptWatch kept_watch; ///< Of these, the ones that the op takes an address of, and only reads.

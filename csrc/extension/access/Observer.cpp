@@ -74,11 +74,15 @@ Frame& frame_of_thread() {
 
 UsedDevices devices_of(const Frame& frame) {
   UsedDevices used;
+  const auto inputs_end = frame.pinned.begin() + static_cast<ptrdiff_t>(frame.inputs);
   for (auto at = frame.pinned.begin(); at != frame.pinned.end(); ++at) {
     const Entity* entity = *at;
     Device* device = &entity->device();
-    // One that is given twice counts once, as in LargeOps::make_fit.
-    used.input_bytes += std::find(frame.pinned.begin(), at, entity) == at ? entity->nbytes() : 0;
+    // As LargeOps::make_fit counts: one that is given twice counts once.
+    if (at < inputs_end && device == &frame.pinned.front()->device() &&
+        std::find(frame.pinned.begin(), at, entity) == at) {
+      used.input_bytes += entity->nbytes();
+    }
     if (device != used.devices[0] && device != used.devices[1]) {
       used.devices[used.devices[0] == nullptr ? 0 : 1] = device;
     }
@@ -169,6 +173,7 @@ void Observer::begin(const at::RecordFunction& record) {
   try {
     begin_outermost(record, name, frame);
     all = pin_inputs(record, frame, op);
+    frame.inputs = frame.pinned.size();
   } catch (const std::exception& error) { // PyTorch logs it, and runs the op
     refuse_dropped(record, error);
     throw;
@@ -337,7 +342,7 @@ void Observer::settle_pinned(
     Pinning& pinning) {
   size_t input_bytes = pinning.input_bytes;
   if (input_bytes != 0 && all &&
-      LargeOps::worth_looking(frame.pinned[first]->device(), input_bytes)) {
+      large_ops_.worth_looking(frame.pinned[first]->device(), input_bytes)) {
     large_ops_.make_fit(record, frame, first);
   }
   if (!pinning.settled) {
@@ -440,6 +445,7 @@ void Observer::release_pinned(Frame& frame) noexcept {
   this_thread().op_input_bytes = 0;
   frame.kept_watch.end();
   torch_lms::release(frame.pinned, frame.served);
+  frame.inputs = 0;
   frame.wrote.clear();
   OpClock::get().end_op();
   if (frame.recipe != nullptr) {
