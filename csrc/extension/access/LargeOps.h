@@ -21,8 +21,8 @@ namespace torch_lms {
 /// (`EntityStorageImpl::serve`). How much an op makes is asked of PyTorch's own shape functions,
 /// which run it on tensors without bytes. What else a kernel allocates shows only when it is
 /// refused: then the next op of the kind, with inputs as large, reads all of them from the host.
-/// The same goes for what Python code allocates inside of an op (a hook on what is saved, a kernel in
-/// Python), however small the op's inputs are beside it.
+/// The same goes for what Python code allocates inside of an op (a hook on what is saved, a kernel
+/// in Python), however small the op's inputs are beside it.
 
 /// Finds ops that do not fit with their inputs, and takes these out of the way.
 ///
@@ -43,7 +43,8 @@ class LargeOps {
   /// that go are pinned all the same, and are added to `frame.served`.
   void make_fit(const at::RecordFunction& record, Frame& frame, size_t first);
 
-  /// The op that ran on the calling thread was refused memory; its inputs, as `make_fit` counts them.
+  /// The op that ran on the calling thread was refused memory; its inputs, as `make_fit` counts
+  /// them.
   void note_refused(const at::RecordFunction& record, size_t input_bytes);
 
  private:
