@@ -14,7 +14,6 @@ from tests.unit.test_threads import together
 from torch_lms.swap import state
 
 
-
 def saving(pack: Callable[[torch.Tensor], None]) -> Callable[[], torch.Tensor]:
     """An op inside of which `pack` is called with what it saves, once."""
 

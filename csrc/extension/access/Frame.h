@@ -129,6 +129,7 @@ struct Frame : Pinned {
   uint64_t now = 0; ///< That time.
   size_t name = 0; ///< A hash of the outermost op's.
   UsedDevices used; ///< By the outermost op.
+  size_t inputs = 0; ///< How many of those pinned are the outermost op's own.
   std::vector<Entity*>
       written; ///< Of those pinned, the ones that the op may write to, while it begins.
   KeptWatch kept_watch; ///< Of these, the ones that the op takes an address of, and only reads.

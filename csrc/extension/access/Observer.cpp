@@ -75,11 +75,13 @@ Frame& frame_of_thread() {
   return this_frame != nullptr ? *this_frame : make_frame();
 }
 
-/// One that is given twice counts once, as in LargeOps::make_fit.
+/// Of the outermost op's own inputs, as LargeOps::make_fit counts: one that is given twice once.
 size_t input_bytes_of(const Frame& frame) {
   size_t nbytes = 0;
-  for (auto at = frame.pinned.begin(); at != frame.pinned.end(); ++at) {
-    nbytes += std::find(frame.pinned.begin(), at, *at) == at ? (*at)->nbytes() : 0;
+  const auto end = frame.pinned.begin() + static_cast<ptrdiff_t>(frame.inputs);
+  for (auto at = frame.pinned.begin(); at != end; ++at) {
+    const bool first = std::find(frame.pinned.begin(), at, *at) == at;
+    nbytes += first && &(*at)->device() == &frame.pinned.front()->device() ? (*at)->nbytes() : 0;
   }
   return nbytes;
 }
@@ -181,6 +183,7 @@ C10_ALWAYS_INLINE void Observer::begin_op(
   try {
     begin_outermost(record, name, frame);
     all = pin_inputs(record, frame, op);
+    frame.inputs = frame.pinned.size();
   } catch (const std::exception& error) { // PyTorch logs it, and runs the op
     refuse_dropped(record, error);
     throw;
@@ -391,7 +394,7 @@ C10_ALWAYS_INLINE void Observer::settle_pinned(
     Pinning& pinning) {
   size_t input_bytes = pinning.input_bytes;
   if (input_bytes != 0 && all &&
-      LargeOps::worth_looking(frame.pinned[first]->device(), input_bytes)) {
+      large_ops_.worth_looking(frame.pinned[first]->device(), input_bytes)) {
     large_ops_.make_fit(record, frame, first);
   }
   if (!pinning.settled) {
@@ -513,6 +516,7 @@ C10_ALWAYS_INLINE void Observer::release_pinned(Frame& frame) noexcept {
   if (!frame.pinned.empty()) {
     frame.kept_watch.end();
     release_all(frame);
+    frame.inputs = 0;
     frame.written.clear();
     frame.wrote.clear();
   }

@@ -738,8 +738,7 @@ std::string Policy::explain(Device& device, size_t nbytes) {
        << ", small, in private pools, or inside of "
        << "compiled code: " << held.other_bytes << "). Raise the limit, lower min_bytes, or use "
        << "smaller batches; a limit of " << with_small_ones(stays + nbytes)
-       << " bytes would do here. "
-       << last_error();
+       << " bytes would do here. " << last_error();
   return text.str();
 }
 

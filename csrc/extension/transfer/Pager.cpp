@@ -541,9 +541,10 @@ void Pager::settle_prefetches() {
 }
 
 /// Note [Waits inside of ops]
-/// Python code inside of an op (a hook on what is saved, a kernel in Python) may wait for page-outs.
-/// Those that ops of other threads hold back it must not wait for: these may wait inside of
-/// their ops, too, for page-outs that this thread's op holds back. They go out when the ops are over.
+/// Python code inside of an op (a hook on what is saved, a kernel in Python) may wait for
+/// page-outs. Those that ops of other threads hold back it must not wait for: these may wait inside
+/// of their ops, too, for page-outs that this thread's op holds back. They go out when the ops are
+/// over.
 void Pager::wait_pageouts() {
   const bool inside_op = this_thread().op != nullptr;
   const uint64_t last = out_.pending_until();
