@@ -44,7 +44,7 @@ void Runtime::disable() {
   policy.disable();
   attempt([this] { pager.pagein_all(); });
   policy.track_none(); // not before: ops of other threads have to find what is still out
-  observer.stop_if_idle();
+  observer.end_requests();
   if (failed != nullptr) {
     std::rethrow_exception(failed);
   }

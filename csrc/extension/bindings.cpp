@@ -79,6 +79,10 @@ int64_t pageout(const py::sequence& objects) {
       refused = std::current_exception();
     }
   }
+  const PyThreadState* const first = PyInterpreterState_ThreadHead(PyInterpreterState_Get());
+  runtime().observer.note_other_threads(
+      first != PyThreadState_Get() ||
+      PyThreadState_Next(const_cast<PyThreadState*>(first)) != nullptr);
   const py::gil_scoped_release no_gil;
   const int64_t count = runtime().manual.pageout(storages);
   if (refused != nullptr) {

@@ -147,7 +147,7 @@ void ManualPaging::wait_pageins() {
 
 void ManualPaging::pagein_all() {
   pager_.pagein_all();
-  observer_.stop_if_idle();
+  observer_.end_requests();
 }
 
 } // namespace torch_lms

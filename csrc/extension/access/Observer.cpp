@@ -10,6 +10,7 @@
 #include <torch/csrc/autograd/function.h>
 
 #include <extension/access/Storages.h>
+#include <extension/access/UnseenOps.h>
 #include <extension/base/Backward.h>
 #include <extension/base/ErrorText.h>
 #include <extension/base/ForeignCall.h>
@@ -721,7 +722,12 @@ void Observer::uninstall() {
 }
 
 bool Observer::wanted() const {
-  return fed_ || requests_.load() != 0 || pager_.active();
+  return fed_ || requests_.load() != 0 || pager_.active() || (requested_ && other_threads_);
+}
+
+void Observer::end_requests() {
+  requested_ = false;
+  stop_if_idle();
 }
 
 void Observer::start() {
@@ -767,15 +773,19 @@ void Observer::release_callbacks() {
 
 Observer::Request::Request(Observer& observer) : observer_(observer) {
   observer_.requests_.fetch_add(1);
-  std::lock_guard<std::mutex> lock(observer_.mutex_);
-  first_ = !observer_.observing();
-  if (first_) {
-    try {
+  try {
+    std::lock_guard<std::mutex> lock(observer_.mutex_);
+    first_ = !observer_.observing();
+    if (first_) {
       observer_.install(/*outputs=*/false);
-    } catch (...) {
-      observer_.requests_.fetch_sub(1);
-      throw;
     }
+  } catch (...) {
+    observer_.requests_.fetch_sub(1);
+    throw;
+  }
+  observer_.requested_ = true;
+  if (first_ && observer_.other_threads_) {
+    wait_for_unseen_ops();
   }
 }
 

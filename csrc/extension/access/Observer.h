@@ -64,6 +64,15 @@ class Observer final : public OpFeed {
   /// Removes the callback if there is no more reason for it.
   void stop_if_idle();
 
+  /// Whether Python has other threads than the one that asks now: see Note [Ops that began unseen].
+  /// True where nobody says it.
+  void note_other_threads(bool others) noexcept {
+    other_threads_.store(others, std::memory_order_relaxed);
+  }
+
+  /// What was asked for by hand is over: all has been brought back.
+  void end_requests();
+
   /// The callback neither comes nor goes until `release_callbacks`, and threads have learnt of the
   /// last change: see Note [Locks that a forked child takes]. Waits for up to a millisecond.
   void hold_callbacks();
@@ -160,6 +169,8 @@ class Observer final : public OpFeed {
   std::atomic<uint64_t> program_thread_{0}; // besides the main one; by PyTorch's numbers
   std::atomic<bool> installed_{false};
   std::atomic<size_t> requests_{0};
+  std::atomic<bool> requested_{false}; // by hand, since `end_requests`
+  std::atomic<bool> other_threads_{true};
 };
 
 } // namespace torch_lms

@@ -1,0 +1,63 @@
+#include <extension/access/UnseenOps.h>
+
+#include <dirent.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <fstream>
+#include <memory>
+#include <string>
+#include <thread>
+
+namespace torch_lms {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr auto kMost = std::chrono::seconds(1);
+constexpr auto kBetweenLooks = std::chrono::milliseconds(1);
+
+struct CloseFolder {
+  void operator()(DIR* folder) const noexcept {
+    closedir(folder);
+  }
+};
+
+/// By the system's word: running, or about to, or waiting for a disk.
+bool runs(const std::string& thread) {
+  std::ifstream file("/proc/self/task/" + thread + "/stat");
+  std::string line;
+  if (!std::getline(file, line)) {
+    return false; // it has just ended
+  }
+  const size_t name_end = line.rfind(')'); // the name may contain anything
+  const char state = name_end + 2 < line.size() ? line[name_end + 2] : 'R';
+  return state == 'R' || state == 'D';
+}
+
+bool others_run() {
+  const std::string self = std::to_string(syscall(SYS_gettid));
+  const std::unique_ptr<DIR, CloseFolder> folder(opendir("/proc/self/task"));
+  if (folder == nullptr) {
+    return true;
+  }
+  while (const dirent* entry = readdir(folder.get())) {
+    const std::string thread = entry->d_name;
+    if (thread[0] != '.' && thread != self && runs(thread)) {
+      return true;
+    }
+  }
+  return false;
+}
+
+} // namespace
+
+void wait_for_unseen_ops() {
+  const auto deadline = Clock::now() + kMost;
+  while (others_run() && Clock::now() < deadline) {
+    std::this_thread::sleep_for(kBetweenLooks);
+  }
+}
+
+} // namespace torch_lms

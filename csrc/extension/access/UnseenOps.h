@@ -1,0 +1,17 @@
+#pragma once
+
+namespace torch_lms {
+
+/// Note [Ops that began unseen]
+/// While nothing is out, ops are not observed. What another thread began then may use a storage
+/// that is to be paged out now, and nothing tells of it. So who makes ops observed by hand, beside
+/// other threads of Python's, waits for a moment in which no other thread of the process runs, at
+/// most a second. Ops stay observed from then on, until all is brought back
+/// (`Observer::end_requests`): it is waited for once. What this does not cover is in README.md,
+/// Limits.
+
+/// Waits until what other threads have begun is over, as far as can be told. Thread-safe; without
+/// the GIL, and with no lock held.
+void wait_for_unseen_ops();
+
+} // namespace torch_lms

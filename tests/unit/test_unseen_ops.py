@@ -1,0 +1,54 @@
+"""Ops that other threads begin while nothing is out are not observed: a page-out by hand waits for them."""
+
+from __future__ import annotations
+
+import threading
+from types import ModuleType
+
+import torch
+
+from torch_lms._core import core
+
+NUMEL = 1 << 17  # so that an op takes a while
+
+
+def test_a_pageout_waits_for_ops_that_began_unseen(paged: ModuleType) -> None:
+    tensors = [torch.full((NUMEL,), float(number)) for number in range(5)]
+    stop, wrong = threading.Event(), []
+
+    def read() -> None:
+        while not stop.is_set():
+            together = torch.stack(tensors)
+            wrong.extend(row for row in range(5) if together[row].min() != row or together[row].max() != row)
+
+    readers = [threading.Thread(target=read) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    try:
+        for turn in range(600):
+            paged.pageout(tensors[turn % 5])
+            paged.wait()
+            paged.prefetch(tensors)
+            paged.wait()  # nothing is out now
+    finally:
+        stop.set()
+        for reader in readers:
+            reader.join()
+    assert wrong == []
+
+
+def test_ops_stay_observed_beside_other_threads_until_all_is_brought_back(paged: ModuleType) -> None:
+    tensor, done = torch.zeros(NUMEL), threading.Event()
+    other = threading.Thread(target=done.wait)
+    other.start()
+    try:
+        with paged.SwapEnv() as env:
+            env.pageout(tensor)
+            paged.wait()
+            assert tensor.sum().item() == 0
+            torch.ones(1).sum()  # what has come in is settled
+            assert core.observing_ops()
+        assert not core.observing_ops()
+    finally:
+        done.set()
+        other.join()
