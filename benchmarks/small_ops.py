@@ -70,7 +70,7 @@ class _Surroundings:
         torch_lms.enable({self.device: "95%"})
         # Made here: a CPU's bytes are counted from when automatic mode begins.
         self.filler = torch.ones((1024 if self.device == "cuda" else 64) * _MIB // 4, device=self.device)
-        used = core.memory_report(self.device)["allocated_bytes"]  # of this device alone
+        used = core.memory_report(str(self.filler.device))["allocated_bytes"]  # of this device alone
         if self.device == "cuda":
             used = max(used, torch.cuda.memory_reserved())
         torch_lms.enable({self.device: used + used // 32})
@@ -84,8 +84,7 @@ class _Surroundings:
     def end_by_hand(self) -> None:
         """It comes back."""
         self.observed.append(core.observing_ops())
-        torch_lms.prefetch(self.other)
-        torch_lms.wait()
+        core.pagein_all()  # beside other threads ops stay observed until then
 
     def end(self) -> None:
         """Automatic mode ends."""
@@ -120,8 +119,7 @@ def measure_ops(device: str, result: Result, count: int, budget_s: float) -> Non
     known = torch.zeros(_MIB // 4, device=device)
     torch_lms.pageout(known)
     torch_lms.wait()
-    torch_lms.prefetch(known)
-    torch_lms.wait()
+    core.pagein_all()
     tensors = {
         "16 elements, held by a graph": small,
         "16 elements, held by Python alone": torch.zeros(16, device=device),

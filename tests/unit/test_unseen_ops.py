@@ -30,6 +30,7 @@ def test_a_pageout_waits_for_ops_that_began_unseen(paged: ModuleType) -> None:
             paged.wait()
             paged.prefetch(tensors)
             paged.wait()  # nothing is out now
+            stop.wait(0.001)  # the readers go on
     finally:
         stop.set()
         for reader in readers:
