@@ -17,7 +17,6 @@ namespace torch_lms {
 namespace {
 
 constexpr auto kPatience = std::chrono::seconds(30);
-constexpr size_t kMoreThanThereIs = SIZE_MAX / 8;
 
 /// The same value without bytes.
 c10::IValue without_bytes(const c10::IValue& value) {
@@ -97,15 +96,7 @@ size_t LargeOps::made_bytes(const at::RecordFunction& record, size_t input_bytes
 
 void LargeOps::note_refused(const at::RecordFunction& record, size_t input_bytes) {
   std::lock_guard<std::mutex> lock(mutex_);
-  made_bytes_[key_of(record, input_bytes)] = kMoreThanThereIs;
-  least_refused_bytes_.store(
-      std::min(least_refused_bytes_.load(), input_bytes), std::memory_order_relaxed);
-}
-
-bool LargeOps::has_been_refused(const at::RecordFunction& record, size_t input_bytes) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  const auto at = made_bytes_.find(key_of(record, input_bytes));
-  return at != made_bytes_.end() && at->second == kMoreThanThereIs;
+  made_bytes_[key_of(record, input_bytes)] = SIZE_MAX / 8;
 }
 
 /// False if it stays on the device: other threads use it, or the host is full.
@@ -146,9 +137,6 @@ void LargeOps::make_fit(const at::RecordFunction& record, Frame& frame, size_t f
       input_bytes += entity->nbytes();
       inputs.push_back(std::move(entity));
     }
-  }
-  if (!is_large(device, input_bytes) && !has_been_refused(record, input_bytes)) {
-    return; // without asking what it makes
   }
   // Twice: many kernels need as much for themselves, which no shape function tells.
   const size_t made = 2 * made_bytes(record, input_bytes);

@@ -1,8 +1,6 @@
 #pragma once
 
-#include <atomic>
 #include <cstddef>
-#include <cstdint>
 #include <mutex>
 #include <unordered_map>
 #include <vector>
@@ -21,8 +19,10 @@ namespace torch_lms {
 /// (`EntityStorageImpl::serve`). How much an op makes is asked of PyTorch's own shape functions,
 /// which run it on tensors without bytes. What else a kernel allocates shows only when it is
 /// refused: then the next op of the kind, with inputs as large, reads all of them from the host.
-/// The same goes for what Python code allocates inside of an op (a hook on what is saved, a kernel
-/// in Python), however small the op's inputs are beside it.
+/// That is for inputs of more than an eighth of the limit. Where Python code inside of an op with
+/// smaller ones (a hook on what is saved, a kernel in Python) is refused memory, the limit gives way
+/// each time: an op that was refused once, before there was a plan, would read from the host in
+/// each step.
 
 /// Finds ops that do not fit with their inputs, and takes these out of the way.
 ///
@@ -33,28 +33,21 @@ class LargeOps {
   LargeOps(Pager& pager, Policy& policy) : pager_(pager), policy_(policy) {}
 
   /// Cheap. Whether `make_fit` has anything to look at: inputs of so many bytes in all.
-  bool worth_looking(const Device& device, size_t input_bytes) const noexcept {
-    return device.limit_bytes() != 0 &&
-           (is_large(device, input_bytes) ||
-            input_bytes >= least_refused_bytes_.load(std::memory_order_relaxed));
+  static bool worth_looking(const Device& device, size_t input_bytes) noexcept {
+    return device.limit_bytes() != 0 && input_bytes > device.limit_bytes() / 8;
   }
 
   /// The op is about to use what `frame` has pinned from `first` on, and nothing else yet. Inputs
   /// that go are pinned all the same, and are added to `frame.served`.
   void make_fit(const at::RecordFunction& record, Frame& frame, size_t first);
 
-  /// The op that ran on the calling thread was refused memory; its inputs, as `make_fit` counts
-  /// them.
+  /// The op that ran on the calling thread was refused memory.
   void note_refused(const at::RecordFunction& record, size_t input_bytes);
 
  private:
   using Key = size_t; // of an op's name and the bytes of its inputs
 
-  static bool is_large(const Device& device, size_t input_bytes) noexcept {
-    return input_bytes > device.limit_bytes() / 8;
-  }
   static Key key_of(const at::RecordFunction& record, size_t input_bytes);
-  bool has_been_refused(const at::RecordFunction& record, size_t input_bytes);
   size_t made_bytes(const at::RecordFunction& record, size_t input_bytes);
   bool serve_from_host(Frame& frame, const EntityPtr& entity);
 
@@ -62,7 +55,6 @@ class LargeOps {
   Policy& policy_;
   std::mutex mutex_; // guards what follows; nothing is called under it
   std::unordered_map<Key, size_t> made_bytes_;
-  std::atomic<size_t> least_refused_bytes_{SIZE_MAX}; // of all inputs of an op
 };
 
 } // namespace torch_lms
