@@ -201,7 +201,14 @@ void bind_plans(py::module_& module) {
   module.def("take_recording", &take_recording);
   module.def("take_times", [] {
     PlanTimes found = Runtime::get().planning.take_times();
-    return std::make_pair(std::move(found.signature), std::move(found.times_us));
+    py::dict values;
+    values["times_us"] = std::move(found.cycle.device_us);
+    values["host_us"] = std::move(found.cycle.host_us);
+    values["caught_up"] = std::move(found.cycle.caught_up);
+    values["pageout_us"] = found.pageout_us;
+    values["pagein_us"] = found.pagein_us;
+    values["recompute_us"] = found.recompute_us;
+    return std::make_pair(std::move(found.signature), std::move(values));
   });
   module.def("add_plan", &add_plan);
   module.def(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,6 +17,7 @@ from torch_lms.plan import (
     RECOMPUTE,
     SWAP,
     Decision,
+    Host,
     Link,
     Recipe,
     Trace,
@@ -21,6 +25,7 @@ from torch_lms.plan import (
     TraceStorage,
     simulate,
 )
+from torch_lms.plan.least import everything_away
 from torch_lms.plan.problem import Problem
 from torch_lms.plan.repair import time_choices
 
@@ -241,6 +246,73 @@ def test_a_storage_served_from_the_host_never_comes_in() -> None:
     assert found.memory_bytes == [0, 0, 0]
     assert found.served_us == [0, 20, 0]
     assert found.step_us == 90
+
+
+def with_host(trace: Trace, op_us: list[float], **times: Any) -> Trace:
+    return replace(trace, host=Host(op_us=tuple(op_us), **times))
+
+
+def test_ops_that_are_shorter_than_their_submission_take_the_hosts_time() -> None:
+    found = simulate(with_host(trace_of([10, 10, 10, 10]), [25, 25, 25, 25], waits=(3,)), [])
+    assert found.step_us == found.host_us == 100
+    assert found.start_us == [0, 25, 50, 75]
+    assert found.late_us == [0, 0, 0, 0]  # each goes on until the host has submitted all of it
+    assert found.waits_us == 0
+
+
+def test_a_host_that_is_ahead_takes_no_time() -> None:
+    trace = trace_of([50, 10, 10, 50])
+    found = simulate(with_host(trace, [5, 25, 25, 5], waits=(3,)), [])
+    assert found.start_us == simulate(trace, []).start_us
+    assert found.step_us == 120
+
+
+def test_after_some_ops_the_host_waits_for_the_device() -> None:
+    trace = trace_of([50, 10, 10, 50])
+    found = simulate(with_host(trace, [5, 25, 25, 5], waits=(0, 3)), [])
+    assert found.end_us == [50, 75, 100, 150]
+    assert found.host_us == 60
+
+
+def test_the_host_is_ahead_across_cycles_unless_it_waits_at_the_end() -> None:
+    trace = trace_of([10, 50], TraceStorage(bytes=20, recurring=True, uses=(0,), writes=(0,)))
+    ahead = simulate(with_host(trace, [20, 5]), [])
+    waits = simulate(with_host(trace, [20, 5], waits=(1,)), [])
+    assert (ahead.step_us, waits.step_us) == (60, 70)
+
+
+def test_each_action_takes_of_the_hosts_time() -> None:
+    trace = with_host(ONE, [100, 100, 100, 100], waits=(3,), pageout_us=7, pagein_us=11, recompute_us=13)
+    assert simulate(trace, []).step_us == 400
+    dropped, swapped = simulate(trace, [drop(0, 0)]), simulate(trace, [swap(0, 0, 1)])
+    assert dropped.host_us == dropped.step_us == 413
+    assert swapped.host_us == swapped.step_us == 418
+    unchanged = with_host(
+        trace_of([10, 10], TraceStorage(bytes=20, recurring=True, uses=(1,))), [50, 50], pageout_us=7, pagein_us=11
+    )
+    found = simulate(unchanged, [Decision(storage=0, decision=DROP_UNCHANGED, out_after=1)])
+    assert found.host_us == 111  # nothing is copied out
+
+
+def test_memory_is_charged_when_the_host_asks_for_it() -> None:
+    trace = trace_of([10, 30, 30, 10], made(0, 20, 3), made(2, 20, 3, released=3))
+    assert simulate(trace, [swap(0, 0)]).memory_bytes == [20, 20, 20, 40]
+    ahead = simulate(with_host(trace, [1, 1, 1, 1], waits=(3,)), [swap(0, 0)])
+    assert ahead.memory_bytes == [20, 20, 40, 60]  # the copy out has not ended when the host gets there
+    limited = simulate(with_host(trace, [1, 1, 1, 1], waits=(3,)), [swap(0, 0)], 40)
+    assert limited.feasible
+    assert limited.peak_bytes == 40
+    assert limited.host_us == 4
+
+
+@given(trace=traces(), op_us=st.floats(0, 50), cost_us=st.floats(0, 50))
+@settings(max_examples=100, deadline=None)
+def test_a_host_never_makes_a_program_faster(trace: Trace, op_us: float, cost_us: float) -> None:
+    decisions = time_choices(Problem(trace, 10**9), everything_away(Problem(trace, 10**9))).decisions
+    times = {"pageout_us": cost_us, "pagein_us": cost_us, "recompute_us": cost_us}
+    found = simulate(with_host(trace, [op_us] * len(trace.ops), **times), decisions)
+    assert found.step_us >= simulate(trace, decisions).step_us - 1e-6
+    assert found.step_us >= found.host_us >= op_us * len(trace.ops) - 1e-6
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,17 @@ from tests.plan.mutations import mutated
 from tests.plan.random_traces import random_trace, traces
 from tests.plan.traces import gpt_trace
 from torch_lms.errors import PlanError
-from torch_lms.plan import Link, Trace, TraceOp
+from torch_lms.plan import Host, Link, Trace, TraceOp
 
 DOCUMENT: dict[str, Any] = {
     "format": "torch_lms.trace",
-    "version": 1,
+    "version": 2,
     "device": "cuda:0",
     "limit_bytes": None,
     "signature": "ab12",
     "cycle": {"kind": "training", "forwards": 1},
     "link": {"out_bytes_per_us": 55000.0, "in_bytes_per_us": 55000, "latency_us": 10.0},
+    "host": {"op_us": [5.0, 6.5, 7], "waits": [2], "pageout_us": 20.0, "pagein_us": 30.0, "recompute_us": 40.5},
     "ops": [
         {"name": "aten::addmm", "phase": "forward", "duration_us": 12.5, "other_bytes": 3, "key": 7, "inputs": [0],
          "outputs": [1]},
@@ -74,6 +76,14 @@ def test_what_is_written_comes_back(trace: Trace) -> None:
     assert Trace.from_json(trace.to_json()) == trace
 
 
+def test_a_trace_of_the_first_version_knows_nothing_of_the_host() -> None:
+    document = {name: value for name, value in DOCUMENT.items() if name != "host"}
+    found = Trace.from_json(json.dumps({**document, "version": 1}))
+    assert found == replace(Trace.from_json(json.dumps(DOCUMENT)), host=Host())
+    with pytest.raises(PlanError, match="expected a field torch_lms.trace.host, found none"):
+        Trace.from_json(json.dumps(document))
+
+
 def test_a_trace_is_saved_and_loaded(tmp_path: Path) -> None:
     trace = gpt_trace(layers=1, width=64, tokens=32, vocabulary=100)
     trace.save(tmp_path / "trace.json")
@@ -84,8 +94,12 @@ def test_a_trace_is_saved_and_loaded(tmp_path: Path) -> None:
     ("path", "value", "message"),
     [
         ("format", "torch_lms.plan", "expected a document of format 'torch_lms.trace', found 'torch_lms.plan'"),
-        ("version", 2, "expected torch_lms.trace of version 1, found version 2"),
-        ("version", True, "expected torch_lms.trace of version 1, found version True"),
+        ("version", 3, "expected torch_lms.trace of version 2, found version 3"),
+        ("version", True, "expected torch_lms.trace of version 2, found version True"),
+        ("version", 1, "expected no field torch_lms.trace.host in version 1, found one"),
+        ("host.op_us", [1.0], "expected host.op_us for 3 ops or for none, found 1"),
+        ("host.op_us.1", -2, "at torch_lms.trace.host.op_us[1], found -2"),
+        ("host.waits", [1, 3], r"expected ascending places from 0 to 2 at host.waits, found (1, 3)"),
         ("device", 3, "expected text at torch_lms.trace.device, found 3"),
         ("limit_bytes", -1, "at torch_lms.trace.limit_bytes, found -1"),
         ("cycle.kind", "dreaming", "expected one of training, evaluation, inference at torch_lms.trace.cycle.kind"),

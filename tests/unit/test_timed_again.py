@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from tests.plan.traces import gpt_trace
 from torch_lms.plan import make_plan, simulate
 from torch_lms.plan.predict import priced_again
-from torch_lms.plan.recording import timed_again
+from torch_lms.plan.recording import host_of, timed_again
 from torch_lms.plan.trace import Recipe, TraceOp, TraceStorage
 
 KEYS = 7
@@ -50,10 +51,10 @@ def test_ops_that_have_not_run_keep_their_time() -> None:
 def test_a_plan_that_stays_predicts_what_its_own_steps_take() -> None:
     limit_bytes = simulate(TRACE, []).peak_bytes * 7 // 10
     plan = make_plan(TRACE, limit_bytes, simply=True)
-    assert priced_again(plan, TRACE).predicted.step_us == plan.predicted.step_us
-    assert priced_again(plan, TRACE).timeline == plan.timeline
+    assert priced_again(plan, TRACE, limit_bytes).predicted.step_us == plan.predicted.step_us
+    assert priced_again(plan, TRACE, limit_bytes).timeline == plan.timeline
     slower = replace(TRACE, ops=tuple(replace(op, duration_us=2 * op.duration_us) for op in TRACE.ops))
-    found = priced_again(plan, slower)
+    found = priced_again(plan, slower, limit_bytes)
     assert found.predicted.plain_us == 2 * plan.predicted.plain_us
     assert found.predicted.step_us > plan.predicted.step_us
     assert (found.decisions, found.limit_bytes, found.placeholders) == (
@@ -62,3 +63,31 @@ def test_a_plan_that_stays_predicts_what_its_own_steps_take() -> None:
         plan.placeholders,
     )
     assert [op.duration_us for op in found.ops] == [op.duration_us for op in slower.ops]
+
+
+def told(host_us: list[float], caught_up: list[bool]) -> dict[str, Any]:
+    actions = {"pageout_us": 1.0, "pagein_us": 2.0, "recompute_us": 3.0}
+    return {"host_us": host_us, "caught_up": caught_up, **actions}
+
+
+def test_where_the_host_was_not_ahead_an_op_takes_no_longer_than_before() -> None:
+    trace = replace(TRACE, ops=tuple(replace(op, key=place) for place, op in enumerate(TRACE.ops)))
+    times_us = [2 * op.duration_us for op in trace.ops]
+    caught_up = [place % 2 == 0 for place in range(len(times_us))]
+    found = timed_again(trace, times_us, told([1.0] * len(times_us), caught_up))
+    for place, op in enumerate(found.ops):
+        assert op.duration_us == trace.ops[place].duration_us * (1 if caught_up[place] else 2)
+    assert (found.host.pageout_us, found.host.pagein_us, found.host.recompute_us) == (1.0, 2.0, 3.0)
+    assert timed_again(found, times_us).host == found.host
+
+
+def test_the_host_waits_where_it_was_ahead_and_is_not_any_more() -> None:
+    keys = [1, 2, 1, 2, 1, 2]
+    found = host_of(keys, told([5.0, 6.0, 5.0, 900.0, 6.0, 6.0], [False, False, False, False, True, False]))
+    assert found.waits == (3,)
+    assert found.op_us == (5.0, 6.0, 5.0, 6.0, 6.0, 6.0)
+    slow = host_of(keys, told([5.0, 6.0, 5.0, 900.0, 6.0, 6.0], [True] * 6))
+    assert slow.waits == ()  # it was never ahead: that happened once
+    assert slow.op_us[3] == 24.0  # what its like takes is 6
+    end = host_of(keys, told([5.0, 6.0, 5.0, 6.0, 6.0, 900.0], [True, *[False] * 5]))
+    assert end.waits == (5,)  # the first op of the next cycle finds the device done

@@ -217,6 +217,7 @@ void Observer::begin_outermost(const at::RecordFunction& record, const char* nam
     pager_.arrivals().settle();
   }
   if (pager_.has_finished()) {
+    const ActionTimes::Timer timer(pager_.action_times(), Action::kPageout); // a part of it
     pager_.commit_finished();
   }
   this_thread().op = &record;

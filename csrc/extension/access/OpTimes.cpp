@@ -1,9 +1,30 @@
 #include <extension/access/OpTimes.h>
 
+#include <algorithm>
 #include <exception>
 #include <utility>
 
 namespace torch_lms {
+
+class OpTimes::Own {
+ public:
+  explicit Own(OpTimes& times) : times_(times) {}
+  ~Own() {
+    if (!times_.host_spans_.empty()) {
+      times_.host_spans_.back().others += Clock::now() - std::max(began_, begin_of_last());
+    }
+  }
+  Own(const Own&) = delete;
+  Own& operator=(const Own&) = delete;
+
+ private:
+  Clock::time_point begin_of_last() const {
+    return times_.host_spans_.back().begin;
+  }
+
+  OpTimes& times_;
+  Clock::time_point began_ = Clock::now();
+};
 
 void OpTimes::begin(Device& device, Lead lead) {
   std::lock_guard<std::mutex> lock(mutex_);
@@ -13,6 +34,11 @@ void OpTimes::begin(Device& device, Lead lead) {
   waits_ = 0;
   paused_ = false;
   spans_.clear();
+  host_spans_.clear();
+  before_ = device.capturing() ? nullptr : device.mark_time();
+  if (actions_ != nullptr) {
+    actions_->begin();
+  }
   on_.store(true, std::memory_order_release);
 }
 
@@ -20,7 +46,33 @@ void OpTimes::abandon() {
   std::lock_guard<std::mutex> lock(mutex_);
   on_.store(false, std::memory_order_release);
   spans_.clear();
+  host_spans_.clear();
+  before_ = nullptr;
   wait_ = nullptr;
+  if (actions_ != nullptr) {
+    actions_->end();
+  }
+}
+
+/// Under the mutex.
+void OpTimes::close_host_span_locked(Clock::time_point now) {
+  const auto acted = actions_ != nullptr ? actions_->spent() : std::chrono::nanoseconds(0);
+  if (!host_spans_.empty()) {
+    HostSpan& last = host_spans_.back();
+    last.others += acted - acted_;
+    if (waits_ != 0) {
+      last.others += now - wait_began_;
+      wait_began_ = now;
+    }
+  }
+  acted_ = acted;
+}
+
+/// Under the mutex.
+void OpTimes::open_host_span_locked(int32_t place, Clock::time_point now) {
+  close_host_span_locked(now);
+  const TimeMark* before = spans_.empty() ? before_.get() : spans_.back().end.get();
+  host_spans_.push_back({place, before != nullptr && before->passed(), now, {}});
 }
 
 /// Under the mutex.
@@ -52,6 +104,8 @@ void OpTimes::open_span_locked(int32_t place) {
 void OpTimes::begin_op(int32_t place) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (on()) {
+    const Own own(*this);
+    open_host_span_locked(place, Clock::now());
     open_span_locked(place);
   }
 }
@@ -59,6 +113,7 @@ void OpTimes::begin_op(int32_t place) {
 void OpTimes::end_op(int32_t place) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (on() && !spans_.empty() && spans_.back().place == place) {
+    const Own own(*this);
     spans_.back().end = device_->mark_time();
   }
 }
@@ -68,6 +123,7 @@ void OpTimes::pause(Device& device) {
   if (!on() || device_ != &device || waits_++ != 0) {
     return;
   }
+  wait_began_ = Clock::now();
   if (!spans_.empty() && spans_.back().end == nullptr) {
     spans_.back().end = device_->mark_time();
     paused_ = true;
@@ -76,10 +132,18 @@ void OpTimes::pause(Device& device) {
 
 void OpTimes::resume(Device& device) noexcept {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (!on() || device_ != &device || waits_ == 0 || --waits_ != 0 ||
-      !std::exchange(paused_, false)) {
+  if (!on() || device_ != &device || waits_ == 0 || --waits_ != 0) {
     return;
   }
+  const auto waited = Clock::now() - wait_began_;
+  ActionTimes::note_wait(waited);
+  if (!host_spans_.empty()) {
+    host_spans_.back().others += waited;
+  }
+  if (!std::exchange(paused_, false)) {
+    return;
+  }
+  const Own own(*this);
   try {
     open_span_locked(spans_.back().place);
   } catch (const std::exception&) {
@@ -87,22 +151,42 @@ void OpTimes::resume(Device& device) noexcept {
   }
 }
 
-std::vector<double> OpTimes::end(size_t places) {
+CycleTimes OpTimes::end(size_t places) {
   std::vector<Span> spans;
+  CycleTimes found;
   {
     std::lock_guard<std::mutex> lock(mutex_);
+    const auto now = Clock::now();
+    close_host_span_locked(now);
+    if (actions_ != nullptr) {
+      actions_->end();
+    }
     spans.swap(spans_);
+    found.host_us.resize(places, 0);
+    found.caught_up.resize(places, false);
+    for (size_t i = 0; i < host_spans_.size(); ++i) {
+      const HostSpan& span = host_spans_[i];
+      const auto until = i + 1 < host_spans_.size() ? host_spans_[i + 1].begin : now;
+      const auto at = static_cast<size_t>(span.place);
+      if (at < places) {
+        const std::chrono::duration<double, std::micro> own = until - span.begin - span.others;
+        found.host_us[at] += std::max(0.0, own.count());
+        found.caught_up[at] = span.caught_up;
+      }
+    }
+    host_spans_.clear();
+    before_ = nullptr;
     if (!on_.exchange(false, std::memory_order_acq_rel)) {
       return {};
     }
   }
-  std::vector<double> times_us(places, 0);
+  found.device_us.resize(places, 0);
   for (const Span& span : spans) {
     if (span.end != nullptr && static_cast<size_t>(span.place) < places) {
-      times_us[static_cast<size_t>(span.place)] += span.end->us_since(*span.begin);
+      found.device_us[static_cast<size_t>(span.place)] += span.end->us_since(*span.begin);
     }
   }
-  return times_us;
+  return found;
 }
 
 } // namespace torch_lms

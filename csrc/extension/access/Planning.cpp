@@ -181,8 +181,7 @@ bool Planning::follows_timed_plan() {
 void Planning::time_ops(Device& device, const std::shared_ptr<const CompiledPlan>& followed) {
   constexpr size_t kCyclesToSettle = 3; // until the device is as busy, and as warm, as it will be
   const bool timed = times_.on();
-  std::vector<double> times_us =
-      timed && followed != nullptr ? times_.end(followed->ops.size()) : std::vector<double>();
+  CycleTimes cycle = timed && followed != nullptr ? times_.end(followed->ops.size()) : CycleTimes();
   bool ready = false;
   bool begins = false;
   {
@@ -191,10 +190,16 @@ void Planning::time_ops(Device& device, const std::shared_ptr<const CompiledPlan
     settling_ = followed;
     begins = followed != nullptr && !followed->timed && settled_cycles_ == kCyclesToSettle &&
              timed_.count(followed->signature) == 0;
-    ready = timed && settled_cycles_ > kCyclesToSettle && !times_us.empty();
+    ready = timed && settled_cycles_ > kCyclesToSettle && !cycle.device_us.empty();
     if (ready) {
       timed_.insert(followed->signature);
-      plan_times_ = {followed->signature, std::move(times_us)};
+      const ActionTimes& actions = pager_.action_times();
+      plan_times_ = {
+          followed->signature,
+          std::move(cycle),
+          actions.mean_us(Action::kPageout),
+          actions.mean_us(Action::kPagein),
+          actions.mean_us(Action::kRecompute)};
     }
   }
   if (ready && interpreter().make_plan != nullptr) {

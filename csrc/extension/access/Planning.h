@@ -30,7 +30,10 @@ namespace torch_lms {
 /// What the ops of a plan have taken while it was carried out.
 struct PlanTimes {
   std::string signature; ///< Of the plan; empty for none.
-  std::vector<double> times_us; ///< By place; 0 for ops that did not run.
+  CycleTimes cycle;
+  double pageout_us = 0; ///< Of the host's time, for each; 0 if there was none.
+  double pagein_us = 0;
+  double recompute_us = 0;
 };
 
 /// When cycles are recorded, and plans carried out.
@@ -43,7 +46,8 @@ class Planning {
       : pager_(pager),
         policy_(policy),
         recorder_(pager, recipes, audition_),
-        executor_(pager, policy, recipes, audition_) {}
+        executor_(pager, policy, recipes, audition_),
+        times_(&pager.action_times()) {}
 
   /// From now on the program on `device` is recorded and planned.
   void enable(Device& device);

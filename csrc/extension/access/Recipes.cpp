@@ -72,6 +72,8 @@ class Recipes::Storage final : public Recipe {
       : pager_(pager), op_(std::move(op)), output_(output), nbytes_(nbytes) {}
 
   std::unique_ptr<DeviceBlock> make(FencePtr* done) override {
+    ActionTimes::Timer timer(pager_.action_times(), Action::kRecompute);
+    timer.count();
     Ingredients ingredients(pager_);
     for (const c10::Storage& input : op_->inputs()) {
       const EntityPtr entity = input ? pager_.find(*impl_of(input)) : nullptr;

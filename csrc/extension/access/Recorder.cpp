@@ -251,7 +251,7 @@ std::unique_ptr<RecordedCycle> Recorder::end() {
       return nullptr;
     }
   }
-  const std::vector<double> times_us = times_.end(cycle->ops.size());
+  const std::vector<double> times_us = times_.end(cycle->ops.size()).device_us;
   for (size_t place = 0; place < times_us.size(); ++place) {
     cycle->ops[place].duration_us = times_us[place];
   }

@@ -112,6 +112,7 @@ bool Pager::drop_unwritten(const EntityPtr& entity) {
 }
 
 bool Pager::drop(const EntityPtr& entity, const std::shared_ptr<Recipe>& recipe) {
+  const ActionTimes::Timer timer(action_times_, Action::kRecompute); // a part of it
   std::unique_ptr<DeviceBlock> garbage; // the device's memory goes back here
   if (!entity->drop(recipe, unreadable_memory(), &garbage)) {
     return false;
@@ -140,6 +141,7 @@ bool Pager::evict(const EntityPtr& entity) {
   if (entity->keeps_copy() && !in_foreign_call() && drop_unwritten(entity)) {
     return true;
   }
+  ActionTimes::Timer timer(action_times_, Action::kPageout);
   PageoutBatch batch(*this);
   try {
     if (!batch.add(entity)) {
@@ -149,7 +151,11 @@ bool Pager::evict(const EntityPtr& entity) {
   } catch (const Error&) { // Somebody is waiting for the queue: not now.
     return false;
   }
-  return batch.count() != 0;
+  if (batch.count() == 0) {
+    return false;
+  }
+  timer.count();
+  return true;
 }
 
 void Pager::take_back(const EntityPtr& entity) {
@@ -178,10 +184,12 @@ bool Pager::prefetch_ahead(const EntityPtr& entity, size_t contiguous_reserve_by
     return false;
   }
   RECORD_USER_SCOPE("torch_lms::prefetch");
+  ActionTimes::Timer timer(action_times_, Action::kPagein);
   try {
     const PrefetchAllocations scope(contiguous_reserve_bytes);
     auto in = entity->begin_pagein();
     if (in != nullptr) {
+      timer.count();
       FencePtr copy = in->fence;
       arrivals_.add(entity, std::move(in), std::move(copy));
       stats_.prefetches.fetch_add(1, std::memory_order_relaxed);

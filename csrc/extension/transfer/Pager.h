@@ -13,6 +13,7 @@
 
 #include <extension/base/Stats.h>
 #include <extension/memory/Devices.h>
+#include <extension/transfer/ActionTimes.h>
 #include <extension/transfer/Arrivals.h>
 #include <extension/transfer/EntityTable.h>
 #include <extension/transfer/TorchStorageBinding.h>
@@ -202,6 +203,11 @@ class Pager final : public StorageEvents {
   Devices& devices() {
     return devices_;
   }
+  /// What moving takes of the threads that ask for it.
+  ActionTimes& action_times() noexcept {
+    return action_times_;
+  }
+
   Stats& stats() {
     return stats_;
   }
@@ -241,6 +247,7 @@ class Pager final : public StorageEvents {
   CudaEntityTransferQueue out_;
   CudaEntityTransferQueue in_;
   Stats stats_;
+  ActionTimes action_times_;
   Arrivals arrivals_;
   std::atomic<int64_t> paged_out_bytes_{0};
   std::atomic<int64_t> arriving_bytes_{0};

@@ -8,7 +8,7 @@ from torch_lms.plan.least import least_limit
 from torch_lms.plan.planner import make_plan
 from torch_lms.plan.simulator import simulate
 from torch_lms.plan.timeline import Timeline
-from torch_lms.plan.trace import Link, Recipe, Trace, TraceOp, TraceStorage
+from torch_lms.plan.trace import Host, Link, Recipe, Trace, TraceOp, TraceStorage
 
 __all__ = [
     "DROP_UNCHANGED",
@@ -17,6 +17,7 @@ __all__ = [
     "RECOMPUTE",
     "SWAP",
     "Decision",
+    "Host",
     "Link",
     "Measured",
     "Plan",

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch_lms.errors import LimitError, LmsError
 from torch_lms.plan.document import Plan
 from torch_lms.plan.margins import margins
 from torch_lms.plan.messages import read_message, write_message
-from torch_lms.plan.pieces import Request, plan_in_pieces
+from torch_lms.plan.pieces import Request, bounded, plan_in_pieces
 from torch_lms.plan.predict import priced_again
 from torch_lms.plan.recording import compile_plan, timed_again, told_of, trace_of
 from torch_lms.plan.trace import Link, Trace
@@ -38,19 +39,21 @@ def main() -> int:
 def answers(given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """What is answered to a request: the trace, and plans. The first comes soon; another follows if it is better.
 
+    A document that is ``priced`` says more of the plan before it, or of the one that has been followed.
+
     Args:
         given: either a ``recording`` and the ``link`` that it was made beside, or a ``trace``, the ``times_us`` of a
-            cycle that followed a plan, and that plan as ``followed``; documents as JSON in bytes. Besides,
+            cycle that followed a plan, what its ``host`` took (see `timed_again`; None if that is not known), and that
+            plan as ``followed``; documents as JSON in bytes. Besides,
             ``is_crowded`` (see `margins`) and the other arguments of a `Request`.
     """
     rest = dict(given)
     trace = _trace_of(rest)
     yield {"trace": trace.to_json().encode()}
     if (followed := rest.pop("followed", None)) is not None:
-        yield {"priced": told_of(priced_again(Plan.from_json(followed.decode()), trace))}
+        yield {"priced": told_of(priced_again(Plan.from_json(followed.decode()), trace, rest["limit_bytes"]))}
     rest |= margins(trace, rest["limit_bytes"], is_crowded=rest.pop("is_crowded", False))
-    for plan in _plans(Request(trace=trace, **rest)):
-        yield {"plan": told_of(plan), "compiled": compile_plan(plan)}
+    yield from _plans(Request(trace=trace, **rest))
 
 
 def _trace_of(rest: dict[str, Any]) -> Trace:
@@ -59,20 +62,28 @@ def _trace_of(rest: dict[str, Any]) -> Trace:
     if recording is not None:
         return trace_of(recording, limit_bytes=rest["limit_bytes"], link=Link(**link))
     trace = Trace.from_json(rest.pop("trace").decode())
-    times_us = rest.pop("times_us", None)
-    return trace if times_us is None else timed_again(trace, times_us)
+    times_us, host = rest.pop("times_us", None), rest.pop("host", None)
+    return trace if times_us is None else timed_again(trace, times_us, host)
 
 
-def _plans(request: Request) -> Iterator[Plan]:
-    soon = None
+def _plans(request: Request) -> Iterator[dict[str, Any]]:
+    """Plans, and in the end the last of them with the linear program's bound, for which the program has not waited."""
+    last = None
     try:
-        soon = plan_in_pieces(request, simply=True)
-        yield soon
+        last = plan_in_pieces(request, simply=True)
+        yield _told(last)
     except LimitError:
         pass  # not so simply, perhaps
     best = plan_in_pieces(request, simply=False)
-    if soon is None or best.predicted.step_us < soon.predicted.step_us * (1 - _WORTH_A_CHANGE):
-        yield best
+    if last is None or best.predicted.step_us < last.predicted.step_us * (1 - _WORTH_A_CHANGE):
+        last = best
+        yield _told(best)
+    last = bounded(request, replace(last, methods=best.methods))
+    yield {"priced": told_of(priced_again(last, request.trace, request.limit_bytes))}
+
+
+def _told(plan: Plan) -> dict[str, Any]:
+    return {"plan": told_of(plan), "compiled": compile_plan(plan)}
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from functools import lru_cache, partial
 from itertools import pairwise
@@ -25,10 +25,15 @@ __all__ = ["Document", "Range", "ascending", "read_text"]
 
 
 class Document:
-    """A dataclass that is kept as a JSON document. Subclasses are dataclasses, and name their format and version."""
+    """A dataclass that is kept as a JSON document. Subclasses are dataclasses, and name their format and version.
+
+    Older versions are read, too, of which a subclass says in ``ADDED`` what fields they do not have, and with which
+    values these are read.
+    """
 
     FORMAT: ClassVar[str]
     VERSION: ClassVar[int]
+    ADDED: ClassVar[Mapping[int, Mapping[str, Any]]] = {}
 
     def to_json(self) -> str:
         """The document as JSON text."""
@@ -51,12 +56,16 @@ class Document:
         found, version = (_take(document, name, cls.FORMAT) for name in ("format", "version"))
         if found != cls.FORMAT:
             raise PlanError(f"expected a document of format {cls.FORMAT!r}, found {_short(found)}; give another file")
-        if version != cls.VERSION or isinstance(version, bool):
+        is_older = isinstance(version, int) and version in cls.ADDED
+        if isinstance(version, bool) or not (is_older or version == cls.VERSION):
             raise PlanError(
                 f"expected {cls.FORMAT} of version {cls.VERSION}, found version {_short(version)}; "
                 "write the file again with this release"
             )
-        made: Self = _read_object(cls, document, cls.FORMAT)
+        added = {} if version == cls.VERSION else cls.ADDED[version]
+        if known := sorted(added.keys() & document.keys()):
+            raise PlanError(f"expected no field {cls.FORMAT}.{known[0]} in version {version}, found one; take it out")
+        made: Self = _read_object(cls, {**document, **added}, cls.FORMAT)
         return made
 
     def save(self, path: str | Path) -> None:

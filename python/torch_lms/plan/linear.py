@@ -8,7 +8,7 @@ wait w_j):
     backlog:   B_j >= B_(j-1) + swapped out since - out rate * D_j
     ahead:     F_j <= F_(j-1) + in rate * D_j - swapped storages needed since
     memory:    plain_j - M_j + B_j + F_j + spent inputs that are held <= limit
-    total:     all copies of a direction fit into the cycle
+    total:     all copies of a direction fit into the cycle, and so does what the host does
 
 Minimised are the replays and the waits. Backlog and ahead are fluid, and a replay that must come early gives no more
 memory than one that comes late: every plan that the simulator carries out is a point of this program, so its value is a
@@ -54,6 +54,7 @@ _MIB = float(2**20)
 _WHOLE = 1e-4
 _COPY_PRICE = 0.02
 _LINK_RESERVE = 0.05
+_IDLE_PRICE = 0.1  # of the host's time
 _ROUNDS = 2
 _DIVES = 3
 _ROUNDED_AT_ONCE = 2 / 3  # of the fractions
@@ -142,6 +143,8 @@ class _Program:
         self._problem, self._careful = problem, dropped is not None
         self._at = choose_checkpoints(problem.plain_bytes, problem.durations_us, problem.limit_bytes)
         self._count = len(self._at)
+        # Where the host's times are known, the row of its time says what they cost.
+        self._host_price = _IDLE_PRICE if problem.trace.host.op_us else 1.0
         # For each place the first checkpoint that is not before it.
         self._next: list[int] = np.searchsorted(self._at, np.arange(len(problem.durations_us) + 2)).tolist()
         needy = problem.plain_bytes > problem.limit_bytes
@@ -158,6 +161,8 @@ class _Program:
             asks += find_late_asks(problem, reached, self._spent, self._earliest)
         self._add_memory(needy, asks)
         self._add_link()
+        if problem.trace.host.op_us:
+            self._add_host_time()
         self._add_spent(asks)
         if problem.host_limit_bytes is not None:
             self._add_host(problem.host_limit_bytes)
@@ -193,9 +198,12 @@ class _Program:
             one = candidates[number]
             if one.swappable:
                 copy_us = 0.0 if one.back_at is None else self._problem.trace.link.in_us(one.bytes)
-                self._swap[number] = rows.variable(most=1.0, cost=_COPY_PRICE * copy_us / 1e3 if self._careful else 0.0)
+                host_us = self._problem.host_us(number, self._problem.leave_kind(one))
+                price_us = _COPY_PRICE * copy_us + self._host_price * host_us
+                self._swap[number] = rows.variable(most=1.0, cost=price_us / 1e3 if self._careful else 0.0)
             if one.replay is not None:
-                self._replay[number] = rows.variable(most=1.0, cost=one.replay.own_us / 1e3)
+                host_us = self._host_price * self._problem.host_us(number, RECOMPUTE) if self._careful else 0.0
+                self._replay[number] = rows.variable(most=1.0, cost=(one.replay.own_us + host_us) / 1e3)
             if one.swappable and one.replay is not None:
                 rows.at_most({self._swap[number]: 1.0, self._replay[number]: 1.0}, 1.0)
         self._drop = {
@@ -300,6 +308,17 @@ class _Program:
             whole.update(more)
         for used in (all_out, all_in):
             self.rows.at_most(_plus(used, whole, -1.0), float(plain_ms.sum()))
+
+    def _add_host_time(self) -> None:
+        """Row ``total`` of the host."""
+        problem = self._problem
+        spent = {one: problem.host_us(number, problem.leave_kind(problem.candidates[number])) / 1e3
+                 for number, one in self._swap.items()}
+        spent |= dict.fromkeys([*self._replay.values(), *self._drop.values()], problem.trace.host.recompute_us / 1e3)
+        whole = dict.fromkeys(self._waits, 1.0)
+        for more in self._spans()[1]:
+            whole.update(more)
+        self.rows.at_most(_plus(spent, whole, -1.0), problem.host_slack_us / 1e3)
 
     def _add_late_copies(self, out_rate: float, in_rate: float, replays: list[dict[int, float]]) -> None:
         """What leaves just before a checkpoint is not gone there; what is needed just after one is there already."""

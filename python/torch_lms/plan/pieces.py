@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from torch_lms.errors import LimitError
 from torch_lms.plan.decision import HOST
 from torch_lms.plan.document import Plan
 from torch_lms.plan.placeholders import Placeholder, find_placeholders, with_placeholders
-from torch_lms.plan.planner import make_plan
+from torch_lms.plan.planner import Planner
 from torch_lms.plan.trace import Trace
 
-__all__ = ["Request", "plan_in_pieces"]
+__all__ = ["Request", "bounded", "plan_in_pieces"]
 
 _MOST_PRICE = 1.04  # of a step without placeholders
 
@@ -38,32 +39,38 @@ class Request:
     swap: bool = True
     recompute: bool = True
 
-    def plan(self, margin_bytes: int, *, simply: bool, trace: Trace | None = None) -> Plan:
-        """A plan so far below the limit."""
-        return make_plan(
-            trace or self.trace,
-            self.limit_bytes - margin_bytes,
-            host_limit_bytes=self.host_limit_bytes,
-            swap=self.swap,
-            recompute=self.recompute,
-            simply=simply,
-        )
+    planners: dict[tuple[int, tuple[Placeholder, ...]], Planner] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def planner(self, limit_bytes: int, placeholders: Sequence[Placeholder] = ()) -> Planner:
+        """The one that plans for so much memory while these are held."""
+        key = limit_bytes, tuple(placeholders)
+        if key not in self.planners:
+            self.planners[key] = Planner(
+                with_placeholders(self.trace, placeholders),
+                limit_bytes,
+                host_limit_bytes=self.host_limit_bytes,
+                swap=self.swap,
+                recompute=self.recompute,
+            )
+        return self.planners[key]
 
 
 def plan_in_pieces(request: Request, *, simply: bool) -> Plan:
-    """The plan with the most placeholders that are worth their price.
+    """The plan with the most placeholders that are worth their price. It has no bound yet: see `bounded`.
 
     Args:
-        request: what to plan.
+        request: what to plan; it remembers what was found.
         simply: see `make_plan`.
 
     Raises:
         LimitError: if no plan keeps the limit.
     """
     try:
-        first = request.plan(request.margin_bytes + request.pieces_bytes, simply=simply)
+        first = request.planner(request.limit_bytes - request.margin_bytes - request.pieces_bytes).plan(simply=simply)
     except LimitError:
-        return request.plan(0, simply=simply)
+        return request.planner(request.limit_bytes).plan(simply=simply)
     if all(one.out_after is None for one in first.decisions):
         return first
     placeholders = find_placeholders(request.trace, first.decisions, first.timeline.memory_bytes, request.limit_bytes)
@@ -75,22 +82,31 @@ def plan_in_pieces(request: Request, *, simply: bool) -> Plan:
     return first
 
 
+def bounded(request: Request, plan: Plan) -> Plan:
+    """A plan of `plan_in_pieces` with the linear program's bound, which takes time to find."""
+    return request.planner(plan.limit_bytes, plan.placeholders).bounded(plan)
+
+
 def _is_worth_it(held: Plan, first: Plan) -> bool:
     served, served_first = (sum(one.decision == HOST for one in plan.decisions) for plan in (held, first))
     return served <= served_first and held.predicted.step_us <= first.predicted.step_us * _MOST_PRICE
 
 
 def _plan_that_holds(request: Request, placeholders: list[Placeholder], first: Plan, *, simply: bool) -> Plan | None:
-    """Its memory in use has what is held; what it says of the program without a plan is the first's."""
-    trace = with_placeholders(request.trace, placeholders)
+    """By the method that the first is made by, which it is compared with.
+
+    Its memory in use has what is held; what it says of the program without a plan is the first's.
+    """
+    limit_bytes = request.limit_bytes - request.margin_bytes - request.pieces_bytes // 2
     try:
-        plan = request.plan(request.margin_bytes + request.pieces_bytes // 2, simply=simply, trace=trace)
+        plan = request.planner(limit_bytes, placeholders).plan(simply=simply, only=first.method)
     except LimitError:
         return None
-    plain = first.predicted
+    plain, results = first.predicted, {one.name: one for one in plan.methods}
     return replace(
         plan,
         placeholders=tuple(placeholders),
+        methods=tuple(results.get(one.name, one) for one in first.methods),
         ops=first.ops,
         predicted=replace(plan.predicted, plain_peak_bytes=plain.plain_peak_bytes),
         timeline=replace(plan.timeline, plain_bytes=first.timeline.plain_bytes),

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
+from itertools import islice
 
 from torch_lms.errors import LimitError
 from torch_lms.plan.decision import KEEP, Decision
@@ -17,9 +20,10 @@ from torch_lms.plan.repair import Timed, host_fits, take_back, time_choices
 from torch_lms.plan.simulator import simulate
 from torch_lms.plan.trace import Trace
 
-__all__ = ["make_plan"]
+__all__ = ["Planner", "make_plan"]
 
 _GIB = 2**30
+_PRESSED = "pressed"
 
 
 def make_plan(
@@ -46,18 +50,72 @@ def make_plan(
     Raises:
         LimitError: if no plan keeps the limit; it states `least_limit`.
     """
-    problem = Problem(trace, limit_bytes, host_limit_bytes=host_limit_bytes, swap=swap, recompute=recompute)
-    for served in _ways_to_serve(problem):
-        planning = _Planning(served)
-        best = planning.best(others, simply)
-        if best is not None:
-            return planning.plan(*best)
-    least = least_limit(trace, host_limit_bytes=host_limit_bytes, swap=swap, recompute=recompute)
-    host = "" if host_limit_bytes is None else f" with {host_limit_bytes} bytes of host memory"
-    raise LimitError(
-        f"expected a limit of at least {least} bytes ({least / _GIB:.2f} GiB){host}, found {limit_bytes}: no plan "
-        "was found that needs less; raise the limit or make the program's largest ops smaller"
-    )
+    planner = Planner(trace, limit_bytes, host_limit_bytes=host_limit_bytes, swap=swap, recompute=recompute)
+    return planner.bounded(planner.plan(others=others, simply=simply))
+
+
+class Planner:
+    """Plans one trace under one limit, as often as it is asked: what one plan has found, the next one knows.
+
+    The arguments are those of `make_plan`.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        limit_bytes: int,
+        *,
+        host_limit_bytes: int | None = None,
+        swap: bool = True,
+        recompute: bool = True,
+    ) -> None:
+        self._trace, self._limit_bytes, self._host_limit_bytes = trace, limit_bytes, host_limit_bytes
+        self._swap, self._recompute = swap, recompute
+        self._plannings: list[_Planning] = []  # one for each of the `_ways_to_serve` that were tried
+        self._winner: _Planning | None = None
+
+    def plan(self, *, others: Sequence[Plan] = (), simply: bool = False, only: str = "") -> Plan:
+        """The best plan, with no other bound than the program's own time.
+
+        Args:
+            others: see `make_plan`.
+            simply: likewise.
+            only: the name of a method to plan by; empty for all.
+
+        Raises:
+            LimitError: if no plan keeps the limit, or none of that method's.
+        """
+        for planning in self._ways():
+            best = planning.best(others, simply, only)
+            if best is not None:
+                self._winner = planning
+                return planning.plan(*best)
+        given = {"host_limit_bytes": self._host_limit_bytes, "swap": self._swap, "recompute": self._recompute}
+        least = least_limit(self._trace, **given)
+        host = "" if self._host_limit_bytes is None else f" with {self._host_limit_bytes} bytes of host memory"
+        raise LimitError(
+            f"expected a limit of at least {least} bytes ({least / _GIB:.2f} GiB){host}, found {self._limit_bytes}: no "
+            "plan was found that needs less; raise the limit or make the program's largest ops smaller"
+        )
+
+    def bounded(self, plan: Plan) -> Plan:
+        """The latest plan with the linear program's bound, which takes time to find."""
+        assert self._winner is not None
+        bound_us = min(self._winner.bound_us, plan.predicted.step_us)
+        return replace(plan, predicted=replace(plan.predicted, lower_bound_us=bound_us))
+
+    def _ways(self) -> Iterator[_Planning]:
+        yield from self._plannings
+        problem = Problem(
+            self._trace,
+            self._limit_bytes,
+            host_limit_bytes=self._host_limit_bytes,
+            swap=self._swap,
+            recompute=self._recompute,
+        )
+        for served in islice(_ways_to_serve(problem), len(self._plannings), None):
+            self._plannings.append(_Planning(served))
+            yield self._plannings[-1]
 
 
 def _ways_to_serve(problem: Problem) -> Iterator[Problem]:
@@ -68,42 +126,53 @@ def _ways_to_serve(problem: Problem) -> Iterator[Problem]:
 
 
 class _Planning:
-    """One call of `make_plan`."""
+    """What is known of one problem: what each method has come to."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.plain = simulate(problem.trace, [])
+        self._carried_through: dict[str, Timed | None] = {}  # by method
         self.results: list[MethodResult] = []
-        self.bound_us = problem.trace.plain_us
 
-    def best(self, others: Sequence[Plan], simply: bool) -> tuple[str, Timed] | None:
+    @cached_property
+    def bound_us(self) -> float:
+        """No plan is faster."""
+        fits = self.plain.peak_bytes <= self.problem.limit_bytes
+        bound_us = linear_bound_us(self.problem) if scipy_is_there() and not fits else None
+        return bound_us or self.problem.trace.plain_us
+
+    def best(self, others: Sequence[Plan], simply: bool, only: str) -> tuple[str, Timed] | None:
         """The winner's name and what it chose; None if nothing keeps the limit."""
+        self.results = []
         if self.plain.peak_bytes <= self.problem.limit_bytes:
             return "keep", Timed({}, [], self.plain)
         best: tuple[str, Timed] | None = None
-        for name, timed in (*self._by_methods(simply), *self._by_others(others)):
+        for name, timed in (*self._by_methods(simply, only), *self._by_others(others)):
             if self._keeps(timed) and (best is None or timed.better_than(best[1])):
                 best = name, timed
-        return best or self._pressed()
+        return best or (self._pressed() if only in ("", _PRESSED) else None)
 
-    def _by_methods(self, simply: bool) -> Iterator[tuple[str, Timed]]:
-        yield from self._carried(simple_methods(self.problem))
+    def _by_methods(self, simply: bool, only: str) -> Iterator[tuple[str, Timed]]:
+        def asked(methods: Sequence[Method]) -> list[Method]:
+            return [one for one in methods if only in ("", one.name)]
+
+        yield from self._carried(asked(simple_methods(self.problem)))
         if all(result.step_us is None for result in self.results):
             tried = {result.name for result in self.results}
-            more = simple_methods(self.problem, all_of_them=True)
+            more = asked(simple_methods(self.problem, all_of_them=True))
             yield from self._carried([method for method in more if method.name not in tried])
         solvable = scipy_is_there()
-        if solvable:
-            self.bound_us = linear_bound_us(self.problem) or self.bound_us
         if simply or not solvable:
             why = "SciPy is not installed" if not solvable else "it takes longer"
             self.results.append(MethodResult(name="linear", step_us=None, note=f"left out: {why}"))
             return
-        yield from self._carried(linear_methods(self.problem))
+        yield from self._carried(asked(linear_methods(self.problem)))
 
     def _carried(self, methods: Sequence[Method]) -> Iterator[tuple[str, Timed]]:
         for method in methods:
-            timed = carry_through(self.problem, method)
+            if method.name not in self._carried_through:
+                self._carried_through[method.name] = carry_through(self.problem, method)
+            timed = self._carried_through[method.name]
             if timed is None:
                 note = "fractions keep no such limit"
                 self.results.append(MethodResult(name=method.name, step_us=None, note=note))
@@ -138,7 +207,7 @@ class _Planning:
             return best
         timed = time_choices(self.problem, take_back(self.problem, choices))
         better = self._keeps(timed) and (best is None or timed.better_than(best[1]))
-        return ("pressed", timed) if better else best
+        return (_PRESSED, timed) if better else best
 
     def _keeps(self, timed: Timed) -> bool:
         host = self.problem.host_limit_bytes
@@ -159,7 +228,7 @@ class _Planning:
             signature=trace.signature,
             device=trace.device,
             limit_bytes=self.problem.limit_bytes,
-            predicted=predicted_of(found, self.plain, self.bound_us),
+            predicted=predicted_of(found, self.plain, trace.plain_us),
             method=method,
             methods=tuple(self.results),
             decisions=tuple(explain_decisions(self.problem, _leaving(timed.decisions), found)),

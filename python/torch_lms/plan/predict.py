@@ -14,18 +14,20 @@ from torch_lms.plan.trace import Trace
 __all__ = ["drawn", "predicted_of", "priced_again"]
 
 
-def priced_again(plan: Plan, trace: Trace) -> Plan:
+def priced_again(plan: Plan, trace: Trace, limit_bytes: int) -> Plan:
     """The plan as it is, with what it says of its cycle in other times.
 
     Args:
         plan: of the same cycle.
         trace: with the times of a step that followed it.
+        limit_bytes: of the device, for which the program waits. The plan's own is lower.
     """
     leaving = [one for one in plan.decisions if one.decision != KEEP]
     plain = simulate(trace, [])
-    found = simulate(with_placeholders(trace, plan.placeholders), leaving, plan.limit_bytes)
+    found = simulate(with_placeholders(trace, plan.placeholders), leaving, limit_bytes)
+    bound_us = max(plan.predicted.lower_bound_us, trace.plain_us) if plan.ops == trace.ops else trace.plain_us
     ops = tuple(replace(op, duration_us=timed.duration_us) for op, timed in zip(plan.ops, trace.ops, strict=True))
-    return replace(plan, predicted=predicted_of(found, plain, trace.plain_us), timeline=drawn(found, plain), ops=ops)
+    return replace(plan, predicted=predicted_of(found, plain, bound_us), timeline=drawn(found, plain), ops=ops)
 
 
 def predicted_of(found: Timeline, plain: Timeline, bound_us: float) -> Predicted:

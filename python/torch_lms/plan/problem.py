@@ -120,6 +120,19 @@ class Problem:
         found: NDArray[np.float64] = np.maximum(self.need(choices) - self.limit_bytes, 0.0)
         return found
 
+    def host_us(self, number: int, kind: str) -> float:
+        """What a choice takes of the host's time."""
+        one, host = self.candidates[number], self.trace.host
+        if kind == RECOMPUTE:
+            return host.recompute_us * (1 + (0 if one.replay is None else len(one.replay.dropped)))
+        out_us = 0.0 if kind == DROP_UNCHANGED else host.pageout_us
+        return out_us + (0.0 if one.back_at is None else host.pagein_us)
+
+    @property
+    def host_slack_us(self) -> float:
+        """The host's time that is left beside the device's ops; negative where the device waits for the host."""
+        return float(self.durations_us.sum()) - sum(self.trace.host.op_us)
+
     def leave_kind(self, candidate: Candidate) -> str:
         """How a candidate leaves if it is not dropped."""
         return DROP_UNCHANGED if candidate.unchanged else SWAP

@@ -10,12 +10,13 @@ from statistics import median
 from typing import Any
 
 from torch_lms.plan.document import Actions, Plan
-from torch_lms.plan.trace import Cycle, Link, Recipe, Trace, TraceOp, TraceStorage
+from torch_lms.plan.trace import Cycle, Host, Link, Recipe, Trace, TraceOp, TraceStorage
 
-__all__ = ["compile_plan", "timed_again", "told_of", "trace_of"]
+__all__ = ["compile_plan", "host_of", "timed_again", "told_of", "trace_of"]
 
 _PLACES_BETWEEN_LOOKS = 8  # at who has died: see Recorder.cpp
 _LINK_SHARE = 0.95
+_MUCH = 4.0  # times the usual time of the host
 
 
 def trace_of(recording: Mapping[str, Any], *, limit_bytes: int, link: Link) -> Trace:
@@ -55,7 +56,7 @@ def trace_of(recording: Mapping[str, Any], *, limit_bytes: int, link: Link) -> T
     )
 
 
-def timed_again(trace: Trace, times_us: Sequence[float]) -> Trace:
+def timed_again(trace: Trace, times_us: Sequence[float], host: Mapping[str, Any] | None = None) -> Trace:
     """The trace with other times of its ops, and so of recipes, and a link that has time to spare.
 
     A plan that needs all of the link's time waits whenever one copy is late. Times from a recording are a little short,
@@ -64,11 +65,15 @@ def timed_again(trace: Trace, times_us: Sequence[float]) -> Trace:
     Args:
         trace: of the cycle.
         times_us: by place; 0 for ops that have not run.
+        host: what the host has taken: ``host_us`` and ``caught_up`` by place, and ``pageout_us``, ``pagein_us`` and
+            ``recompute_us``; None if it was not timed. Where it was not ahead of the device, an op's time is the
+            host's, too, and none that the trace did not have before.
     """
     alike: dict[int, list[float]] = {}
-    for op, time_us in zip(trace.ops, times_us, strict=True):
+    for place, (op, time_us) in enumerate(zip(trace.ops, times_us, strict=True)):
         if time_us > 0:
-            alike.setdefault(op.key, []).append(time_us)
+            own_us = min(time_us, op.duration_us) if host is not None and host["caught_up"][place] else time_us
+            alike.setdefault(op.key, []).append(own_us)
     found_us = {key: median(values) for key, values in alike.items()}
     ops = tuple(replace(op, duration_us=found_us.get(op.key, op.duration_us)) for op in trace.ops)
     storages = tuple(
@@ -88,7 +93,34 @@ def timed_again(trace: Trace, times_us: Sequence[float]) -> Trace:
         out_bytes_per_us=trace.link.out_bytes_per_us * _LINK_SHARE,
         in_bytes_per_us=trace.link.in_bytes_per_us * _LINK_SHARE,
     )
-    return replace(trace, ops=ops, storages=storages, link=link)
+    known = trace.host if host is None else host_of([op.key for op in ops], host)
+    return replace(trace, ops=ops, storages=storages, link=link, host=known)
+
+
+def host_of(keys: Sequence[int], told: Mapping[str, Any]) -> Host:
+    """What the host does, without what happens once: an op is counted with at most some times what others alike take.
+
+    After some ops the host waits for the device: it was ahead when it began them, and is not any more after a long time.
+
+    Args:
+        keys: of the ops.
+        told: see `timed_again`.
+    """
+    alike: dict[int, list[float]] = {}
+    for key, time_us in zip(keys, told["host_us"], strict=True):
+        alike.setdefault(key, []).append(time_us)
+    usual_us = {key: median(values) for key, values in alike.items()}
+    typical_us = median(told["host_us"]) if told["host_us"] else 0.0
+    op_us, waits = [], []
+    behind_next = [*told["caught_up"][1:], *told["caught_up"][:1]]
+    for place, (key, time_us) in enumerate(zip(keys, told["host_us"], strict=True)):
+        if behind_next[place] and not told["caught_up"][place] and time_us > _MUCH * typical_us:
+            waits.append(place)
+            op_us.append(min(time_us, typical_us))
+        else:
+            op_us.append(min(time_us, _MUCH * max(usual_us[key] if len(alike[key]) > 1 else typical_us, typical_us)))
+    actions = {name: told[name] for name in ("pageout_us", "pagein_us", "recompute_us")}
+    return Host(op_us=tuple(op_us), waits=tuple(waits), **actions)
 
 
 def _places_of(ops: Sequence[Mapping[str, Any]], storages: int) -> tuple[list[list[int]], list[list[int]]]:

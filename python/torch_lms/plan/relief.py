@@ -17,6 +17,7 @@ __all__ = ["Offer", "Order", "relieve"]
 Floats = NDArray[np.float64]
 _ROUNDS_AT_MOST = 250
 _NEVER = np.inf
+_IDLE_PRICE = 0.1  # of what takes the time of a host that has some left
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class Offer:
         most_bytes: above the limit at any place.
         needy: the share of the places above the limit that it relieves.
         slack_us: free time between its copies.
+        swap_host_us: what a swap takes of the host's time, if there is no other use for that.
+        replay_host_us: the same of a recompute.
     """
 
     swap_us: Floats
@@ -40,6 +43,8 @@ class Offer:
     most_bytes: float
     needy: Floats
     slack_us: Floats
+    swap_host_us: Floats
+    replay_host_us: Floats
 
 
 Order = Callable[[Offer], tuple[Floats, Floats]]
@@ -79,6 +84,10 @@ class _Relief:
         back = [last if one.back_at is None else one.back_at for one in candidates]
         self._back = np.array(back, dtype=np.int64)
         self._returns = np.array([one.back_at is not None for one in candidates], dtype=bool)
+        numbers = range(len(candidates))
+        self._host_left_us = problem.host_slack_us if problem.trace.host.op_us else 0.0
+        self._swap_host_us = np.array([problem.host_us(i, problem.leave_kind(candidates[i])) for i in numbers])
+        self._replay_host_us = np.array([problem.host_us(i, RECOMPUTE) for i in numbers])
         self._open = np.ones(len(candidates), dtype=bool)
         # The windows go on into the next cycle, where storages that last come back.
         self._windows = LinkWindows(np.tile(problem.durations_us, 2), problem.trace.link)
@@ -117,6 +126,7 @@ class _Relief:
     def _offer(self) -> Offer:
         arrays, needy = self._arrays, self._need > 0
         places = len(needy)
+        price = 1.0 if self._host_left_us <= 0 else _IDLE_PRICE
         share = arrays.sums(needy.astype(np.float64)) / max(1, int(needy.sum()))
         at = np.append(np.flatnonzero(needy), places)
         first_needy = at[np.searchsorted(at, arrays.first)]
@@ -138,6 +148,8 @@ class _Relief:
             most_bytes=float(self._need.max()),
             needy=share,
             slack_us=arrays.sums(self._problem.durations_us),
+            swap_host_us=price * self._swap_host_us,
+            replay_host_us=price * self._replay_host_us,
         )
 
     def _still_helps(self, number: int) -> bool:
@@ -153,7 +165,9 @@ class _Relief:
     def _close(self, number: int, kind: str) -> None:
         one = self._problem.candidates[number]
         self._open[number] = False
+        self._host_left_us -= self._problem.host_us(number, kind)
         if kind == RECOMPUTE:
+            self._host_left_us += self._replay_us[number] if np.isfinite(self._replay_us[number]) else 0.0
             return
         if one.storage not in self._on_host:
             self._on_host.add(one.storage)

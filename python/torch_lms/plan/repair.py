@@ -83,9 +83,8 @@ def take_back(problem: Problem, choices: Choices) -> Choices:
 
 def _price(problem: Problem, number: int, kind: str) -> float:
     one = problem.candidates[number]
-    if kind == RECOMPUTE:
-        return 0.0 if one.replay is None else one.replay.total_us / one.bytes
-    return 0.0
+    replay_us = one.replay.total_us if kind == RECOMPUTE and one.replay is not None else 0.0
+    return (replay_us + problem.host_us(number, kind)) / one.bytes
 
 
 def time_choices(problem: Problem, choices: Choices) -> Timed:

@@ -1,8 +1,14 @@
-"""Times a plan: one compute stream, one copy direction out and one in, and the limit that makes them wait.
+"""Times a plan: the host, one compute stream, one copy direction out and one in, and the limit that makes them wait.
 
 Note [Reserved memory]: what begins to come in after a place is charged from that place on, so its copy begins when all
 that is charged there fits. Then no copy in can take the room that an op needs, and memory that fits at every place once
 copies out have ended always comes free: waiting ends.
+
+Note [The host]: it submits ops ahead of the device, one after the other, and each copy and each op that is run again
+takes of its time, too. An op cannot begin before it is submitted, nor end before the host has submitted all of it.
+Memory is charged when the host asks for it: a copy out that has not ended then takes room, although the device may have
+done it by the time at which it runs the op. The host gets no further ahead than the device's queue is long, and not past
+ops after which it waits. Where a trace does not know the host's times, each op is submitted when the one before it ends.
 """
 
 from __future__ import annotations
@@ -16,6 +22,8 @@ from torch_lms.plan.timeline import IN, OUT, Copy, Timeline
 from torch_lms.plan.trace import Trace
 
 __all__ = ["simulate"]
+
+_QUEUE_LENGTH = 1024  # kernels that CUDA takes before the host waits; each op has one at least
 
 
 def simulate(trace: Trace, decisions: Iterable[Decision], limit_bytes: int | None = None) -> Timeline:
@@ -37,7 +45,7 @@ def simulate(trace: Trace, decisions: Iterable[Decision], limit_bytes: int | Non
     residency = Residency(trace, given)
     clock = _Clock(trace, limit_bytes)
     timeline = clock.cycle(residency)
-    if clock.copying or not residency.steady:  # the next cycle begins otherwise than this one did
+    if clock.goes_on or not residency.steady:  # the next cycle begins otherwise than this one did
         timeline = clock.cycle(residency)
     return timeline
 
@@ -55,6 +63,9 @@ class _Clock:
         self._bytes = [storage.bytes for storage in trace.storages]
         self._ops, self._link, self._limit_bytes = trace.ops, trace.link, limit_bytes
         self._replay_us = [0.0 if one.recompute is None else one.recompute.duration_us for one in trace.storages]
+        self._host, self._waits = trace.host, frozenset(trace.host.waits)
+        self._ends_us: deque[float] = deque([0.0], maxlen=_QUEUE_LENGTH)  # of the latest ops
+        self._host_us = 0.0  # when the host can submit what is next
         self._arrived_us = [0.0] * count
         self._left_us = [0.0] * count
         self._now_us = self._out_free_us = self._in_free_us = 0.0
@@ -62,9 +73,9 @@ class _Clock:
         self._leaving_bytes = 0
 
     @property
-    def copying(self) -> bool:
-        """Whether a copy goes on when compute is done."""
-        return max(self._out_free_us, self._in_free_us) > self._now_us
+    def goes_on(self) -> bool:
+        """Whether a copy goes on when compute is done, or the host is ahead of it."""
+        return max(self._out_free_us, self._in_free_us) > self._now_us or 0 < self._host_us < self._now_us
 
     def cycle(self, residency: Residency) -> Timeline:
         """Runs one cycle; times in the timeline begin with it."""
@@ -78,36 +89,60 @@ class _Clock:
         busy_us = dict.fromkeys((OUT, IN), 0.0)
         for copy in timeline.copies:
             busy_us[copy.direction] += copy.end_us - copy.start_us
-        timeline.step_us = max(self._now_us - began_us, *busy_us.values())
+        timeline.step_us = max(self._now_us - began_us, timeline.host_us, *busy_us.values())
         return timeline
 
     def _step(self, place: int, events: PlaceEvents, timeline: Timeline, began_us: float) -> None:
         before_us = self._now_us
-        room_us, room_by = self._wait_for_room(events.memory_bytes, before_us, timeline)
+        submitted_us = self._submit(place, events, timeline)
+        room_us, room_by = self._wait_for_room(events.memory_bytes, submitted_us, timeline)
+        could_us = max(before_us, submitted_us)
         for storage in events.arrivals:
             self._copy_in(storage, max(before_us, room_us), timeline, began_us)
         start_us, blamed = max(before_us, room_us), room_by
         for storage in events.waited:
             if self._arrived_us[storage] > start_us:
                 start_us, blamed = self._arrived_us[storage], storage
-        if blamed is not None and start_us > before_us:
-            timeline.wait_of[blamed] = timeline.wait_of.get(blamed, 0.0) + start_us - before_us
-        self._forget_left(start_us)
+        if blamed is not None and start_us > could_us:
+            timeline.wait_of[blamed] = timeline.wait_of.get(blamed, 0.0) + start_us - could_us
+        self._forget_left(room_us if self._host.op_us else start_us)
         timeline.memory_bytes.append(events.memory_bytes + self._leaving_bytes)
         replay_us = sum(self._replay_us[storage] for storage in events.replayed)
         served_us = sum(self._link.in_us(self._bytes[storage]) for storage in events.served)
         self._now_us = start_us + replay_us + self._ops[place].duration_us + served_us
+        self._submit_rest(place, room_us, events, timeline)
         for storage, copied in events.leaving:
             self._leave(storage, copied, timeline, began_us)
         timeline.start_us.append(start_us - began_us)
         timeline.end_us.append(self._now_us - began_us)
-        timeline.wait_us.append(start_us - before_us)
+        timeline.wait_us.append(start_us - could_us)
+        timeline.late_us.append(could_us - before_us)
         timeline.replay_us.append(replay_us)
         timeline.served_us.append(served_us)
         timeline.planned_bytes.append(events.memory_bytes)
         timeline.swapped_bytes.append(events.swapped_bytes)
         timeline.dropped_bytes.append(events.dropped_bytes)
         timeline.replayed.append(events.replayed)
+
+    def _submit(self, place: int, events: PlaceEvents, timeline: Timeline) -> float:
+        """When the host begins to submit an op: after the copies in, and the ops that are run again, before it."""
+        if not self._host.op_us:
+            return self._now_us
+        spent_us = len(events.arrivals) * self._host.pagein_us + len(events.replayed) * self._host.recompute_us
+        timeline.host_us += spent_us
+        waited_us = self._now_us if (place - 1 if place else len(self._ops) - 1) in self._waits else 0.0
+        return max(self._host_us, waited_us, self._ends_us[0]) + spent_us
+
+    def _submit_rest(self, place: int, from_us: float, events: PlaceEvents, timeline: Timeline) -> None:
+        """The host submits the op, and the copies out after it."""
+        if not self._host.op_us:
+            return
+        spent_us = self._host.op_us[place]
+        self._now_us = max(self._now_us, from_us + spent_us)
+        spent_us += sum(copied for _, copied in events.leaving) * self._host.pageout_us
+        self._host_us = from_us + spent_us
+        timeline.host_us += spent_us
+        self._ends_us.append(self._now_us)
 
     def _wait_for_room(self, need_bytes: int, now_us: float, timeline: Timeline) -> tuple[float, int | None]:
         """When copies out have freed enough, and the storage whose copy was the last that had to end."""

@@ -29,10 +29,12 @@ class Timeline:
     """One steady cycle. Lists have one element for each place.
 
     Attributes:
-        step_us: from one cycle to the next: until the last op ends, or as long as either direction of the link is busy.
+        step_us: from one cycle to the next: until the last op ends, or as long as the host or either direction of the
+            link is busy.
         start_us: of the op, or of the first replay before it.
         end_us: of the op.
         wait_us: of compute before the op, for copies in and for memory.
+        late_us: by which the op begins later since the host has submitted it later.
         replay_us: spent before the op on making storages again.
         served_us: by which the op is longer since it reads from the host.
         memory_bytes: in use, with copies out that have not ended.
@@ -45,6 +47,7 @@ class Timeline:
         in_bytes: of the cycle's copies in.
         recompute_us: all replays.
         waits_us: all waits.
+        host_us: the host's time for the cycle; 0 if it is not known.
         excess_bytes: by how much the decisions exceed the limit at the place where that is most; 0 if they keep it.
         host_peak_bytes: the most that the host holds at once, with the copies that stay there all the time.
         wait_of: the time that compute waited for a storage's copies, by storage.
@@ -54,6 +57,7 @@ class Timeline:
     start_us: list[float] = field(default_factory=list)
     end_us: list[float] = field(default_factory=list)
     wait_us: list[float] = field(default_factory=list)
+    late_us: list[float] = field(default_factory=list)
     replay_us: list[float] = field(default_factory=list)
     served_us: list[float] = field(default_factory=list)
     memory_bytes: list[int] = field(default_factory=list)
@@ -66,6 +70,7 @@ class Timeline:
     in_bytes: int = 0
     recompute_us: float = 0.0
     waits_us: float = 0.0
+    host_us: float = 0.0
     excess_bytes: int = 0
     host_peak_bytes: int = 0
     wait_of: dict[int, float] = field(default_factory=dict)

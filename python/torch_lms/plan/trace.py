@@ -6,15 +6,15 @@ whoever is given one can rely on it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from torch_lms.errors import PlanError
 from torch_lms.plan.fields import Document, Range, ascending
 
-__all__ = ["Cycle", "Link", "Recipe", "Trace", "TraceOp", "TraceStorage", "check_ops", "check_storages"]
+__all__ = ["Cycle", "Host", "Link", "Recipe", "Trace", "TraceOp", "TraceStorage", "check_ops", "check_storages"]
 
 PHASES = ("forward", "backward", "other")
 CYCLE_KINDS = ("training", "evaluation", "inference")
@@ -45,6 +45,26 @@ class Link:
     def in_us(self, size_bytes: float) -> float:
         """How long a copy to the device takes."""
         return self.latency_us + size_bytes / self.in_bytes_per_us
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """What the host does for a cycle: it submits each op, and starts what a plan asks for.
+
+    Attributes:
+        op_us: by place, from when the op begins to when the next one does, without what it waits for and without what a
+            plan asks for; empty if it is not known.
+        waits: places of ops after which the host waits until the device has done all that it was given.
+        pageout_us: it takes to start a copy out.
+        pagein_us: the same of a copy in.
+        recompute_us: it takes to run an op again.
+    """
+
+    op_us: tuple[float, ...] = ()
+    waits: tuple[int, ...] = ()
+    pageout_us: float = 0.0
+    pagein_us: float = 0.0
+    recompute_us: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,10 +230,12 @@ class Trace(Document):
         storages: by id.
         cycle: what the cycle is.
         limit_bytes: of the device's memory when it was recorded; None without.
+        host: what it does for the cycle.
     """
 
     FORMAT: ClassVar[str] = "torch_lms.trace"
-    VERSION: ClassVar[int] = 1
+    VERSION: ClassVar[int] = 2
+    ADDED: ClassVar[Mapping[int, Mapping[str, Any]]] = {1: {"host": asdict(Host()) | {"op_us": [], "waits": []}}}
 
     device: str
     signature: str
@@ -222,10 +244,12 @@ class Trace(Document):
     storages: tuple[TraceStorage, ...]
     cycle: Cycle = field(default_factory=Cycle)
     limit_bytes: int | None = None
+    host: Host = field(default_factory=Host)
 
     def __post_init__(self) -> None:
         if not self.ops:
             raise PlanError("expected at least one op in a trace, found none; record a cycle that runs ops")
+        self._check_host()
         check_ops(self.ops, len(self.storages))
         for number, storage in enumerate(self.storages):
             self._check_places(number, storage)
@@ -258,6 +282,13 @@ class Trace(Document):
         """The name of the op that made a storage; empty for one that exists at the start."""
         producer = self.storages[storage].producer
         return "" if producer is None else self.ops[producer].name
+
+    def _check_host(self) -> None:
+        count = len(self.ops)
+        if len(self.host.op_us) not in (0, count):
+            raise PlanError(f"expected host.op_us for {count} ops or for none, found {len(self.host.op_us)}")
+        if not ascending(self.host.waits) or any(not 0 <= place < count for place in self.host.waits):
+            raise PlanError(f"expected ascending places from 0 to {count - 1} at host.waits, found {self.host.waits}")
 
     def _check_places(self, number: int, storage: TraceStorage) -> None:
         last = len(self.ops) - 1

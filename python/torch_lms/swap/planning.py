@@ -178,7 +178,7 @@ def start() -> None:
     """The core has recorded a cycle, or timed one that follows a plan: plans it on a thread of its own."""
     global _planner
     recording = core.take_recording()
-    name, times_us = core.take_times()
+    name, times = core.take_times()
     where.forget()
     with _lock:
         wishes, followed = _wishes, _plans.get(name)
@@ -190,7 +190,9 @@ def start() -> None:
         request = {"recording": recording, "limit_bytes": wishes.limits[recording["device"]]}
         request["link"] = asdict(measure_link(recording["device"]))
     elif followed is not None and followed.trace is not None:
-        request = {"trace": followed.trace, "times_us": times_us, "followed": followed.document}
+        # A processor's ops are over when they return: their time is the host's.
+        host = None if followed.device.startswith("cpu") else times
+        request = {"trace": followed.trace, "times_us": times["times_us"], "host": host, "followed": followed.document}
         request["limit_bytes"] = wishes.limits[followed.device]
     else:
         return
@@ -248,11 +250,11 @@ def _plan_beside(request: dict[str, Any], wishes: Wishes, followed: str) -> None
                 if not _is_wanted(wishes):
                     return
                 if (priced := answer.get("priced")) is not None and followed in _plans:
-                    # It may stay: what it predicts is for the times of its own steps then.
+                    # A plan that was followed may stay: what it predicts is for the times of its own steps then.
                     _plans[followed] = _Kept(priced, _plans[followed].trace)
                 if (told := answer.get("plan")) is None:
                     continue
-                name = _keep(_Kept(told, trace))
+                name = followed = _keep(_Kept(told, trace))
             core.add_plan({**answer["compiled"], "signature": name, "timed": timed})
             made = True
     except Exception as error:  # on a thread of ours: the program goes on with paging on demand, or with what was made
