@@ -148,6 +148,7 @@ def add_medians(result: Result, rows: list[dict[str, Any]]) -> None:
         medians["over_plain"] = medians["ms"] / plain_ms[0]
         medians["over_target"] = medians["ms"] / max(plain_ms[0], medians.get("least_ms", 0.0))
         medians |= {"ms_all": [row["ms"] for row in passes], "planned": later[-1]["planned"]}
+        medians["out_gib_all"] = [row["out_gib"] for row in passes]
         medians["plans"] = sorted({row["plan"] for row in passes} - {""})
         result.add(**passes[0])
         result.add(mode=rows[0]["mode"], pass_=heading, **medians)
