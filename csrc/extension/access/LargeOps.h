@@ -20,8 +20,8 @@ namespace torch_lms {
 /// which run it on tensors without bytes. What else a kernel allocates shows only when it is
 /// refused: then the next op of the kind, with inputs as large, reads all of them from the host.
 /// That is for inputs of more than an eighth of the limit. Where Python code inside of an op with
-/// smaller ones (a hook on what is saved, a kernel in Python) is refused memory, the limit gives way
-/// each time: an op that was refused once, before there was a plan, would read from the host in
+/// smaller ones (a hook on what is saved, a kernel in Python) is refused memory, the limit gives
+/// way each time: an op that was refused once, before there was a plan, would read from the host in
 /// each step.
 
 /// Finds ops that do not fit with their inputs, and takes these out of the way.
