@@ -65,7 +65,7 @@ class Observer final : public OpFeed {
   void stop_if_idle();
 
   /// Whether Python has other threads than the one that asks now: see Note [Ops that began unseen].
-  /// True where nobody says it.
+  /// False where nobody says it.
   void note_other_threads(bool others) noexcept {
     other_threads_.store(others, std::memory_order_relaxed);
   }
@@ -170,7 +170,7 @@ class Observer final : public OpFeed {
   std::atomic<bool> installed_{false};
   std::atomic<size_t> requests_{0};
   std::atomic<bool> requested_{false}; // by hand, since `end_requests`
-  std::atomic<bool> other_threads_{true};
+  std::atomic<bool> other_threads_{false};
 };
 
 } // namespace torch_lms
