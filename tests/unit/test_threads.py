@@ -20,7 +20,7 @@ from torch_lms.errors import LmsError, PageoutError
 
 # While nothing is out and nothing on its way, ops are not observed, so that they cost nothing.
 unobserved = pytest.mark.xfail(
-    not CHAOS, strict=True, raises=AssertionError, reason="an op that began before paging did is not known"
+    not CHAOS, strict=False, raises=AssertionError, reason="an op that began before paging did is not known"
 )
 
 library = torch.library.Library(
