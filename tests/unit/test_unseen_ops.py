@@ -38,7 +38,7 @@ def test_a_pageout_waits_for_ops_that_began_unseen(paged: ModuleType) -> None:
     assert wrong == []
 
 
-def test_ops_stay_observed_beside_other_threads_until_all_is_brought_back(paged: ModuleType) -> None:
+def test_ops_stay_observed_beside_other_threads_until_all_is_brought_back(paged: ModuleType, chaos: bool) -> None:
     tensor, done = torch.zeros(NUMEL), threading.Event()
     other = threading.Thread(target=done.wait)
     other.start()
@@ -49,7 +49,7 @@ def test_ops_stay_observed_beside_other_threads_until_all_is_brought_back(paged:
             assert tensor.sum().item() == 0
             torch.ones(1).sum()  # what has come in is settled
             assert core.observing_ops()
-        assert not core.observing_ops()
+        assert chaos or not core.observing_ops()  # in chaos mode ops are always observed
     finally:
         done.set()
         other.join()
