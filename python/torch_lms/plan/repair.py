@@ -90,13 +90,16 @@ def _price(problem: Problem, number: int, kind: str) -> float:
 def time_choices(problem: Problem, choices: Choices) -> Timed:
     """Places the prefetches and simulates: with a lead; if compute waits without one; then with the waits as found."""
     lead_us = _LEAD_SHARE * float(problem.durations_us.sum())
-    best = _simulated(problem, choices, place_prefetches(problem, choices, lead_us=lead_us))
+    in_after = place_prefetches(problem, choices, lead_us=lead_us)
+    best = found = _simulated(problem, choices, in_after)
     wait_us: Floats | None = None
     for _ in range(2):
         if best.timeline.waits_us <= _WORTH_WAITS * best.timeline.step_us:
             break
-        found = _simulated(problem, choices, place_prefetches(problem, choices, wait_us=wait_us))
-        best = found if found.better_than(best) else best
+        before, in_after = in_after, place_prefetches(problem, choices, wait_us=wait_us)
+        if in_after != before:
+            found = _simulated(problem, choices, in_after)
+            best = found if found.better_than(best) else best
         wait_us = np.array(found.timeline.wait_us)
     return best
 
