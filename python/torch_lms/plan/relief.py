@@ -153,10 +153,7 @@ class _Relief:
         )
 
     def _still_helps(self, number: int) -> bool:
-        one = self._problem.candidates[number]
-        return bool((self._need[one.out_after + 1 : one.end + 1] > 0).any()) or bool(
-            (self._need[: one.wrapped_end + 1] > 0).any()
-        )
+        return any((self._need[places] > 0).any() for places in self._problem.candidates[number].places)
 
     def _host_holds(self, number: int) -> bool:
         one = self._problem.candidates[number]
@@ -179,8 +176,8 @@ class _Relief:
 
     def _lower(self, number: int, kind: str) -> None:
         one = self._problem.candidates[number]
-        self._need[one.out_after + 1 : one.end + 1] -= one.bytes
-        self._need[: one.wrapped_end + 1] -= one.bytes
+        for places in one.places:
+            self._need[places] -= one.bytes
         if kind != RECOMPUTE or one.replay is None:
             return
         for held in one.replay.held:

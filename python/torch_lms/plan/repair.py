@@ -71,7 +71,7 @@ def take_back(problem: Problem, choices: Choices) -> Choices:
     left = dict(choices)
     for number in sorted(choices, key=lambda number: (-_price(problem, number, choices[number]), number)):
         one = problem.candidates[number]
-        parts = (room[one.out_after + 1 : one.end + 1], room[: one.wrapped_end + 1])
+        parts = [room[places] for places in one.places]
         if all((part >= one.bytes).all() for part in parts):
             for part in parts:
                 part -= one.bytes
