@@ -110,6 +110,24 @@ TEST(a_cycle_that_changes_is_found_again) {
   CHECK_EQ(finder.segments(), 1);
 }
 
+TEST(a_segment_that_is_another_once_is_taken_for_what_was_due) {
+  CycleFinder finder;
+  run(finder, repeated("GD", 6), 40, "D");
+  CHECK_EQ(run(finder, "GDGXGDGD", 40, "DX"), "G|DG|XG|DG|D");
+  CHECK_EQ(run(finder, "YDGDGD", 40, "D"), "Y|DG|DG|D");
+  CHECK_EQ(finder.segments(), 2);
+}
+
+TEST(a_segment_that_is_another_again_and_again_makes_another_cycle) {
+  CycleFinder finder;
+  run(finder, repeated("GD", 6), 40, "DX");
+  CHECK_EQ(run(finder, "GXGXGX", 40, "DX"), "G|XG|XG|X");
+  run(finder, repeated("GXGXGD", 6), 40, "DX");
+  CHECK_EQ(finder.segments(), 6);
+  run(finder, repeated("H", 2), 40, "DX");
+  CHECK_EQ(finder.segments(), 1);
+}
+
 TEST(segments_without_an_order_are_cycles_each) {
   CycleFinder finder;
   CHECK_EQ(run(finder, "ABCDEFGH"), "A|B|C|D|E|F|G|H|");

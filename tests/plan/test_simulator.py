@@ -119,7 +119,7 @@ def test_a_drop_frees_at_once_and_its_replay_takes_compute() -> None:
     assert found.memory_bytes == [20, 0, 0, 20]
     assert found.dropped_bytes == [0, 20, 20, 0]
     assert (found.step_us, found.recompute_us, found.replay_us) == (87, 7, [0, 0, 0, 7])
-    assert found.replayed == [[], [], [], [0]]
+    assert found.replayed == {3: [0]}
     assert not found.copies
 
 
@@ -170,7 +170,7 @@ def test_a_dropped_storage_comes_back_before_its_input_is_written() -> None:
     source = TraceStorage(bytes=8, recurring=True, uses=(0, 2), writes=(2,))
     trace = trace_of([1, 1, 1, 1, 1], source, made(0, 10, 4, recipe=Recipe(duration_us=6, inputs=(0,))))
     found = simulate(trace, [drop(1, 0)])
-    assert found.replayed == [[], [], [1], [], []]
+    assert found.replayed == {2: [1]}
     assert found.memory_bytes == [18, 8, 18, 18, 18]
     again = simulate(trace, [drop(1, 0), drop(1, 2)])
     assert again.replayed == found.replayed  # its recipe is no good after the write: it stays

@@ -17,6 +17,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F  # noqa: N812  # PyTorch's own name for it
 from torch.utils.checkpoint import checkpoint
+from torch.utils.hooks import RemovableHandle
 
 import torch_lms
 from tests.unit.fresh_process import in_fresh_process
@@ -332,6 +333,33 @@ def test_a_planned_program_is_bit_equal_within_its_limit(program: str) -> None:
     assert measured is not None or program not in WHOLE_CYCLES
     assert measured is None or (measured.step_us > 0 and 0 < measured.peak_bytes <= limit_bytes)
     assert torch_lms.stats().peak_allocated_bytes <= limit_bytes
+
+
+@counts_exactly
+@one_thread()
+def test_an_op_that_is_another_once_costs_no_other_step_its_plan() -> None:
+    begin, odd_step = PROGRAMS["adversarial"], STEPS - 5
+    hooks: list[RemovableHandle] = []
+
+    def odd_once() -> Step:
+        step = begin()
+
+        def copy_once(_module: nn.Module, _given: object, made: torch.Tensor) -> torch.Tensor:
+            hooks.pop().remove()
+            return made.clone()
+
+        def stepped(number: int) -> list[torch.Tensor]:
+            if number == odd_step:
+                hooks.append(nn.modules.module.register_module_forward_hook(copy_once))
+            return step(number)
+
+        return stepped
+
+    on(limit_for(begin))
+    shares = []
+    for _ in run(odd_once):
+        shares.append(core.share_in_step())
+    assert min(shares[odd_step:]) > 0.95
 
 
 @pytest.fixture

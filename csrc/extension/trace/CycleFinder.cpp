@@ -44,37 +44,61 @@ uint64_t CycleFinder::names_in_segment() const noexcept {
 }
 
 bool CycleFinder::end_segment(size_t held_bytes) {
-  // If something else was repeated in it, an evaluation, its end is taken for what was due.
-  const bool due = repeats_ && period_ != 0;
-  segments_.push_back(
-      {due ? segments_[segments_.size() - period_].names : names_in_segment(), held_bytes});
+  segments_.push_back(segment_that_ended(held_bytes));
   if (segments_.size() > 4 * kMostSegments) {
     segments_.pop_front();
-  }
-  if (!due) {
-    ops_in_last_segment_ = ops_in_segment_;
   }
   orders_.clear();
   ops_in_segment_ = 0;
   repeats_ = false;
   too_short_ = 0;
   look_anew(kFewestNames);
-  const size_t period = find_period();
+  size_t period = find_period(&Segment::names);
+  if (period == 0) {
+    period = find_period(&Segment::taken_for);
+  }
+  certain_ = period != 0 || segments_.size() >= kMostUncertain;
+  period = std::max<size_t>(period, 1);
   left_ = std::exchange(period_, period) != period ? until_end(period)
           : left_ == 0                             ? period - 1
                                                    : left_ - 1;
   return left_ == 0;
 }
 
-/// The one with which the latest segments are periodic longest; 1 where none is.
-size_t CycleFinder::find_period() {
-  size_t best = 1;
+CycleFinder::Segment CycleFinder::segment_that_ended(size_t held_bytes) {
+  // If something else was repeated in it, an evaluation, its end is taken for what was due.
+  const bool due = repeats_ && period_ != 0;
+  if (!due) {
+    ops_in_last_segment_ = ops_in_segment_;
+  }
+  const uint64_t names = due ? segments_[segments_.size() - period_].names : names_in_segment();
+  if (period_ <= 1) {
+    in_order_ = 0;
+    return {names, names, held_bytes};
+  }
+  const uint64_t expected = segments_[segments_.size() - period_].taken_for;
+  if (names == expected) {
+    ++in_order_;
+    return {names, names, held_bytes};
+  }
+  if (std::exchange(in_order_, 0) >= period_) {
+    return {names, expected, held_bytes};
+  }
+  for (Segment& segment : segments_) { // the program is another one
+    segment.taken_for = segment.names;
+  }
+  return {names, names, held_bytes};
+}
+
+/// The one with which the latest segments are periodic longest; 0 where none is.
+size_t CycleFinder::find_period(uint64_t Segment::* names) const {
+  size_t best = 0;
   size_t longest = 0;
   const size_t count = segments_.size();
   for (size_t period = 1; period <= kMostSegments && 2 * period <= count; ++period) {
     size_t equal = 0;
     while (equal + period < count &&
-           segments_[count - 1 - equal].names == segments_[count - 1 - equal - period].names) {
+           segments_[count - 1 - equal].*names == segments_[count - 1 - equal - period].*names) {
       ++equal;
     }
     if (equal >= period && equal + period > longest) {
@@ -82,7 +106,6 @@ size_t CycleFinder::find_period() {
       best = period;
     }
   }
-  certain_ = longest != 0 || count >= kMostUncertain;
   return best;
 }
 

@@ -20,6 +20,11 @@ namespace torch_lms {
 /// Where that is the same everywhere it begins with the rarest, which most often has the optimizer
 /// in it.
 ///
+/// One op that is another by chance (autograd adds in place only what nobody else holds just then)
+/// makes another segment of the one that it is in. So where a cycle of several has held on, one
+/// segment that is unlike what was due is taken for it, unless what comes is periodic as it is: the
+/// cycle goes on, and not each of its segments is a cycle until it has come twice again.
+///
 /// Where no backward ends for long (inference), the names themselves are looked through for the
 /// shortest sequence that has come twice in a row, and holds on: the layers of a model repeat, too,
 /// but do not go on. What comes after fewer ops than are worth the end of a cycle is one cycle
@@ -64,12 +69,14 @@ class CycleFinder {
 
   struct Segment {
     uint64_t names;
+    uint64_t taken_for; // the names that were due; mostly its own
     size_t held_bytes;
   };
 
   uint64_t& order_of(uint64_t thread);
   uint64_t names_in_segment() const noexcept;
-  size_t find_period();
+  Segment segment_that_ended(size_t held_bytes);
+  size_t find_period(uint64_t Segment::* names) const;
   size_t until_end(size_t period) const;
   bool note_name(uint64_t name);
   bool holds_on();
@@ -81,6 +88,7 @@ class CycleFinder {
   std::deque<Segment> segments_; // the latest
   size_t period_ = 0;
   size_t left_ = 0; // segments until the cycle ends
+  size_t in_order_ = 0; // segments since one was not what was due
   bool certain_ = false;
   std::vector<std::pair<uint64_t, uint64_t>> orders_; // of names in the segment, for each thread
   size_t ops_in_segment_ = 0;

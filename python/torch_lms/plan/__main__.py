@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -24,6 +25,7 @@ _WORTH_A_CHANGE = 0.002  # of a step
 
 def main() -> int:
     """Reads a request, and writes the answers to it. Returns the exit status."""
+    gc.disable()  # it would go through all that is planned, again and again, and there are hardly any cycles
     given = read_message(sys.stdin.buffer)
     with os.fdopen(os.dup(1), "wb") as out:
         os.dup2(2, 1)  # whatever a solver prints is no answer

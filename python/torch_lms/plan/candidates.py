@@ -68,6 +68,12 @@ class Candidate:
     unchanged: bool
     replay: Replay | None
 
+    @property
+    def places(self) -> tuple[slice, ...]:
+        """Of the stretch: in the cycle, and at its start where it wraps."""
+        places = slice(self.out_after + 1, self.end + 1)
+        return (places,) if self.wrapped_end < 0 else (places, slice(0, self.wrapped_end + 1))
+
 
 class CandidateArrays:
     """Figures of all candidates as arrays, one element each.

@@ -2,61 +2,23 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from torch_lms.plan.decision import RECOMPUTE
+from torch_lms.plan.demand import Demand
 from torch_lms.plan.problem import Problem
-from torch_lms.plan.residency import PlaceEvents, Residency
 
-__all__ = ["Demand", "find_demand", "place_prefetches"]
+__all__ = ["place_prefetches"]
 
 Floats = NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class Demand:
-    """What a steady cycle asks for if everything comes in only when it is needed.
-
-    Attributes:
-        memory_bytes: in use at each place.
-        replay_us: spent on replays before each op.
-        arrivals: the places at which each storage comes in.
-    """
-
-    memory_bytes: Floats
-    replay_us: Floats
-    arrivals: Mapping[int, list[int]]
-
-
-def find_demand(problem: Problem, choices: Mapping[int, str]) -> Demand:
-    """Goes through a steady cycle of choices without prefetches."""
-    trace = problem.trace
-    residency = Residency(trace, problem.decisions(choices))
-    cycle = list(residency.cycle())
-    if not residency.steady:
-        cycle = list(residency.cycle())
-    arrivals: dict[int, list[int]] = defaultdict(list)
-    for place, events in enumerate(cycle):
-        for storage in events.arrivals:
-            arrivals[storage].append(place)
-    memory = np.array([events.memory_bytes for events in cycle], dtype=np.float64)
-    return Demand(memory, np.array([_replay_us(problem, events) for events in cycle]), arrivals)
-
-
-def _replay_us(problem: Problem, events: PlaceEvents) -> float:
-    recipes = (problem.trace.storages[storage].recompute for storage in events.replayed)
-    return sum(0.0 if recipe is None else recipe.duration_us for recipe in recipes)
 
 
 def place_prefetches(
     problem: Problem,
     choices: Mapping[int, str],
-    demand: Demand,
     *,
     lead_us: float = 0.0,
     wait_us: Floats | None = None,
@@ -66,14 +28,13 @@ def place_prefetches(
     Args:
         problem: what is asked.
         choices: made for its candidates.
-        demand: of these choices.
         lead_us: by which copies should end before they must.
         wait_us: by which compute is known to wait before each op; nothing by default.
 
     Returns:
         Places by candidate. A place behind the one that needs the storage lies in the cycle before.
     """
-    places = len(problem.durations_us)
+    places, demand = len(problem.durations_us), problem.demand(choices)
     before_us = demand.replay_us + (0.0 if wait_us is None else wait_us)
     # Two cycles one after the other: what the second needs may begin to come in during the first.
     spent_us = np.tile(problem.durations_us + before_us, 2)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from torch_lms.plan.candidates import Candidate, CandidateArrays, find_candidates, with_dropped
 from torch_lms.plan.decision import DROP_UNCHANGED, RECOMPUTE, SWAP, Decision
-from torch_lms.plan.residency import memory_bytes
+from torch_lms.plan.demand import Demand, find_demand
 from torch_lms.plan.simulator import simulate
 from torch_lms.plan.trace import Trace
 
@@ -54,13 +54,11 @@ class Problem:
         self.limit_bytes = limit_bytes
         self.host_limit_bytes = host_limit_bytes
         self.swap, self.recompute = swap, recompute
-        self.served: tuple[Decision, ...] = ()
         self.candidates = find_candidates(trace, swap=swap, recompute=recompute)
         self.arrays = CandidateArrays(self.candidates)
         self.durations_us: NDArray[np.float64] = np.array([op.duration_us for op in trace.ops])
         self.elapsed_us = self._elapsed_us()
-        self.plain_bytes = self.memory([])
-        self._last_need: tuple[frozenset[tuple[int, str]], NDArray[np.float64]] | None = None
+        self._settle([])
 
     def _elapsed_us(self) -> NDArray[np.float64]:
         if not self.trace.host.op_us:
@@ -74,22 +72,28 @@ class Problem:
         other.limit_bytes = limit_bytes
         return other
 
-    def serving(self, served: Iterable[Decision]) -> Problem:
+    def serving(self, served: Collection[Decision]) -> Problem:
         """The same with these storages on the host."""
         other = copy(self)
-        other.served = tuple(served)
-        settled = {one.storage for one in other.served}
+        settled = {one.storage for one in served}
         other.candidates = [one for one in self.candidates if one.storage not in settled]
         other.arrays = CandidateArrays(other.candidates)
-        other.plain_bytes = other.memory(other.served)
-        other._last_need = None
+        other._settle(served)
         return other
+
+    def _settle(self, served: Iterable[Decision]) -> None:
+        """These storages are on the host, and that is all that is known."""
+        self.served = tuple(served)
+        # Choices come again, under other limits too: `under` shares what is known of them.
+        self._demands: dict[frozenset[tuple[int, str]], Demand] = {}
+        self._decided: dict[tuple[int, str, int | None], Decision] = {}
+        self.plain_bytes = self.demand({}).memory_bytes
 
     def keeping(self, anchors: Collection[int]) -> Problem:
         """The same without the recompute of some storages."""
         other = copy(self)
         other.candidates = [replace(one, replay=None) if one.storage in anchors else one for one in self.candidates]
-        other._last_need = None
+        other._demands = {}
         return other
 
     def dropping(self, spent: Collection[int]) -> Problem:
@@ -99,12 +103,8 @@ class Problem:
             one if one.replay is None else replace(one, replay=with_dropped(self.trace, one, spent))
             for one in self.candidates
         ]
-        other._last_need = None
+        other._demands = {}
         return other
-
-    def memory(self, decisions: Iterable[Decision]) -> NDArray[np.float64]:
-        """What decisions need at each place, in bytes."""
-        return np.array(memory_bytes(self.trace, list(decisions)), dtype=np.float64)
 
     def least_need(self) -> NDArray[np.float64]:
         """What is in use at each place if all that may be swapped is away, in bytes."""
@@ -118,12 +118,16 @@ class Problem:
         found: NDArray[np.float64] = self.plain_bytes - np.cumsum(relief)[:-1]
         return found
 
+    def demand(self, choices: Mapping[int, str]) -> Demand:
+        """What a steady cycle of choices asks for if everything comes in only when it is needed."""
+        key = frozenset(choices.items())
+        if key not in self._demands:
+            self._demands[key] = find_demand(self.trace, self.decisions(choices))
+        return self._demands[key]
+
     def need(self, choices: Mapping[int, str]) -> NDArray[np.float64]:
         """What choices need at each place, in bytes."""
-        key = frozenset(choices.items())
-        if self._last_need is None or self._last_need[0] != key:
-            self._last_need = key, self.memory(self.decisions(choices))
-        return self._last_need[1].copy()
+        return self.demand(choices).memory_bytes.copy()
 
     def excess(self, choices: Mapping[int, str]) -> NDArray[np.float64]:
         """By how much choices exceed the limit at each place, in bytes; 0 where they do not."""
@@ -159,8 +163,12 @@ class Problem:
         for number, kind in choices.items():
             one = self.candidates[number]
             back = None if in_after is None or kind == RECOMPUTE else in_after.get(number)
-            given = Decision(storage=one.storage, decision=kind, out_after=one.out_after, in_after=back)
-            made[one.storage, one.out_after] = given
+            key = number, kind, back
+            if key not in self._decided:
+                self._decided[key] = Decision(
+                    storage=one.storage, decision=kind, out_after=one.out_after, in_after=back
+                )
+            made[one.storage, one.out_after] = self._decided[key]
             if kind == RECOMPUTE and one.replay is not None:
                 spent.update(self._drops(one.replay.dropped))
         settled = {(one.storage, -1): one for one in self.served}

@@ -26,7 +26,7 @@ class _Reasons:
     def __init__(self, problem: Problem, decisions: Sequence[Decision], timeline: Timeline) -> None:
         self._problem, self._trace, self._timeline = problem, problem.trace, timeline
         self._kinds = Counter((one.storage, one.decision) for one in decisions)
-        self._replays = Counter(storage for place in timeline.replayed for storage in place)
+        self._replays = Counter(storage for place in timeline.replayed.values() for storage in place)
         self._candidates = {(one.storage, one.out_after): one for one in problem.candidates}
         self._able = {one.storage: one for one in problem.candidates}
         self._fits = float(problem.plain_bytes.max()) <= problem.limit_bytes

@@ -92,7 +92,9 @@ class _Relief:
         # The windows go on into the next cycle, where storages that last come back.
         self._windows = LinkWindows(np.tile(problem.durations_us, 2), problem.trace.link)
         self._batch = 1 + len(candidates) // _ROUNDS_AT_MOST
-        self._arrays = arrays
+        self._arrays, self._slack_us = arrays, arrays.sums(problem.durations_us)
+        self._wraps = arrays.wrapped_end > 0
+        self._last_end = np.where(self._wraps, arrays.wrapped_end, arrays.end)
         self._on_host: set[int] = set()
         self._host_left_bytes = np.inf if problem.host_limit_bytes is None else float(problem.host_limit_bytes)
         for number, kind in choices.items():
@@ -110,9 +112,8 @@ class _Relief:
         best = np.minimum(swap_key, replay_key)
         # Of what costs no time, what needs no copy out goes first: it takes half of the link's time.
         free = self._unchanged & (offer.swap_us <= 0.0) & (swap_key < _NEVER)
-        chosen = np.lexsort((best, ~free))[: self._batch]
         taken = False
-        for number in (int(one) for one in chosen if best[one] < _NEVER):
+        for number in _first(best, free, self._batch):
             swapped = bool(free[number]) or swap_key[number] <= replay_key[number]
             if not self._still_helps(number) or (swapped and not self._host_holds(number)):
                 continue
@@ -128,13 +129,12 @@ class _Relief:
         places = len(needy)
         price = 1.0 if self._host_left_us <= 0 else _IDLE_PRICE
         share = arrays.sums(needy.astype(np.float64)) / max(1, int(needy.sum()))
-        at = np.append(np.flatnonzero(needy), places)
-        first_needy = at[np.searchsorted(at, arrays.first)]
-        first_needy = np.where(first_needy < arrays.end, first_needy, arrays.end)
-        before_end = np.concatenate(([-1], np.flatnonzero(needy)))
-        wrapped = arrays.wrapped_end > 0
-        tail = before_end[np.searchsorted(before_end, np.where(wrapped, arrays.wrapped_end, arrays.end)) - 1]
-        last_needy = np.where(wrapped & (tail >= 0), tail + places, tail)
+        at = np.arange(places)
+        needy_from = np.append(np.minimum.accumulate(np.where(needy, at, places)[::-1])[::-1], places)
+        needy_before = np.concatenate(([-1], np.maximum.accumulate(np.where(needy, at, -1))))
+        first_needy = np.minimum(needy_from[arrays.first], arrays.end)
+        tail = needy_before[self._last_end]
+        last_needy = np.where(self._wraps & (tail >= 0), tail + places, tail)
         in_first = np.maximum(np.maximum(last_needy + 1, arrays.first), 0)
         out_us = self._windows.exposed_out_us(arrays.size_bytes, arrays.first, first_needy)
         out_us = np.where(self._unchanged, 0.0, out_us)
@@ -147,16 +147,13 @@ class _Relief:
             replay_bytes=self._replay_bytes,
             most_bytes=float(self._need.max()),
             needy=share,
-            slack_us=arrays.sums(self._problem.durations_us),
+            slack_us=self._slack_us,
             swap_host_us=price * self._swap_host_us,
             replay_host_us=price * self._replay_host_us,
         )
 
     def _still_helps(self, number: int) -> bool:
-        one = self._problem.candidates[number]
-        return bool((self._need[one.out_after + 1 : one.end + 1] > 0).any()) or bool(
-            (self._need[: one.wrapped_end + 1] > 0).any()
-        )
+        return any((self._need[places] > 0).any() for places in self._problem.candidates[number].places)
 
     def _host_holds(self, number: int) -> bool:
         one = self._problem.candidates[number]
@@ -179,11 +176,23 @@ class _Relief:
 
     def _lower(self, number: int, kind: str) -> None:
         one = self._problem.candidates[number]
-        self._need[one.out_after + 1 : one.end + 1] -= one.bytes
-        self._need[: one.wrapped_end + 1] -= one.bytes
+        for places in one.places:
+            self._need[places] -= one.bytes
         if kind != RECOMPUTE or one.replay is None:
             return
         for held in one.replay.held:
             released = self._problem.trace.storages[held].released
             if released is not None:
                 self._need[released + 1 : one.back_at] += self._problem.trace.storages[held].bytes
+
+
+def _first(keys: Floats, before_others: NDArray[np.bool_], count: int) -> list[int]:
+    """The numbers of the least keys, of equal ones the lowest numbers; infinite ones are left out."""
+    found: list[int] = []
+    for those in (before_others, ~before_others & (keys < _NEVER)):
+        numbers = np.flatnonzero(those)
+        left = count - len(found)
+        if len(numbers) > left > 0:
+            numbers = numbers[keys[numbers] <= np.partition(keys[numbers], left - 1)[left - 1]]
+        found += numbers[np.argsort(keys[numbers], kind="stable")[:left]].tolist()
+    return found

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from torch_lms.plan.decision import RECOMPUTE, Decision
 from torch_lms.plan.greedy import least_loss
-from torch_lms.plan.prefetch import find_demand, place_prefetches
+from torch_lms.plan.prefetch import place_prefetches
 from torch_lms.plan.problem import Choices, Problem
 from torch_lms.plan.relief import relieve
 from torch_lms.plan.simulator import simulate
@@ -71,7 +71,7 @@ def take_back(problem: Problem, choices: Choices) -> Choices:
     left = dict(choices)
     for number in sorted(choices, key=lambda number: (-_price(problem, number, choices[number]), number)):
         one = problem.candidates[number]
-        parts = (room[one.out_after + 1 : one.end + 1], room[: one.wrapped_end + 1])
+        parts = [room[places] for places in one.places]
         if all((part >= one.bytes).all() for part in parts):
             for part in parts:
                 part -= one.bytes
@@ -89,15 +89,17 @@ def _price(problem: Problem, number: int, kind: str) -> float:
 
 def time_choices(problem: Problem, choices: Choices) -> Timed:
     """Places the prefetches and simulates: with a lead; if compute waits without one; then with the waits as found."""
-    demand = find_demand(problem, choices)
     lead_us = _LEAD_SHARE * float(problem.durations_us.sum())
-    best = _simulated(problem, choices, place_prefetches(problem, choices, demand, lead_us=lead_us))
+    in_after = place_prefetches(problem, choices, lead_us=lead_us)
+    best = found = _simulated(problem, choices, in_after)
     wait_us: Floats | None = None
     for _ in range(2):
         if best.timeline.waits_us <= _WORTH_WAITS * best.timeline.step_us:
             break
-        found = _simulated(problem, choices, place_prefetches(problem, choices, demand, wait_us=wait_us))
-        best = found if found.better_than(best) else best
+        before, in_after = in_after, place_prefetches(problem, choices, wait_us=wait_us)
+        if in_after != before:
+            found = _simulated(problem, choices, in_after)
+            best = found if found.better_than(best) else best
         wait_us = np.array(found.timeline.wait_us)
     return best
 

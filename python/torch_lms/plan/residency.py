@@ -13,43 +13,43 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
 from torch_lms.plan.decision import DROP_UNCHANGED, HOST, KEEP, RECOMPUTE, Decision
 from torch_lms.plan.trace import Recipe, Trace
 
-__all__ = ["PlaceEvents", "Residency", "memory_bytes"]
+__all__ = ["CycleEvents", "Residency", "steady_cycle"]
 
 _ABSENT, _DEVICE, _ON_HOST, _DROPPED = range(4)
 
 
 @dataclass(slots=True)
-class PlaceEvents:
-    """What happens around one place.
+class CycleEvents:
+    """What happens in a cycle; what most places do not have is there for those that have it.
 
     Attributes:
-        memory_bytes: the most that is in use at once, without copies out that have not ended.
         arrivals: storages whose copies in begin; those for this place come last.
-        waited: storages, among those that come in by copies, that must have arrived before the op begins.
+        waited: storages that must have arrived, if they came in by copies, before the op begins.
         replayed: storages that are made again, in order.
         served: storages that the op reads from the host, or writes there.
         leaving: storages that leave after the op, and whether by a copy.
+        memory_bytes: the most that is in use at once, without copies out that have not ended.
         swapped_bytes: away on the host during the op.
         host_bytes: what the host holds during the op: these, and the copies that stay there all the time.
         dropped_bytes: neither here nor there during the op.
     """
 
-    memory_bytes: int = 0
-    arrivals: list[int] = field(default_factory=list)
-    waited: list[int] = field(default_factory=list)
-    replayed: list[int] = field(default_factory=list)
-    served: list[int] = field(default_factory=list)
-    leaving: list[tuple[int, bool]] = field(default_factory=list)
-    swapped_bytes: int = 0
-    host_bytes: int = 0
-    dropped_bytes: int = 0
+    arrivals: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+    waited: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+    replayed: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+    served: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+    leaving: dict[int, list[tuple[int, bool]]] = field(default_factory=lambda: defaultdict(list))
+    memory_bytes: list[int] = field(default_factory=list)
+    swapped_bytes: list[int] = field(default_factory=list)
+    host_bytes: list[int] = field(default_factory=list)
+    dropped_bytes: list[int] = field(default_factory=list)
 
 
 class Residency:
@@ -63,12 +63,13 @@ class Residency:
     def __init__(self, trace: Trace, decisions: Iterable[Decision]) -> None:
         count = len(trace.storages)
         self._trace = trace
-        self._bytes = [storage.bytes for storage in trace.storages]
-        self._recipes: list[Recipe | None] = [storage.recompute for storage in trace.storages]
+        self._index, self._storages = trace.by_place, trace.by_storage
+        self._bytes, self._recipes, self._lasting = self._storages.bytes, self._storages.recipes, self._storages.lasting
         self._leave: dict[int, list[Decision]] = defaultdict(list)
         self._return: dict[int, list[int]] = defaultdict(list)
         self._planned_drops = [0] * count
         self._copy_stays = [False] * count
+        self._is_copied = [False] * count  # ever
         for given in decisions:
             if given.decision == KEEP or given.out_after is None:
                 continue
@@ -77,6 +78,8 @@ class Residency:
                 self._return[given.in_after].append(given.storage)
             if given.decision == RECOMPUTE:
                 self._planned_drops[given.storage] += 1
+            else:
+                self._is_copied[given.storage] = True
             if given.decision in (DROP_UNCHANGED, HOST):
                 self._copy_stays[given.storage] = True
         for place, storages in self._return.items():
@@ -84,27 +87,27 @@ class Residency:
         self._dependents = self._dependents_of_written()
         self._state = [_ABSENT] * count
         self._serving = [False] * count
-        self._copied_in = [False] * count
-        self._lasting = [number for number, storage in enumerate(trace.storages) if storage.lasting]
+        self._stays_bytes = sum(size for size, stays in zip(self._bytes, self._copy_stays, strict=True) if stays)
         self._coming: list[int] = []
-        self._began: tuple[list[int], list[int]] = ([], [])
+        self._began = self._now()
         self._begin_lasting()
 
-    def cycle(self) -> Iterator[PlaceEvents]:
-        """The events of one cycle, by place. Call it again for the next one."""
+    def cycle(self) -> CycleEvents:
+        """The events of one cycle. Call it again for the next one."""
         self._begin_cycle()
-        self._began = self._now()
+        self._began, self._events = self._now(), CycleEvents()
         for place in range(len(self._trace.ops)):
-            yield self._step(place)
-        self._end_cycle()
+            self._step(place)
+        self._coming = [number for number in self._coming if self._trace.storages[number].lasting]
+        return self._events
 
     @property
     def steady(self) -> bool:
         """Whether the last cycle ended as it began, so that the next one is like it."""
         return self._began == self._now()
 
-    def _now(self) -> tuple[list[int], list[int]]:
-        return [self._state[number] for number in self._lasting], list(self._coming)
+    def _now(self) -> tuple[list[tuple[int, bool]], list[int]]:
+        return [(self._state[number], self._serving[number]) for number in self._lasting], list(self._coming)
 
     def _begin_lasting(self) -> None:
         """Puts storages that last where a cycle is likely to leave them; a second cycle corrects what is not so."""
@@ -131,8 +134,7 @@ class Residency:
         """For each storage that is written and that recipes in use read: the storages of these recipes."""
         dependents: dict[int, list[int]] = defaultdict(list)
         for number, drops in enumerate(self._planned_drops):
-            recipe = self._recipes[number]
-            if drops and recipe is not None:
+            if drops and (recipe := self._recipes[number]) is not None:
                 for given in recipe.inputs:
                     if self._trace.storages[given].writes:
                         dependents[given].append(number)
@@ -145,74 +147,77 @@ class Residency:
         self._holders = [0] * count
         self._released = [False] * count
         self._outside_bytes = 0
-        for number, storage in enumerate(self._trace.storages):
-            if not storage.lasting:
-                self._state[number] = _DEVICE if storage.producer is None else _ABSENT
-                self._serving[number] = False
-        self._use_bytes = sum(size for size, state in zip(self._bytes, self._state, strict=True) if state == _DEVICE)
-        self._swapped_bytes = self._host_bytes = self._dropped_bytes = 0
-        for number, size in enumerate(self._bytes):
-            self._count_host(number, size if self._state[number] == _ON_HOST else 0)
-            self._host_bytes += size if self._copy_stays[number] else 0
+        lasting = [(number, self._state[number], self._serving[number]) for number in self._lasting]
+        self._state = [_DEVICE if here else _ABSENT for here in self._storages.present]
+        self._serving = [False] * count
+        self._use_bytes, self._host_bytes = self._storages.present_bytes, self._stays_bytes
+        self._swapped_bytes = self._dropped_bytes = 0
+        for number, state, serving in lasting:
+            self._state[number], self._serving[number] = state, serving
+            if state == _DEVICE:
+                self._use_bytes += self._bytes[number]
+            else:
+                self._count_host(number, self._bytes[number])
 
-    def _end_cycle(self) -> None:
-        self._coming = [number for number in self._coming if self._trace.storages[number].lasting]
-
-    def _step(self, place: int) -> PlaceEvents:
-        index = self._trace.by_place
-        events = PlaceEvents(arrivals=self._coming)
-        self._coming = []
+    def _step(self, place: int) -> None:
+        index, state, sizes, events = self._index, self._state, self._bytes, self._events
+        self._place = place
+        if self._coming:
+            events.arrivals[place], self._coming = self._coming, []
         self._peak_bytes = self._use_bytes
         if self._dependents:
             for written in index.written[place]:
-                self._before_write(written, events)
+                self._before_write(written)
         for used in index.used[place]:
-            if self._state[used] != _DEVICE:
-                self._need(used, events)
-            elif self._copied_in[used]:
-                events.waited.append(used)
+            if state[used] != _DEVICE:
+                self._need(used)
+            elif self._is_copied[used]:
+                events.waited[place].append(used)
         for made in index.made[place]:
-            self._make(made, place)
+            state[made] = _DEVICE
+            self._use_bytes += sizes[made]
+            if self._drops_left[made]:
+                self._begin_recipe(made, place)
         self._peak_bytes = max(self._peak_bytes, self._use_bytes + self._outside_bytes)
-        events.memory_bytes = self._peak_bytes + self._trace.ops[place].other_bytes
-        events.swapped_bytes, events.dropped_bytes = self._swapped_bytes, self._dropped_bytes
-        events.host_bytes = self._host_bytes
+        events.memory_bytes.append(self._peak_bytes + self._trace.ops[place].other_bytes)
+        events.swapped_bytes.append(self._swapped_bytes)
+        events.dropped_bytes.append(self._dropped_bytes)
+        events.host_bytes.append(self._host_bytes)
         for released in index.released[place]:
             self._released[released] = True
             if not self._holders[released]:
                 self._free(released)
-        for given in self._leave.get(place, ()):
-            self._let_leave(given, events)
-        for storage in self._return.get(place, ()):
-            if self._state[storage] == _ON_HOST and not self._serving[storage]:
-                self._bring(storage)
-                self._coming.append(storage)
-        return events
+        if place in self._leave:
+            for given in self._leave[place]:
+                self._let_leave(given)
+        if place in self._return:
+            for storage in self._return[place]:
+                if state[storage] == _ON_HOST and not self._serving[storage]:
+                    self._bring(storage)
+                    self._coming.append(storage)
 
-    def _make(self, storage: int, place: int) -> None:
-        self._state[storage] = _DEVICE
-        self._use_bytes += self._bytes[storage]
+    def _begin_recipe(self, storage: int, place: int) -> None:
         recipe = self._recipes[storage]
-        if self._drops_left[storage] and recipe is not None and not self._writes_input(recipe, place):
+        if recipe is not None and not self._writes_input(recipe, place):
             self._holding[storage] = True
             self._outside_bytes += recipe.outside_bytes
             for given in recipe.inputs:
                 self._holders[given] += 1
 
     def _writes_input(self, recipe: Recipe, place: int) -> bool:
-        written = self._trace.by_place.written[place]
+        written = self._index.written[place]
         return bool(written) and not set(written).isdisjoint(recipe.inputs)
 
-    def _before_write(self, written: int, events: PlaceEvents) -> None:
+    def _before_write(self, written: int) -> None:
         """Brings back what depends on a storage that is about to be written; its recipe is no good afterwards."""
         for dependent in self._dependents.get(written, ()):
             if self._state[dependent] == _DROPPED:
-                self._need(dependent, events)
+                self._need(dependent)
             if self._holding[dependent]:
                 self._drops_left[dependent] = 0
                 self._end_recipe(dependent)
 
-    def _need(self, wanted: int, events: PlaceEvents) -> None:
+    def _need(self, wanted: int) -> None:
         """Has a storage on the device, and first, one after the other, what its recipe reads."""
         stack = [wanted]
         while stack:
@@ -225,35 +230,35 @@ class Residency:
                 if missing:
                     stack.extend(missing)
                     continue
-                self._replay(storage, recipe, events)
+                self._replay(storage, recipe)
             elif state == _ON_HOST:
                 if self._serving[storage]:
-                    events.served.append(storage)
+                    self._events.served[self._place].append(storage)
                 else:
                     self._bring(storage)
-                    events.arrivals.append(storage)
-                    events.waited.append(storage)
+                    self._events.arrivals[self._place].append(storage)
+                    self._events.waited[self._place].append(storage)
             else:
-                events.waited.append(storage)
+                self._events.waited[self._place].append(storage)
             stack.pop()
 
     def _missing(self, storage: int) -> bool:
         state = self._state[storage]
         return state == _DROPPED or (state == _ON_HOST and not self._serving[storage])
 
-    def _replay(self, storage: int, recipe: Recipe, events: PlaceEvents) -> None:
+    def _replay(self, storage: int, recipe: Recipe) -> None:
         for given in recipe.inputs:
-            (events.served if self._state[given] == _ON_HOST else events.waited).append(given)
+            read = self._events.served if self._state[given] == _ON_HOST else self._events.waited
+            read[self._place].append(given)
         self._state[storage] = _DEVICE
         self._use_bytes += self._bytes[storage]
         self._dropped_bytes -= self._bytes[storage]
         self._peak_bytes = max(self._peak_bytes, self._use_bytes + self._outside_bytes)
-        events.replayed.append(storage)
+        self._events.replayed[self._place].append(storage)
         if not self._drops_left[storage]:
             self._end_recipe(storage)
 
     def _bring(self, storage: int) -> None:
-        self._copied_in[storage] = True
         self._state[storage] = _DEVICE
         self._use_bytes += self._bytes[storage]
         self._count_host(storage, -self._bytes[storage])
@@ -263,7 +268,7 @@ class Residency:
         if not self._copy_stays[storage]:
             self._host_bytes += more_bytes
 
-    def _let_leave(self, given: Decision, events: PlaceEvents) -> None:
+    def _let_leave(self, given: Decision) -> None:
         storage = given.storage
         recomputed = given.decision == RECOMPUTE
         if recomputed:
@@ -278,7 +283,7 @@ class Residency:
             self._count_host(storage, self._bytes[storage])
             self._serving[storage] = given.decision == HOST
             unchanged = given.decision == DROP_UNCHANGED or (given.decision == HOST and self._is_unchanged(storage))
-            events.leaving.append((storage, not unchanged))
+            self._events.leaving[self._place].append((storage, not unchanged))
         elif recomputed and self._holding[storage] and not self._drops_left[storage] and not self._is_dropped(storage):
             self._end_recipe(storage)
 
@@ -295,13 +300,13 @@ class Residency:
         while stack:
             storage = stack.pop()
             state, size = self._state[storage], self._bytes[storage]
+            self._state[storage] = _ABSENT
             if state == _DEVICE:
                 self._use_bytes -= size
             elif state == _ON_HOST:
                 self._count_host(storage, -size)
             elif state == _DROPPED:
                 self._dropped_bytes -= size
-            self._state[storage] = _ABSENT
             if self._holding[storage]:
                 stack.extend(self._let_go(storage))
 
@@ -323,10 +328,8 @@ class Residency:
         return freed
 
 
-def memory_bytes(trace: Trace, decisions: Sequence[Decision]) -> list[int]:
-    """The memory in use at each place in a steady cycle, if every copy out ends at once."""
+def steady_cycle(trace: Trace, decisions: Iterable[Decision]) -> CycleEvents:
+    """What happens in a cycle that is like the one before it."""
     residency = Residency(trace, decisions)
-    memory = [events.memory_bytes for events in residency.cycle()]
-    if not residency.steady:
-        memory = [events.memory_bytes for events in residency.cycle()]
-    return memory
+    cycle = residency.cycle()
+    return cycle if residency.steady else residency.cycle()

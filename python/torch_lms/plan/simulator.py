@@ -18,8 +18,8 @@ from collections import deque
 from collections.abc import Iterable
 
 from torch_lms.plan.decision import Decision, check_decisions
-from torch_lms.plan.residency import PlaceEvents, Residency
-from torch_lms.plan.timeline import IN, OUT, Copy, Timeline
+from torch_lms.plan.residency import CycleEvents, Residency
+from torch_lms.plan.timeline import IN, OUT, Timeline
 from torch_lms.plan.trace import Trace
 
 __all__ = ["simulate"]
@@ -45,9 +45,10 @@ def simulate(trace: Trace, decisions: Iterable[Decision], limit_bytes: int | Non
     check_decisions(trace, given)
     residency = Residency(trace, given)
     clock = _Clock(trace, limit_bytes)
-    timeline = clock.cycle(residency)
+    events = residency.cycle()
+    timeline = clock.cycle(events)
     if clock.goes_on or not residency.steady:  # the next cycle begins otherwise than this one did
-        timeline = clock.cycle(residency)
+        timeline = clock.cycle(events if residency.steady else residency.cycle())
     return timeline
 
 
@@ -61,10 +62,11 @@ class _Clock:
 
     def __init__(self, trace: Trace, limit_bytes: int | None) -> None:
         count = len(trace.storages)
-        self._bytes = [storage.bytes for storage in trace.storages]
-        self._ops, self._link, self._limit_bytes = trace.ops, trace.link, limit_bytes
-        self._replay_us = [0.0 if one.recompute is None else one.recompute.duration_us for one in trace.storages]
+        self._bytes, self._link, self._limit_bytes = trace.by_storage.bytes, trace.link, limit_bytes
+        self._durations_us = [op.duration_us for op in trace.ops]
+        self._replay_us = [0.0 if one is None else one.duration_us for one in trace.by_storage.recipes]
         self._host, self._waits = trace.host, frozenset(trace.host.waits)
+        self._has_host = bool(trace.host.op_us)
         self._ends_us: deque[float] = deque([0.0], maxlen=_QUEUE_LENGTH)  # of the latest ops
         self._host_us = 0.0  # when the host can submit what is next
         self._arrived_us = [0.0] * count
@@ -78,41 +80,43 @@ class _Clock:
         """Whether a copy goes on when compute is done, or the host is ahead of it."""
         return max(self._out_free_us, self._in_free_us) > self._now_us or 0 < self._host_us < self._now_us
 
-    def cycle(self, residency: Residency) -> Timeline:
+    def cycle(self, events: CycleEvents) -> Timeline:
         """Runs one cycle; times in the timeline begin with it."""
         began_us, timeline = self._now_us, Timeline()
-        host_bytes = 0
-        for place, events in enumerate(residency.cycle()):
+        for place in range(len(self._durations_us)):
             self._step(place, events, timeline, began_us)
-            host_bytes = max(host_bytes, events.host_bytes)
-        timeline.host_peak_bytes = host_bytes
+        timeline.planned_bytes, timeline.swapped_bytes = events.memory_bytes, events.swapped_bytes
+        timeline.dropped_bytes, timeline.replayed = events.dropped_bytes, events.replayed
+        timeline.host_peak_bytes = max(events.host_bytes)
         timeline.recompute_us, timeline.waits_us = sum(timeline.replay_us), sum(timeline.wait_us)
         busy_us = dict.fromkeys((OUT, IN), 0.0)
-        for copy in timeline.copies:
-            busy_us[copy.direction] += copy.end_us - copy.start_us
+        for _, direction, start_us, end_us in timeline.moves:
+            busy_us[direction] += end_us - start_us
         timeline.step_us = max(self._now_us - began_us, timeline.host_us, *busy_us.values())
         return timeline
 
-    def _step(self, place: int, events: PlaceEvents, timeline: Timeline, began_us: float) -> None:
+    def _step(self, place: int, events: CycleEvents, timeline: Timeline, began_us: float) -> None:
         before_us = self._now_us
-        submitted_us = self._submit(place, events, timeline)
-        room_us, room_by = self._wait_for_room(events.memory_bytes, submitted_us, timeline)
+        submitted_us = self._submit(place, events, timeline) if self._has_host else before_us
+        room_us, room_by = self._wait_for_room(events.memory_bytes[place], submitted_us, timeline)
         could_us = max(before_us, submitted_us)
-        for storage in events.arrivals:
-            self._copy_in(storage, max(before_us, room_us), timeline, began_us)
         start_us, blamed = max(before_us, room_us), room_by
-        for storage in events.waited:
+        for storage in events.arrivals.get(place, ()):
+            self._copy_in(storage, max(before_us, room_us), timeline, began_us)
+        for storage in events.waited.get(place, ()):
             if self._arrived_us[storage] > start_us:
                 start_us, blamed = self._arrived_us[storage], storage
-        if blamed is not None and start_us > could_us:
+        if start_us > could_us and blamed is not None:
             timeline.wait_of[blamed] = timeline.wait_of.get(blamed, 0.0) + start_us - could_us
-        self._forget_left(room_us if self._host.op_us else start_us)
-        timeline.memory_bytes.append(events.memory_bytes + self._leaving_bytes)
-        replay_us = sum(self._replay_us[storage] for storage in events.replayed)
-        served_us = sum(self._link.in_us(self._bytes[storage]) for storage in events.served)
-        self._now_us = start_us + replay_us + self._ops[place].duration_us + served_us
-        self._submit_rest(place, room_us, events, timeline)
-        for storage, copied in events.leaving:
+        if self._leaving:
+            self._forget_left(room_us if self._has_host else start_us)
+        timeline.memory_bytes.append(events.memory_bytes[place] + self._leaving_bytes)
+        replay_us = sum([self._replay_us[storage] for storage in events.replayed.get(place, ())])
+        served_us = sum([self._link.in_us(self._bytes[storage]) for storage in events.served.get(place, ())])
+        self._now_us = start_us + replay_us + self._durations_us[place] + served_us
+        if self._has_host:
+            self._submit_rest(place, room_us, events, timeline)
+        for storage, copied in events.leaving.get(place, ()):
             self._leave(storage, copied, timeline, began_us)
         timeline.start_us.append(start_us - began_us)
         timeline.end_us.append(self._now_us - began_us)
@@ -120,34 +124,28 @@ class _Clock:
         timeline.late_us.append(could_us - before_us)
         timeline.replay_us.append(replay_us)
         timeline.served_us.append(served_us)
-        timeline.planned_bytes.append(events.memory_bytes)
-        timeline.swapped_bytes.append(events.swapped_bytes)
-        timeline.dropped_bytes.append(events.dropped_bytes)
-        timeline.replayed.append(events.replayed)
 
-    def _submit(self, place: int, events: PlaceEvents, timeline: Timeline) -> float:
+    def _submit(self, place: int, events: CycleEvents, timeline: Timeline) -> float:
         """When the host begins to submit an op: after the copies in, and the ops that are run again, before it."""
-        if not self._host.op_us:
-            return self._now_us
-        spent_us = len(events.arrivals) * self._host.pagein_us + len(events.replayed) * self._host.recompute_us
+        spent_us = len(events.arrivals.get(place, ())) * self._host.pagein_us
+        spent_us += len(events.replayed.get(place, ())) * self._host.recompute_us
         timeline.host_us += spent_us
-        waited_us = self._now_us if (place - 1 if place else len(self._ops) - 1) in self._waits else 0.0
+        waited_us = self._now_us if (place - 1 if place else len(self._durations_us) - 1) in self._waits else 0.0
         return max(self._host_us, waited_us, self._ends_us[0]) + spent_us
 
-    def _submit_rest(self, place: int, from_us: float, events: PlaceEvents, timeline: Timeline) -> None:
+    def _submit_rest(self, place: int, from_us: float, events: CycleEvents, timeline: Timeline) -> None:
         """The host submits the op, and the copies out after it."""
-        if not self._host.op_us:
-            return
         spent_us = self._host.op_us[place]
         self._now_us = max(self._now_us, from_us + spent_us)
-        spent_us += sum(copied for _, copied in events.leaving) * self._host.pageout_us
+        spent_us += sum(copied for _, copied in events.leaving.get(place, ())) * self._host.pageout_us
         self._host_us = from_us + spent_us
         timeline.host_us += spent_us
         self._ends_us.append(self._now_us)
 
     def _wait_for_room(self, need_bytes: int, now_us: float, timeline: Timeline) -> tuple[float, int | None]:
         """When copies out have freed enough, and the storage whose copy was the last that had to end."""
-        self._forget_left(now_us)
+        if self._leaving:
+            self._forget_left(now_us)
         if self._limit_bytes is None:
             return now_us, None
         over_bytes = need_bytes + self._leaving_bytes - self._limit_bytes
@@ -156,7 +154,8 @@ class _Clock:
             room_us, last = self._leaving.popleft()
             self._leaving_bytes -= self._bytes[last]
             over_bytes -= self._bytes[last]
-        timeline.excess_bytes = max(timeline.excess_bytes, over_bytes)
+        if over_bytes > timeline.excess_bytes:
+            timeline.excess_bytes = over_bytes
         return room_us, last
 
     def _forget_left(self, now_us: float) -> None:
@@ -166,7 +165,7 @@ class _Clock:
     def _copy_in(self, storage: int, from_us: float, timeline: Timeline, began_us: float) -> None:
         start_us = max(from_us, self._in_free_us, self._left_us[storage])
         self._in_free_us = self._arrived_us[storage] = start_us + self._link.in_us(self._bytes[storage])
-        timeline.copies.append(Copy(storage, IN, start_us - began_us, self._in_free_us - began_us))
+        timeline.moves.append((storage, IN, start_us - began_us, self._in_free_us - began_us))
         timeline.in_bytes += self._bytes[storage]
 
     def _leave(self, storage: int, copied: bool, timeline: Timeline, began_us: float) -> None:
@@ -176,7 +175,7 @@ class _Clock:
             return
         start_us = max(ready_us, self._out_free_us)
         self._out_free_us = self._left_us[storage] = start_us + self._link.out_us(self._bytes[storage])
-        timeline.copies.append(Copy(storage, OUT, start_us - began_us, self._out_free_us - began_us))
+        timeline.moves.append((storage, OUT, start_us - began_us, self._out_free_us - began_us))
         timeline.out_bytes += self._bytes[storage]
         self._leaving.append((self._out_free_us, storage))
         self._leaving_bytes += self._bytes[storage]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -41,8 +42,8 @@ class Timeline:
         planned_bytes: the same without these: what the decisions need at least.
         swapped_bytes: on the host.
         dropped_bytes: of dropped storages.
-        replayed: storages that are made again before the op.
-        copies: in the order in which each direction does them.
+        replayed: storages that are made again before the op, by its place.
+        moves: what `copies` are made of.
         out_bytes: of the cycle's copies out.
         in_bytes: of the cycle's copies in.
         recompute_us: all replays.
@@ -64,8 +65,8 @@ class Timeline:
     planned_bytes: list[int] = field(default_factory=list)
     swapped_bytes: list[int] = field(default_factory=list)
     dropped_bytes: list[int] = field(default_factory=list)
-    replayed: list[list[int]] = field(default_factory=list)
-    copies: list[Copy] = field(default_factory=list)
+    replayed: Mapping[int, list[int]] = field(default_factory=dict)
+    moves: list[tuple[int, str, float, float]] = field(default_factory=list)
     out_bytes: int = 0
     in_bytes: int = 0
     recompute_us: float = 0.0
@@ -79,6 +80,11 @@ class Timeline:
     def feasible(self) -> bool:
         """Whether the limit is kept at every place."""
         return self.excess_bytes == 0
+
+    @property
+    def copies(self) -> list[Copy]:
+        """In the order in which each direction does them."""
+        return [Copy(*one) for one in self.moves]
 
     @property
     def peak_bytes(self) -> int:

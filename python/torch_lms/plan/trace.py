@@ -218,6 +218,17 @@ class PlaceIndex:
     released: Sequence[Sequence[int]]
 
 
+@dataclass(frozen=True)
+class StorageIndex:
+    """Figures of all storages, those that last, and what is there, and how much, when a cycle begins besides them."""
+
+    bytes: Sequence[int]
+    recipes: Sequence[Recipe | None]
+    lasting: Sequence[int]
+    present: Sequence[bool]
+    present_bytes: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Trace(Document):
     """One recorded cycle.
@@ -272,6 +283,18 @@ class Trace(Document):
             if storage.released is not None:
                 released[storage.released].append(number)
         return PlaceIndex(made=made, used=used, written=written, released=released)
+
+    @cached_property
+    def by_storage(self) -> StorageIndex:
+        """What a simulation asks of each storage."""
+        present = [one.producer is None and not one.lasting for one in self.storages]
+        return StorageIndex(
+            bytes=[one.bytes for one in self.storages],
+            recipes=[one.recompute for one in self.storages],
+            lasting=[number for number, one in enumerate(self.storages) if one.lasting],
+            present=present,
+            present_bytes=sum(one.bytes for one, here in zip(self.storages, present, strict=True) if here),
+        )
 
     @property
     def plain_us(self) -> float:

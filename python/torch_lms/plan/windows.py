@@ -11,6 +11,7 @@ __all__ = ["LinkWindows"]
 
 Floats = NDArray[np.float64]
 Places = NDArray[np.int64]
+_LOOKED_AT_ONCE = 128  # places, at first
 
 
 class LinkWindows:
@@ -52,10 +53,16 @@ def _exposed(free_us: Floats, copy_us: Floats, first: Places, until: Places) -> 
 
 
 def _take(free_us: Floats, wanted_us: float) -> None:
-    """Takes time from the front of a view, as far as there is any."""
-    total = np.cumsum(free_us)
-    whole = int(np.searchsorted(total, wanted_us))
-    before = float(total[whole - 1]) if whole else 0.0
-    free_us[:whole] = 0.0
-    if whole < len(free_us):
-        free_us[whole] -= wanted_us - before
+    """Takes time from the front of a view, as far as there is any; most often there is enough near by."""
+    first, count = 0, _LOOKED_AT_ONCE
+    while first < len(free_us):
+        part = free_us[first : first + count]
+        total = np.cumsum(part)
+        if total[-1] >= wanted_us:
+            whole = int(np.searchsorted(total, wanted_us))
+            part[whole] = total[whole] - wanted_us
+            part[:whole] = 0.0
+            return
+        wanted_us -= float(total[-1])
+        part[:] = 0.0
+        first, count = first + count, 4 * count
