@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.stages.test_giving_up import HOST
 from tests.stages.test_giving_up import Block as Residual
@@ -16,10 +19,12 @@ from torch_lms.pipeline import train
 from torch_lms.pipeline.torch_backend import is_available
 from torch_lms.profile.profiler import ProfileConfig
 from torch_lms.schedules.rules import ONE_STAGE_EACH
+from torch_lms.stages import giving_up
 from torch_lms.stages.giving_up import can_swap
 
 WIDTH = 64
 STEPS = 2
+MICROBATCHES = 4
 
 
 class Scored(nn.Module):
@@ -39,10 +44,29 @@ def batch() -> torch.Tensor:
     return torch.randn(2048, WIDTH, generator=torch.Generator().manual_seed(1))
 
 
+class Replays:
+    """PyTorch's checkpoint, which counts how often segments were computed again."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, segment: Callable[..., Any], *values: Any, use_reentrant: bool) -> Any:
+        runs = 0
+
+        def run(*values: Any) -> Any:
+            nonlocal runs
+            self.count += runs > 0
+            runs += 1
+            return segment(*values)
+
+        return checkpoint(run, *values, use_reentrant=use_reentrant)
+
+
 def trained(
     schedule: str, relief: RecomputeAndSwap, cap: int | None
 ) -> tuple[list[torch.Tensor], tuple[int, ...], int]:
     """Losses and parameters after some steps, the bytes that devices need, and how many segments were given up."""
+    replays = giving_up.checkpoint = Replays()  # type: ignore[assignment]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # links between ranks are guessed
         pipeline = train(
@@ -50,7 +74,7 @@ def trained(
             None,
             batch(),
             schedule=schedule,
-            microbatches=4,
+            microbatches=MICROBATCHES,
             optimizer=partial(torch.optim.SGD, lr=0.1),
             algorithm="uniform" if cap is None else "dp",
             seed=7,
@@ -62,6 +86,11 @@ def trained(
         losses = [pipeline.step(batch()) for _ in range(STEPS)]
         states: list[dict[str, torch.Tensor]] = [{}] * dist.get_world_size()
         dist.all_gather_object(states, pipeline.state_dict())
+    own = [
+        relief for stage, relief in enumerate(pipeline.partition.stage_relief) if stage % len(states) == dist.get_rank()
+    ]
+    each = MICROBATCHES * STEPS * (2 if schedule == "zero_bubble" else 1)  # as partition counts them
+    assert replays.count == each * sum(len(one.recomputed) for one in own), (schedule, replays.count)
     merged = {name: value for state in states for name, value in state.items()}
     values = [loss for loss in losses if loss is not None] + [merged[name] for name in sorted(merged)]
     given_up = sum(len(one.recomputed) + len(one.swapped) for one in pipeline.partition.stage_relief)
