@@ -176,6 +176,25 @@ def test_swaps_that_would_not_end_in_time_are_refused() -> None:
     assert partition(roomy, "dp").stage_memory_bytes == (4_040,)
 
 
+@pytest.mark.parametrize("schedule", ["interleaved", "zero_bubble"])
+def test_what_is_estimated_to_fit_fits_where_devices_have_several_stages(schedule: str) -> None:
+    """Zero bubble has all of a microbatch back from its backward of inputs to that of weights."""
+    fast = LinkSpec(bytes_per_us=1e6)
+    tried = 0
+    for relief in (RecomputeAndSwap(), RecomputeAndSwap(host_link=fast, recompute=False)):
+        for cap in range(4_000, 26_000, 2_000):
+            four = problem(chain(16), cap, relief, stages=4)
+            devices = (*four.devices[:2], *four.devices[:2])
+            tight = replace(four, devices=devices, cost_model=replace(four.cost_model, schedule=schedule))
+            try:
+                estimated = find_algorithm("dp").partition(tight)
+            except PartitionError:
+                continue
+            assert settle(tight, estimated).fits
+            tried += bool(settle(tight, estimated).stage_relief)
+    assert tried > 4
+
+
 @given(problem=problems(largest=9, stages=3, schedules=("1f1b", "gpipe")), share=st.floats(0.3, 1.0))
 @settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.too_slow])
 def test_what_is_estimated_to_fit_by_computing_again_fits_in_no_more_time(

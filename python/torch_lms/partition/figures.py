@@ -190,6 +190,7 @@ class _Memory:
             transient_bytes=np.asarray(self.transient[stage]),
             in_flight=step.in_flight[stage],
             replays=step.replays,
+            half_done=step.half_done[stage],
         )
 
     def work(self, stage: int, need: StageNeed, model: CostModel) -> StageWork:

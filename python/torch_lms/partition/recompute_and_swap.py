@@ -50,7 +50,7 @@ class RecomputeAndSwap:
         rates: dict[tuple[int, int], float] = {}  # time to be computed again for each byte
         for stage, need in needs.items():
             for number, one in enumerate(need.offers.segments):
-                less = need.in_flight * (one.saved_bytes - one.entering_bytes)
+                less = (need.in_flight - need.half_done) * (one.saved_bytes - one.entering_bytes)
                 rates[stage, number] = self._again_us(one, need) / less if less > 0 else np.inf
         cheap = sorted(rates, key=rates.__getitem__)
         dear = sorted(rates, key=lambda one: -rates[one])
@@ -120,7 +120,8 @@ class _Estimate:
         return some
 
     def _memory(self, at: Ints | slice = slice(None)) -> Array:
-        total: Array = self._left_bytes[at] + self._again_bytes[at] + 2 * self._swapped_bytes[at]
+        again = self._need.replays * self._again_bytes[at]
+        total: Array = self._left_bytes[at] + again + 2 * self._swapped_bytes[at]
         return total
 
     def _open(self, number: int) -> Ints:
@@ -144,7 +145,7 @@ class _Estimate:
     def _give_up(self, number: int, at: Ints, back_bytes: Array, entering_bytes: float) -> None:
         saved = self._need.offers.segments[number].saved_bytes
         self._kept[number][at] = False
-        self._left_bytes[at] -= self._need.in_flight * (saved - entering_bytes)
+        self._left_bytes[at] -= (self._need.in_flight - self._need.half_done) * (saved - entering_bytes)
         back_bytes[at] = np.maximum(back_bytes[at], saved)
 
     def take_better(self, other: _Estimate) -> None:

@@ -59,6 +59,7 @@ class StageNeed:
         in_flight: microbatches.
         speed: of the device.
         replays: how often what is computed again is, for each microbatch.
+        half_done: microbatches at most that are in the two parts of their backward: all that they gave up is there.
         offers: the segments that stages may give up.
         first: the cut before each stage, in the positions of ``offers``.
         end: the cut after each stage.
@@ -72,6 +73,7 @@ class StageNeed:
     in_flight: int
     speed: float = 1.0
     replays: int = 1
+    half_done: int = 0
     offers: Offers = NO_OFFERS
     first: Any = 0
     end: Any = 0

@@ -73,6 +73,7 @@ class TrainingStep:
         stages_of: the stages of each device.
         in_flight: the most microbatches that each stage holds at once.
         replays: how often a microbatch's backward computes again what a stage has given up: each part of it once.
+        half_done: the most microbatches of each stage that are in the two parts of their backward at once.
         moments: for each device, the microbatches that its stages hold together with the one that runs, wherever no
             other moment has as much of everything.
     """
@@ -82,6 +83,7 @@ class TrainingStep:
         count = 1 + max(devices)
         self.stages_of = tuple(tuple(s for s, own in enumerate(devices) if own == one) for one in range(count))
         self.in_flight = tuple(in_flight(self.schedule, stage) for stage in range(len(devices)))
+        self.half_done = tuple(_half_done(self.schedule, stage) for stage in range(len(devices)))
         self.moments = tuple(_moments(self.schedule, rank, self.stages_of[rank]) for rank in range(count))
         tasks = tasks_of(self.schedule, overlap=model.overlap_communication)
         self._nodes = [_node(task, model.input_backward_share) for task in tasks]
@@ -224,6 +226,15 @@ def _node(task: Task, input_share: float) -> _Node:
         return _Node(*((SEND, stage) if kind == FORWARD else (BACK, stage - 1)), 1.0, task.needs)
     share = {FORWARD: 1.0, BACKWARD: 1.0, INPUT_BACKWARD: input_share, WEIGHT_BACKWARD: 1 - input_share}[kind]
     return _Node(FORWARDS if kind == FORWARD else BACKWARDS, stage, share, task.needs)
+
+
+def _half_done(schedule: Schedule, stage: int) -> int:
+    held, most = 0, 0
+    for action in schedule.ranks[schedule.rank_of[stage]]:
+        held += action.stage == stage and action.kind == INPUT_BACKWARD
+        most = max(most, held)
+        held -= action.stage == stage and action.kind == WEIGHT_BACKWARD
+    return most
 
 
 def _moments(schedule: Schedule, rank: int, stages: tuple[int, ...]) -> tuple[tuple[tuple[int, ...], int], ...]:

@@ -58,7 +58,7 @@ class _Halving:
         shared = Counter(device.name for device in problem.devices)
         self.usable = [model.usable_bytes(device) / shared[device.name] for device in problem.devices]
         step = problem.step_on(problem.devices)
-        self.in_flight, self.replays = np.array(step.in_flight), step.replays
+        self.in_flight, self.replays, self.half_done = np.array(step.in_flight), step.replays, step.half_done
         depth = max((problem.stages - 1).bit_length(), 1)
         self.tries = max(int((_MOST_PLANS ** (1 / depth)) / 2), 2)
         self.exact = self._exact_memory(problem, sequence)
@@ -90,6 +90,7 @@ class _Halving:
             in_flight=int(self.in_flight[stage]),
             speed=speed,
             replays=self.replays,
+            half_done=self.half_done[stage],
             offers=exact.offers,
             first=start,
             end=end,
