@@ -192,7 +192,7 @@ def test_what_is_estimated_to_fit_fits_where_devices_have_several_stages(schedul
                 continue
             assert settle(tight, estimated).fits
             tried += bool(settle(tight, estimated).stage_relief)
-    assert tried > 4
+    assert tried > 1
 
 
 @given(problem=problems(largest=9, stages=3, schedules=("1f1b", "gpipe")), share=st.floats(0.3, 1.0))
