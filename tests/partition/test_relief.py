@@ -167,7 +167,7 @@ def test_swaps_that_would_not_end_in_time_are_refused() -> None:
     graph = chain(4)
     late = replace(graph, storage_bytes={name: 900 if name[1] == "3" else 100 for name in graph.storage_bytes})
     relief = RecomputeAndSwap(host_link=LinkSpec(bytes_per_us=30.0), recompute=False)
-    tight = problem(late, 2_500, relief, stages=1)
+    tight = problem(late, 3_500, relief, stages=1)
     assert find_algorithm("dp").partition(tight).fits
     for algorithm in ("dp", "auto"):
         with pytest.raises(PartitionError, match=r"4040 bytes .* frees too little in time: let segments be computed"):

@@ -105,7 +105,7 @@ def relieved_ranks(rank: int, world: int) -> None:
         ways.append(RecomputeAndSwap(host_link=HOST, recompute=False))
     for schedule in schedules:
         # Less than plain cuts get along with. Zero bubble has all of some microbatches back at once.
-        share = 0.6 if schedule in ONE_STAGE_EACH else {"zero_bubble": 0.7}.get(schedule, 0.45)
+        share = 0.6 if schedule in ONE_STAGE_EACH else {"zero_bubble": 0.67}.get(schedule, 0.45)
         expected, need, nothing = trained(schedule, RecomputeAndSwap(), None)
         assert nothing == 0
         for relief in ways:

@@ -10,7 +10,7 @@ something: `torch.utils.checkpoint` stops as soon as backward has all, since PyT
 the stage computes forward and comes back while it computes backward; as much as the link moves in the shorter one of
 these is free, and more is not swapped, as nothing waits for copies out and they would take room. What is given up is
 there again while its own backward runs: the most of any segment that is computed again counts once, that of swapped
-ones twice, since the next one comes back meanwhile. A stage may so fit without swaps alone, or be faster: where both
+ones three times, since one comes back ahead while another runs and a third is still leaving. A stage may so fit without swaps alone, or be faster: where both
 ways are open, both are tried.
 """
 
@@ -121,7 +121,7 @@ class _Estimate:
 
     def _memory(self, at: Ints | slice = slice(None)) -> Array:
         again = self._need.replays * self._again_bytes[at]
-        total: Array = self._left_bytes[at] + again + 2 * self._swapped_bytes[at]
+        total: Array = self._left_bytes[at] + again + 3 * self._swapped_bytes[at]
         return total
 
     def _open(self, number: int) -> Ints:
