@@ -15,7 +15,7 @@ more. So what is found for a step in which the device has to wait is what it tak
 Note [Two graph tasks]: zero bubble's two parts of a backward are two of autograd's graph tasks, and checkpoints compute
 a segment again in each. What enters it, and what the first one did not use, is there until the second has ended,
 beside the second's own. The simulator knows none of this: the second replay's time is added to the second part, and
-the most that all this may take to the memory.
+the most that all this may take to the memory. The first stage, which has no gradients of inputs, in truth replays once.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ something: `torch.utils.checkpoint` stops as soon as backward has all, since PyT
 the stage computes forward and comes back while it computes backward; as much as the link moves in the shorter one of
 these is free, and more is not swapped, as nothing waits for copies out and they would take room. What is given up is
 there again while its own backward runs: the most of any segment that is computed again counts once, that of swapped
-ones three times, since one comes back ahead while another runs and a third is still leaving. A stage may so fit without swaps alone, or be faster: where both
-ways are open, both are tried.
+ones three times, since one comes back ahead while another runs and a third is still leaving. A stage may so fit
+without swaps alone, or be faster: where both ways are open, both are tried.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ class _Halving:
             speed=speed,
             replays=self.replays,
             half_done=self.half_done[stage],
-            offers=exact.offers,
+            offers=exact.offers.within(start, end),
             first=start,
             end=end,
         )
