@@ -7,6 +7,7 @@ where memory does not matter. Nothing here was run on a device.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.partition.graphs import GRAPHS
 from torch_lms.errors import PartitionError
 from torch_lms.partition import (
     KEEP_ALL,
+    Choice,
     CostGraph,
     LinkSpec,
     MemoryRelief,
@@ -45,10 +47,16 @@ COLUMNS = [
 class CheckpointsEverywhere:
     """Stages without room compute all of their segments again, as a user would who wraps every layer."""
 
+    host_link: LinkSpec | None = None
+
     def relieve(self, need: StageNeed, usable_bytes: Any) -> Relieved:
         """See the class."""
         least = need.static_bytes + need.transient_bytes
         return RecomputeAndSwap().relieve(need, np.where(need.memory_bytes > usable_bytes, least, np.inf))
+
+    def ways(self, needs: Mapping[int, StageNeed]) -> Sequence[Sequence[Choice]]:
+        """All at once."""
+        return [way[-1:] for way in RecomputeAndSwap().ways(needs)]
 
 
 WAYS: dict[str, tuple[str, MemoryRelief]] = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,10 +12,12 @@ from tests.partition.graphs import chain
 from tests.partition.random_graphs import make_graph, problems
 from torch_lms.errors import PartitionError
 from torch_lms.partition import (
+    Choice,
     CostGraph,
     CostModel,
     CostNode,
     DeviceSpec,
+    GivenUp,
     LinkSpec,
     Partition,
     PartitionProblem,
@@ -147,23 +151,31 @@ def test_unequal_caps_are_advised_in_proportion() -> None:
     assert partition(PartitionProblem(graph=problem.graph, devices=roomy)).fits
 
 
-class SwapAll:
-    """Lowers what is held by as much as is needed, at one microsecond for each byte."""
+class GiveUpAll:
+    """Estimates that what is held can be lowered by as much as is needed; then computes all segments again, or none."""
+
+    host_link = None
 
     def relieve(self, need: StageNeed, usable_bytes: float) -> Relieved:
         held = need.in_flight * need.held_bytes
         moved = np.clip(need.memory_bytes - usable_bytes, 0, held)
         return Relieved(time_us=need.time_us + moved / 1000, memory_bytes=need.memory_bytes - moved)
 
+    def ways(self, needs: Mapping[int, StageNeed]) -> Sequence[Sequence[Choice]]:
+        every = [
+            GivenUp(stage, one, False) for stage, need in needs.items() for one in range(len(need.offers.segments))
+        ]
+        return [[tuple(every)]]
+
 
 @pytest.mark.parametrize("algorithm", ["dp", "auto"])
 def test_relief_inside_a_stage_makes_it_fit_at_a_cost_in_time(algorithm: str) -> None:
-    graph = chain([10.0] * 8)
-    cap = 12_000
+    graph = chain([10.0] * 8, output_bytes=100)
+    cap = 8_000
     plain = PartitionProblem(graph=graph, devices=devices(2, cap=cap))
     with pytest.raises(PartitionError, match="least cap"):
         partition(plain, algorithm)
-    model = CostModel(relief=SwapAll())
+    model = CostModel(relief=GiveUpAll())
     made = partition(PartitionProblem(graph=graph, devices=devices(2, cap=cap), cost_model=model), algorithm)
     assert made.fits
     free = partition(PartitionProblem(graph=graph, devices=devices(2)), algorithm)

@@ -18,18 +18,20 @@ from torch_lms.partition.costs import (
 from torch_lms.partition.interface import Algorithm, Partition, PartitionProblem
 from torch_lms.partition.partitioning import partition
 from torch_lms.partition.recompute_and_swap import RecomputeAndSwap
-from torch_lms.partition.relief import KEEP_ALL, MemoryRelief, Relieved, StageNeed, StageRelief
+from torch_lms.partition.relief import KEEP_ALL, Choice, GivenUp, MemoryRelief, Relieved, StageNeed, StageRelief
 from torch_lms.partition.units import check_partition
 
 __all__ = [
     "KEEP_ALL",
     "OPTIMIZER_MULTIPLIERS",
     "Algorithm",
+    "Choice",
     "CostGraph",
     "CostModel",
     "CostNode",
     "DataParallel",
     "DeviceSpec",
+    "GivenUp",
     "LeastCaps",
     "LinkSpec",
     "MemoryRelief",

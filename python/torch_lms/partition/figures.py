@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -9,11 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torch_lms.partition.costs import CostModel, DeviceSpec, LinkSpec
+from torch_lms.partition.device_step import Part, StageWork, relieve
 from torch_lms.partition.offers import NO_OFFERS
 from torch_lms.partition.relief import KEEP_ALL, StageNeed, StageRelief, relieve_device
-from torch_lms.partition.segments import offers_in
+from torch_lms.partition.segments import graph_order, offers_in
 from torch_lms.partition.steps import BACK, BACKWARDS, FORWARDS, REDUCE, ROWS, SEND, TAIL, UPDATE, TrainingStep
 from torch_lms.partition.units import MODEL_INPUT, Units, Value
+from torch_lms.schedules.actions import FORWARD, Action
 
 __all__ = ["Figures", "Step", "measure"]
 
@@ -86,9 +89,18 @@ class Figures:
 
 
 def measure(
-    units: Units, stage_of_unit: Ints, devices: Sequence[DeviceSpec], links: Sequence[LinkSpec], model: CostModel
+    units: Units,
+    stage_of_unit: Ints,
+    devices: Sequence[DeviceSpec],
+    links: Sequence[LinkSpec],
+    model: CostModel,
+    *,
+    simulated: bool = False,
 ) -> Figures:
-    """The figures of units placed on stages; ``devices`` in stage order, ``links[i]`` after stage i."""
+    """The figures of units placed on stages; ``devices`` in stage order, ``links[i]`` after stage i.
+
+    What devices give up is only estimated unless it is to be simulated: see Note [Two looks] in ``relief``.
+    """
     stages = len(devices)
     step = TrainingStep.of([device.name for device in devices], model)
     usable = [model.usable_bytes(devices[own[0]]) for own in step.stages_of]
@@ -99,20 +111,31 @@ def measure(
     held, cut_forward, cut_backward = _held_and_sent(units, stage_of_unit, stages)
     memory = _Memory(units, stage_of_unit, stages, held, model)
     taken, device_memory, relief = np.zeros(stages), [], [StageRelief()] * stages
+    more_us: dict[Action, float] = {}
     for device, own in enumerate(step.stages_of):
-        needs = [memory.need(stage, rows[:2, stage], step.in_flight[stage], speeds[stage]) for stage in own]
+        needs = {stage: memory.need(stage, rows[:2, stage], step, speeds[stage]) for stage in own}
         together = step.memory_bytes(device, memory.static, memory.held, memory.transient)
-        relieved, together = relieve_device(model.relief, needs, together, usable[device])
+        if simulated and model.relief is not KEEP_ALL and together > usable[device]:
+            works = {stage: memory.work(stage, need, model) for stage, need in needs.items()}
+            found = relieve(model.relief, step.schedule.ranks[device], works, usable[device])
+            more_us |= found.more_us
+            device_memory.append(found.memory_bytes)
+            for stage in own:
+                taken[stage], relief[stage] = found.stage_memory_bytes[stage], found.stage_relief[stage]
+            continue
+        relieved, together = relieve_device(model.relief, list(needs.values()), together, usable[device])
         device_memory.append(int(np.ceil(together)))
-        for stage, need, one in zip(own, needs, relieved, strict=True):
+        for stage, one in zip(own, relieved, strict=True):
             rows[BACKWARDS, stage] = one.time_us - rows[FORWARDS, stage]
             taken[stage] = one.memory_bytes
-            relief[stage] = StageRelief.of(need.offers, one)
     rows[SEND, :-1] = [link.transfer_us(nbytes) for link, nbytes in zip(links, cut_forward, strict=True)]
     rows[BACK, :-1] = [link.transfer_us(nbytes) for link, nbytes in zip(links, cut_backward, strict=True)]
     rows[REDUCE] = model.data_parallel.all_reduce_us(memory.gradients)
     rows[TAIL] = model.data_parallel.tail_us(memory.gradients, rows[REDUCE], rows[BACKWARDS])
     rows[UPDATE] = [model.update_us(nbytes) for nbytes in memory.states]
+    step_us, _ = step.path(rows, more_us)
+    for action, added_us in more_us.items():
+        rows[FORWARDS if action.kind == FORWARD else BACKWARDS, action.stage] += added_us / model.microbatches
     work = rows[FORWARDS] + rows[BACKWARDS]
     return Figures(
         stage_forward_us=tuple(rows[FORWARDS].tolist()),
@@ -128,15 +151,14 @@ def measure(
         device_time_us=tuple(float(work[list(own)].sum()) for own in step.stages_of),
         device_memory_bytes=tuple(device_memory),
         usable_bytes=tuple(usable),
-        step=_step(step, rows, model.microbatches),
+        step=Step(step_us=step_us, bubble=_bubble(step, rows, model.microbatches, step_us)),
         stage_relief=tuple(relief) if any(relief) else (),
     )
 
 
-def _step(step: TrainingStep, rows: Array, microbatches: int) -> Step:
-    step_us, _ = step.path(rows)
-    busy = microbatches * float(rows[: BACKWARDS + 1].sum())
-    return Step(step_us=step_us, bubble=1 - busy / (len(step.stages_of) * step_us) if step_us > 0 else 0.0)
+def _bubble(step: TrainingStep, rows: Array, microbatches: int, step_us: float) -> float:
+    busy_us = microbatches * float(rows[: BACKWARDS + 1].sum())
+    return 1 - busy_us / (len(step.stages_of) * step_us) if step_us > 0 else 0.0
 
 
 class _Memory:
@@ -147,6 +169,7 @@ class _Memory:
         self._names: list[set[str]] = [set() for _ in range(stages)]
         for index, parameters in enumerate(units.parameters):
             self._names[stage_of_unit[index]].update(parameters)
+        self._times = np.array([units.forward_us, units.backward_us])
         self.held = held
         self.static = self._sums(model.parameter_cost_bytes(units.graph))
         self.gradients = self._sums(model.gradient_bytes(units.graph))
@@ -154,7 +177,7 @@ class _Memory:
         self.transient = np.zeros(stages)
         np.maximum.at(self.transient, stage_of_unit, units.transient_bytes)
 
-    def need(self, stage: int, times_us: Array, in_flight: int, speed: float) -> StageNeed:
+    def need(self, stage: int, times_us: Array, step: TrainingStep, speed: float) -> StageNeed:
         """Of one stage, with its forward and its backward time."""
         return StageNeed(
             time_us=times_us.sum(),
@@ -165,8 +188,20 @@ class _Memory:
             static_bytes=np.asarray(self.static[stage]),
             held_bytes=np.asarray(self.held[stage]),
             transient_bytes=np.asarray(self.transient[stage]),
-            in_flight=in_flight,
+            in_flight=step.in_flight[stage],
+            replays=step.replays,
+            half_done=step.half_done[stage],
         )
+
+    def work(self, stage: int, need: StageNeed, model: CostModel) -> StageWork:
+        """What a stage does, in the order of its code."""
+        segment_of = {unit: number for number, one in enumerate(need.offers.segments) for unit in one.units}
+        order = [int(unit) for unit in graph_order(self._units) if self._stage_of_unit[unit] == stage]
+        parts = []
+        for segment, run in itertools.groupby(order, key=segment_of.get):
+            times = self._times[:, list(run)].sum(axis=1) / need.speed
+            parts.append(Part(forward_us=float(times[0]), backward_us=float(times[1]), segment=segment))
+        return StageWork(parts=tuple(parts), need=need, input_backward_share=model.input_backward_share)
 
     def _sums(self, sizes: Mapping[str, float]) -> Array:
         return np.array([sum(sizes.get(name, 0.0) for name in names) for names in self._names], dtype=np.float64)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
 
@@ -16,11 +16,11 @@ from torch_lms.partition.bisection import lightest_cuts
 from torch_lms.partition.costs import CostGraph, CostModel, DeviceSpec, LinkSpec
 from torch_lms.partition.figures import Figures, measure
 from torch_lms.partition.orders import candidate_orders
-from torch_lms.partition.relief import StageRelief
+from torch_lms.partition.relief import KEEP_ALL, StageRelief
 from torch_lms.partition.steps import TrainingStep
 from torch_lms.partition.units import Units, check_partition
 
-__all__ = ["Algorithm", "Partition", "PartitionProblem", "evaluate", "gib"]
+__all__ = ["Algorithm", "Partition", "PartitionProblem", "evaluate", "gib", "settle"]
 
 Links = LinkSpec | Mapping[tuple[str, str], LinkSpec]
 
@@ -120,6 +120,11 @@ class PartitionProblem:
             PartitionError: if it does not take them, or the microbatches.
         """
         return TrainingStep.of([device.name for device in devices], self.cost_model)
+
+    def devices_of(self, names: Sequence[str]) -> list[DeviceSpec]:
+        """The devices of these names."""
+        known = {device.name: device for device in self.devices}
+        return [known[name] for name in names]
 
     def _link(self, source: str, target: str) -> LinkSpec:
         if source == target:
@@ -241,6 +246,8 @@ class Algorithm(Protocol):
     def partition(self, problem: PartitionProblem) -> Partition:
         """A valid partition; one that only looks at time or sizes may not fit, and says so in ``fits``.
 
+        What its stages give up may be an estimate; `settle` says what it is.
+
         Raises:
             PartitionError: if it finds none.
         """
@@ -269,3 +276,13 @@ def evaluate(
         figures=measure(problem.units, np.asarray(stage_of_unit, dtype=np.int64), devices, links, problem.cost_model),
         lower_bound_us=problem.lower_bound_us,
     )
+
+
+def settle(problem: PartitionProblem, found: Partition) -> Partition:
+    """The same partition with what its stages give up as a simulation has it; see Note [Two looks] in ``relief``."""
+    if problem.cost_model.relief is KEEP_ALL or found.stage_relief:
+        return found
+    devices = problem.devices_of(found.devices)
+    placed = np.array([found.stage_of[node.name] for node in problem.units.nodes], dtype=np.int64)
+    links = problem.links_between(devices)
+    return replace(found, figures=measure(problem.units, placed, devices, links, problem.cost_model, simulated=True))

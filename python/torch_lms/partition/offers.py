@@ -47,5 +47,11 @@ class Offers:
     first: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     end: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
+    def within(self, first: int, end: int) -> Offers:
+        """Those that a stage from one cut to another has."""
+        some = np.flatnonzero((self.first >= first) & (self.end <= end))
+        segments = tuple(self.segments[number] for number in some)
+        return Offers(segments=segments, first=self.first[some], end=self.end[some])
+
 
 NO_OFFERS = Offers()

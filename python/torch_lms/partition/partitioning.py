@@ -5,9 +5,14 @@ from __future__ import annotations
 from torch_lms.errors import PartitionError
 from torch_lms.partition.algorithms import find_algorithm
 from torch_lms.partition.algorithms.dynamic import least_caps
-from torch_lms.partition.interface import Algorithm, Partition, PartitionProblem, gib
+from torch_lms.partition.interface import Algorithm, Partition, PartitionProblem, gib, settle
 
 __all__ = ["partition"]
+
+_LATE = (
+    "what its stages give up frees too little in time: let segments be computed again, raise the caps, or use more "
+    "stages"
+)
 
 
 def partition(problem: PartitionProblem, algorithm: str | Algorithm = "auto") -> Partition:
@@ -22,20 +27,21 @@ def partition(problem: PartitionProblem, algorithm: str | Algorithm = "auto") ->
             works.
     """
     chosen = find_algorithm(algorithm) if isinstance(algorithm, str) else algorithm
-    found = chosen.partition(problem)
+    estimated = chosen.partition(problem)
+    found = settle(problem, estimated)
     if not found.fits:
-        raise PartitionError(_misfit(problem, found))
+        too_late = estimated.fits or estimated.stage_relief  # the algorithm has settled that itself
+        raise PartitionError(_misfit(found) + (_LATE if too_late else least_caps(problem).advice))
     return found
 
 
-def _misfit(problem: PartitionProblem, found: Partition) -> str:
+def _misfit(found: Partition) -> str:
     figures = found.figures
     device = figures.over()[0]
     name, stages = figures.device_names[device], figures.device_stages[device]
     shown = f"stage {stages[0]}" if len(stages) == 1 else f"stages {', '.join(map(str, stages))}"
-    text = (
+    return (
         f"expected every device with room for its stages, found {shown} of algorithm {found.algorithm!r} with "
         f"{gib(figures.device_memory_bytes[device])} where {name} has {gib(figures.usable_bytes[device])} after the "
         "buffer; "
     )
-    return text + least_caps(problem).advice

@@ -2,19 +2,21 @@
 
 Source: DawnPiper (arXiv:2505.05856), the section on swap and recomputation: swaps that hide behind compute come first,
 then whatever saves the most memory for each second that is lost. There a choice is made for each tensor; here for each
-segment (Note [Segments]), as a whole segment is computed again at once.
+segment (Note [Segments]), as a whole segment is computed again at once. Which swaps hide behind compute is not known
+before the step is run, so each number of them is a way of its own, those first that are dearest to compute again.
 
-Note [What giving up costs]: a segment that is computed again takes its forward time once more, up to the last node that
-saves something: `torch.utils.checkpoint` stops as soon as backward has all, since PyTorch 2.1. What is swapped goes out
-while the stage computes forward and comes back while it computes backward; as much as the link moves in half of the
-shorter one of these is free, since copies slow down what runs beside them and nothing says when the link is idle. More
-than that costs the time of both copies. What is given up is there again while its own backward runs: the most of any
-segment that is computed again counts once, that of swapped ones twice, since the next one comes back meanwhile. A
-stage may so fit without swaps alone, or be faster: where both ways are open, both are tried.
+Note [The estimate]: a segment that is computed again takes its forward time once more, up to the last node that saves
+something: `torch.utils.checkpoint` stops as soon as backward has all, since PyTorch 2.1. What is swapped goes out while
+the stage computes forward and comes back while it computes backward; as much as the link moves in the shorter one of
+these is free, and more is not swapped, as nothing waits for copies out and they would take room. What is given up is
+there again while its own backward runs: the most of any segment that is computed again counts once, that of swapped
+ones three times, since one comes back ahead while another runs and a third is still leaving. A stage may so fit
+without swaps alone, or be faster: where both ways are open, both are tried.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,13 +25,12 @@ from numpy.typing import NDArray
 
 from torch_lms.partition.costs import LinkSpec
 from torch_lms.partition.offers import Segment
-from torch_lms.partition.relief import KEPT, RECOMPUTED, SWAPPED, Relieved, StageNeed
+from torch_lms.partition.relief import Choice, GivenUp, Relieved, StageNeed
 
 __all__ = ["RecomputeAndSwap"]
 
 Array = NDArray[np.float64]
 Ints = NDArray[np.int64]
-_FREE_SHARE = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,40 +45,55 @@ class RecomputeAndSwap:
     host_link: LinkSpec | None = None
     recompute: bool = True
 
+    def ways(self, needs: Mapping[int, StageNeed]) -> Sequence[Sequence[Choice]]:
+        """One for each number of swaps; then what is computed again, that with the most memory for its time first."""
+        rates: dict[tuple[int, int], float] = {}  # time to be computed again for each byte
+        for stage, need in needs.items():
+            for number, one in enumerate(need.offers.segments):
+                less = (need.in_flight - need.half_done) * (one.saved_bytes - one.entering_bytes)
+                rates[stage, number] = self._again_us(one, need) / less if less > 0 else np.inf
+        cheap = sorted(rates, key=rates.__getitem__)
+        dear = sorted(rates, key=lambda one: -rates[one])
+        swaps = [GivenUp(*one, swapped=True) for one in dear] if self.host_link is not None else []
+        if not self.recompute:
+            return [[tuple(swaps[: end + 1]) for end in range(len(swaps))]] if swaps else []
+        found = []
+        for count in range(len(swaps) + 1):
+            swapped = set(dear[:count])
+            again = [GivenUp(*one, swapped=False) for one in cheap if rates[one] < np.inf and one not in swapped]
+            order = (*swaps[:count], *again)
+            found.append([order[:end] for end in range(max(count, 1), len(order) + 1)])
+        return [way for way in found if way]
+
     def relieve(self, need: StageNeed, usable_bytes: Any) -> Relieved:
-        """See the class; a stage that nothing makes smaller stays as it is."""
-        choice = self._choose(need, usable_bytes)
+        """See Note [The estimate]; a stage that nothing makes smaller stays as it is."""
+        estimate = self._estimate(need, usable_bytes)
         if self.host_link is not None and self.recompute:
-            choice.take_better(replace(self, host_link=None)._choose(need, usable_bytes))
-        return choice.made()
+            estimate.take_better(replace(self, host_link=None)._estimate(need, usable_bytes))
+        return estimate.made()
 
-    def _choose(self, need: StageNeed, usable_bytes: Any) -> _Choice:
-        choice = _Choice(need, usable_bytes)
+    def _estimate(self, need: StageNeed, usable_bytes: Any) -> _Estimate:
+        estimate = _Estimate(need, usable_bytes)
         segments = need.offers.segments
-        again_us = [one.again_us / need.speed if self._again(one) else np.inf for one in segments]
+        again_us = [self._again_us(one, need) for one in segments]
+        rates = [time_us / one.saved_bytes for one, time_us in zip(segments, again_us, strict=True)]
+        cheap = sorted(range(len(segments)), key=rates.__getitem__)
         if self.host_link is not None:
-            swap_us = [self.host_link.transfer_us(one.saved_bytes) for one in segments]
-            for number in _by_bytes(segments, again_us)[::-1]:
-                choice.swap_if_free(number, swap_us[number])
-        else:
-            swap_us = [np.inf] * len(segments)
-        cost_us = [min(again, 2 * swap) for again, swap in zip(again_us, swap_us, strict=True)]
-        for number in _by_bytes(segments, cost_us):
-            if cost_us[number] < np.inf:
-                choice.take(number, RECOMPUTED if again_us[number] <= cost_us[number] else SWAPPED, cost_us[number])
-        return choice
+            for number in reversed(cheap):
+                estimate.swap_if_free(number, self.host_link.transfer_us(segments[number].saved_bytes))
+        for number in cheap:
+            if again_us[number] < np.inf:
+                estimate.compute_again(number, again_us[number])
+        return estimate
 
-    def _again(self, segment: Segment) -> bool:
-        return self.recompute and segment.recomputable and segment.saved_bytes > segment.entering_bytes
-
-
-def _by_bytes(segments: tuple[Segment, ...], costs_us: list[float]) -> list[int]:
-    """Numbers of segments, those with the least time for each byte first; alike ones from the front on."""
-    keys = [cost_us / one.saved_bytes for one, cost_us in zip(segments, costs_us, strict=True)]
-    return sorted(range(len(segments)), key=keys.__getitem__)
+    def _again_us(self, segment: Segment, need: StageNeed) -> float:
+        """What computing a segment again costs for each microbatch; infinite where it gives nothing, or must not be."""
+        if not (self.recompute and segment.recomputable and segment.saved_bytes > segment.entering_bytes):
+            return np.inf
+        return need.replays * segment.again_us / need.speed
 
 
-class _Choice:
+class _Estimate:
     """The stages without room, in one row, and what they have given up so far."""
 
     def __init__(self, need: StageNeed, usable_bytes: Any) -> None:
@@ -88,28 +104,28 @@ class _Choice:
         self._before = self._some(memory)
         self._usable = self._some(usable_bytes)
         self._first, self._end = self._some(need.first), self._some(need.end)
-        self._free_us = _FREE_SHARE * self._some(np.minimum(need.forward_us, need.time_us - need.forward_us))
+        self._free_us = self._some(np.minimum(need.forward_us, need.time_us - need.forward_us))
         count = len(self._before)
-        self._offered = [
-            np.flatnonzero((self._first <= first) & (self._end >= end)) if count else np.zeros(0, np.int64)
+        self._kept = [
+            (self._first <= first) & (self._end >= end)
             for first, end in zip(need.offers.first.tolist(), need.offers.end.tolist(), strict=True)
         ]
-        self.kinds = np.zeros((len(need.offers.segments), count), dtype=np.int8)
         self._left_bytes = self._before.copy()  # held, without what comes back for its backward
-        self._back_bytes = np.zeros((3, count))  # of the largest segment of each kind
+        self._swapped_bytes = np.zeros(count)  # of the largest segment
+        self._again_bytes = np.zeros(count)
         self._added_us = np.zeros(count)
 
     def _some(self, values: Any) -> Array:
         some: Array = np.broadcast_to(values, self._where.shape)[self._where].astype(np.float64)
         return some
 
-    def _memory(self, at: Ints) -> Array:
-        total: Array = self._left_bytes[at] + self._back_bytes[RECOMPUTED, at] + 2 * self._back_bytes[SWAPPED, at]
+    def _memory(self, at: Ints | slice = slice(None)) -> Array:
+        again = self._need.replays * self._again_bytes[at]
+        total: Array = self._left_bytes[at] + again + 3 * self._swapped_bytes[at]
         return total
 
     def _open(self, number: int) -> Ints:
-        at = self._offered[number]
-        at = at[self.kinds[number, at] == KEPT]
+        at = np.flatnonzero(self._kept[number])
         crowded: Ints = at[self._memory(at) > self._usable[at]]
         return crowded
 
@@ -118,45 +134,40 @@ class _Choice:
         at = self._open(number)
         at = at[self._free_us[at] >= copy_us]
         self._free_us[at] -= copy_us
-        self._give_up(number, SWAPPED, at)
+        self._give_up(number, at, self._swapped_bytes, 0.0)
 
-    def take(self, number: int, kind: int, cost_us: float) -> None:
+    def compute_again(self, number: int, cost_us: float) -> None:
         """Gives a segment up in the stages that still miss room."""
         at = self._open(number)
         self._added_us[at] += cost_us
-        self._give_up(number, kind, at)
+        self._give_up(number, at, self._again_bytes, self._need.offers.segments[number].entering_bytes)
 
-    def _give_up(self, number: int, kind: int, at: Ints) -> None:
-        segment = self._need.offers.segments[number]
-        less = segment.saved_bytes - (segment.entering_bytes if kind == RECOMPUTED else 0.0)
-        self.kinds[number, at] = kind
-        self._left_bytes[at] -= self._need.in_flight * less
-        self._back_bytes[kind, at] = np.maximum(self._back_bytes[kind, at], segment.saved_bytes)
+    def _give_up(self, number: int, at: Ints, back_bytes: Array, entering_bytes: float) -> None:
+        saved = self._need.offers.segments[number].saved_bytes
+        self._kept[number][at] = False
+        self._left_bytes[at] -= (self._need.in_flight - self._need.half_done) * (saved - entering_bytes)
+        back_bytes[at] = np.maximum(back_bytes[at], saved)
 
-    def take_better(self, other: _Choice) -> None:
-        """Takes from another choice of the same stages what fits, or is faster; where neither fits, what is smaller."""
-        every = np.arange(len(self._before))
-        mine, theirs = self._memory(every), other._memory(every)
+    def take_better(self, other: _Estimate) -> None:
+        """Takes from another one of the same stages what fits, or is faster; where neither fits, what is smaller."""
+        mine, theirs = self._memory(), other._memory()
         fits, other_fits = mine <= self._usable, theirs <= self._usable
         less = np.where(fits, other._added_us < self._added_us, theirs < mine)
         better = (other_fits & ~fits) | ((other_fits == fits) & less)
         for own, others in (
-            (self.kinds, other.kinds),
             (self._left_bytes, other._left_bytes),
-            (self._back_bytes, other._back_bytes),
+            (self._swapped_bytes, other._swapped_bytes),
+            (self._again_bytes, other._again_bytes),
             (self._added_us, other._added_us),
         ):
-            own[..., better] = others[..., better]
+            own[better] = others[better]
 
     def made(self) -> Relieved:
         """Times and memory of all stages."""
-        every = np.arange(len(self._before))
-        after = self._memory(every)
+        after, need = self._memory(), self._need
         useless = after >= self._before
-        self.kinds[:, useless] = KEPT
-        need = self._need
         time_us = np.broadcast_to(need.time_us, self._where.shape).astype(np.float64)
         memory = np.broadcast_to(need.memory_bytes, self._where.shape).astype(np.float64)
         time_us[self._where] += np.where(useless, 0.0, self._added_us)
         memory[self._where] = np.where(useless, self._before, after)
-        return Relieved(time_us=time_us, memory_bytes=memory, kinds=self.kinds)
+        return Relieved(time_us=time_us, memory_bytes=memory)

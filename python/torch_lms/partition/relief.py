@@ -1,25 +1,29 @@
 """Memory that a planner may lower at a cost in time: what a stage needs, and who may lower it.
 
-The partition algorithms look at many stages at once, so everything here is an array of one shape, one element for each
-stage that is looked at; scalars work too.
+Note [Two looks]: the partition algorithms look at many stages at once, so what a stage would take is estimated by a
+formula, for arrays of one shape with one element for each stage (scalars work too). That only says which cuts are worth
+a closer look. What the last few of them take is found by the simulator of ``torch_lms.plan``, which runs each device's
+step with what its stages give up (``device_step``), and decides what that is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from torch_lms.partition.offers import NO_OFFERS, Offers
 
+if TYPE_CHECKING:
+    from torch_lms.partition.costs import LinkSpec
+
 __all__ = [
     "KEEP_ALL",
-    "KEPT",
-    "RECOMPUTED",
-    "SWAPPED",
+    "Choice",
+    "GivenUp",
     "KeepAll",
     "MemoryRelief",
     "Relieved",
@@ -29,8 +33,17 @@ __all__ = [
 ]
 
 Array = NDArray[np.float64]
-Kinds = NDArray[np.int8]
-KEPT, RECOMPUTED, SWAPPED = range(3)
+
+
+class GivenUp(NamedTuple):
+    """A segment that is given up: the number of its stage, its own among the stage's offers, and by which way."""
+
+    stage: int
+    segment: int
+    swapped: bool
+
+
+Choice = tuple[GivenUp, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +58,8 @@ class StageNeed:
         transient_bytes: working space.
         in_flight: microbatches.
         speed: of the device.
+        replays: how often what is computed again is, for each microbatch.
+        half_done: microbatches at most that are in the two parts of their backward: all that they gave up is there.
         offers: the segments that stages may give up.
         first: the cut before each stage, in the positions of ``offers``.
         end: the cut after each stage.
@@ -57,6 +72,8 @@ class StageNeed:
     transient_bytes: Array
     in_flight: int
     speed: float = 1.0
+    replays: int = 1
+    half_done: int = 0
     offers: Offers = NO_OFFERS
     first: Any = 0
     end: Any = 0
@@ -75,12 +92,10 @@ class Relieved:
     Attributes:
         time_us: of one microbatch.
         memory_bytes: at the worst moment.
-        kinds: what becomes of each offer, one row each, in those stages that were looked at; empty where none was.
     """
 
     time_us: Any
     memory_bytes: Any
-    kinds: Kinds = field(default_factory=lambda: np.zeros((0, 0), dtype=np.int8))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,33 +118,54 @@ class StageRelief:
         return " and ".join(f"{count} segment{'s' * (count > 1)} {what}" for count, what in counts if count)
 
     @classmethod
-    def of(cls, offers: Offers, relieved: Relieved) -> StageRelief:
+    def of(cls, offers: Offers, given_up: Collection[GivenUp]) -> StageRelief:
         """What was chosen for one stage."""
-        chosen = relieved.kinds[:, 0].tolist() if relieved.kinds.size else []
-        pairs = list(zip(offers.segments, chosen, strict=False))
-        return cls(
-            recomputed=tuple(one.names for one, kind in pairs if kind == RECOMPUTED),
-            swapped=tuple(one.names for one, kind in pairs if kind == SWAPPED),
+        recomputed, swapped = (
+            tuple(
+                offers.segments[number].names
+                for number in sorted(one.segment for one in given_up if one.swapped is way)
+            )
+            for way in (False, True)
         )
+        return cls(recomputed=recomputed, swapped=swapped)
 
 
 class MemoryRelief(Protocol):
-    """Lowers the memory of stages that do not fit, and says what that costs."""
+    """Lowers the memory of stages that do not fit, and says what that costs; see Note [Two looks]."""
 
     def relieve(self, need: StageNeed, usable_bytes: Any) -> Relieved:
-        """Time and memory of each stage after it was made to fit as well as it can be.
+        """About what each stage takes after it was made to fit as well as it can be.
 
         A stage that fits must be left as it is. Time never falls and memory never rises.
         """
+        ...
+
+    def ways(self, needs: Mapping[int, StageNeed]) -> Sequence[Sequence[Choice]]:
+        """What the stages of one device, by their numbers, may give up.
+
+        Each way is a sequence of choices, of which each takes less memory than the one before. Of each way the first
+        choice that fits is wanted. Ways that follow each other are alike: they are not all tried.
+        """
+        ...
+
+    @property
+    def host_link(self) -> LinkSpec | None:
+        """The way of swapped segments; None where nothing is swapped."""
         ...
 
 
 class KeepAll:
     """No swapping, no recomputing."""
 
+    host_link = None
+
     def relieve(self, need: StageNeed, usable_bytes: Any) -> Relieved:
         """As it is."""
         return Relieved(time_us=need.time_us, memory_bytes=need.memory_bytes)
+
+    def ways(self, needs: Mapping[int, StageNeed]) -> Sequence[Sequence[Choice]]:
+        """None."""
+        return ()
 
 
 KEEP_ALL = KeepAll()
@@ -138,11 +174,10 @@ KEEP_ALL = KeepAll()
 def relieve_device(
     relief: MemoryRelief, needs: Sequence[StageNeed], together_bytes: Any, usable_bytes: float
 ) -> tuple[list[Relieved], Any]:
-    """Makes the stages of one device fit it as well as they can be.
+    """About what the stages of one device take after they were made to fit it as well as they can be.
 
     Stages that fit together stay as they are. Else each in turn may take what the others leave. What is then counted is
-    the sum of the stages' own worst moments, if that is less than their worst moment together was: no one says how much
-    of what a stage gives up it would hold at another's worst moment.
+    the sum of the stages' own worst moments, if that is less than their worst moment together was.
 
     Args:
         relief: what lowers a stage's memory.
@@ -162,6 +197,5 @@ def relieve_device(
             found[index] = Relieved(
                 time_us=np.where(crowded, made.time_us, need.time_us),
                 memory_bytes=np.where(crowded, made.memory_bytes, need.memory_bytes),
-                kinds=made.kinds,
             )
     return found, np.minimum(together_bytes, sum(one.memory_bytes for one in found))

@@ -28,7 +28,7 @@ from torch_lms.partition.offers import Offers, Segment
 from torch_lms.partition.sequence import UnitSequence
 from torch_lms.partition.units import MODEL_INPUT, Units, Value
 
-__all__ = ["find_segments", "offers_in", "offers_of"]
+__all__ = ["find_segments", "graph_order", "offers_in", "offers_of"]
 
 Array = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -62,13 +62,20 @@ def find_segments(units: Units) -> tuple[Segment, ...]:
     return tuple(one for one in _Parts(units, ranges.order, ranges.found()).segments() if one.saved_bytes > 0)
 
 
+def graph_order(units: Units) -> Ints:
+    """Units by their first nodes."""
+    place = {node.name: index for index, node in enumerate(units.graph.nodes)}
+    first = [min(place[name] for name in names) for names in units.members]
+    return np.array(sorted(range(len(units)), key=first.__getitem__), dtype=np.int64)
+
+
 class _Halving:
     """Cuts units, in the graph's order, where few bytes cross."""
 
     def __init__(self, units: Units) -> None:
         place = {node.name: index for index, node in enumerate(units.graph.nodes)}
         ends = [[place[name] for name in units.members[unit]] for unit in range(len(units))]
-        self.order = np.array(sorted(range(len(units)), key=lambda unit: min(ends[unit])), dtype=np.int64)
+        self.order = graph_order(units)
         last = np.maximum.accumulate([max(ends[unit]) for unit in self.order])
         first = np.array([min(ends[unit]) for unit in self.order])
         self._between = np.concatenate([[False], last[:-1] < first[1:], [False]])

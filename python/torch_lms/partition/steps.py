@@ -13,7 +13,7 @@ makes the tail shorter, by no more than it is longer: a path that passes a tail 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from torch_lms.errors import PartitionError, PipelineError
 from torch_lms.partition.costs import CostModel
-from torch_lms.schedules.actions import BACKWARD, FORWARD, INPUT_BACKWARD, WEIGHT_BACKWARD, Schedule
+from torch_lms.schedules.actions import BACKWARD, FORWARD, INPUT_BACKWARD, WEIGHT_BACKWARD, Action, Schedule
 from torch_lms.schedules.rules import ONE_STAGE_EACH, make_schedule
 from torch_lms.schedules.simulation import Task, in_flight, on_ranks, tasks_of
 
@@ -72,6 +72,8 @@ class TrainingStep:
         schedule: with a rank for each device.
         stages_of: the stages of each device.
         in_flight: the most microbatches that each stage holds at once.
+        replays: how often a microbatch's backward computes again what a stage has given up: each part of it once.
+        half_done: the most microbatches of each stage that are in the two parts of their backward at once.
         moments: for each device, the microbatches that its stages hold together with the one that runs, wherever no
             other moment has as much of everything.
     """
@@ -81,9 +83,12 @@ class TrainingStep:
         count = 1 + max(devices)
         self.stages_of = tuple(tuple(s for s, own in enumerate(devices) if own == one) for one in range(count))
         self.in_flight = tuple(in_flight(self.schedule, stage) for stage in range(len(devices)))
+        self.half_done = tuple(_half_done(self.schedule, stage) for stage in range(len(devices)))
         self.moments = tuple(_moments(self.schedule, rank, self.stages_of[rank]) for rank in range(count))
         tasks = tasks_of(self.schedule, overlap=model.overlap_communication)
         self._nodes = [_node(task, model.input_backward_share) for task in tasks]
+        self._at = {task.action: index for index, task in enumerate(tasks) if not task.transfer}
+        self.replays = 2 if any(task.action.kind == WEIGHT_BACKWARD for task in tasks) else 1
         self._add_ends(tasks, model.overlap_communication)
         self._rows = np.array([node.row for node in self._nodes])
         self._stages = np.array([node.stage for node in self._nodes])
@@ -152,9 +157,16 @@ class TrainingStep:
                 latest = np.maximum(latest, ends[-1])
         return latest
 
-    def path(self, rows: Array) -> tuple[float, Array]:
-        """The time of one step, and how often its longest path passes each row of each stage."""
+    def path(self, rows: Array, more_us: Mapping[Action, float] | None = None) -> tuple[float, Array]:
+        """The time of one step, and how often its longest path passes each row of each stage.
+
+        Args:
+            rows: times by row and stage.
+            more_us: by which actions are longer than these say.
+        """
         times: list[float] = (rows[self._rows, self._stages] * self._shares).tolist()
+        for action, added_us in (more_us or {}).items():
+            times[self._at[action]] += added_us
         ends: list[float] = []
         origin: list[int] = []
         for time_us, needs in zip(times, self._needs, strict=True):
@@ -214,6 +226,15 @@ def _node(task: Task, input_share: float) -> _Node:
         return _Node(*((SEND, stage) if kind == FORWARD else (BACK, stage - 1)), 1.0, task.needs)
     share = {FORWARD: 1.0, BACKWARD: 1.0, INPUT_BACKWARD: input_share, WEIGHT_BACKWARD: 1 - input_share}[kind]
     return _Node(FORWARDS if kind == FORWARD else BACKWARDS, stage, share, task.needs)
+
+
+def _half_done(schedule: Schedule, stage: int) -> int:
+    held, most = 0, 0
+    for action in schedule.ranks[schedule.rank_of[stage]]:
+        held += action.stage == stage and action.kind == INPUT_BACKWARD
+        most = max(most, held)
+        held -= action.stage == stage and action.kind == WEIGHT_BACKWARD
+    return most
 
 
 def _moments(schedule: Schedule, rank: int, stages: tuple[int, ...]) -> tuple[tuple[tuple[int, ...], int], ...]:

@@ -3,8 +3,9 @@
 Note [Groups of weights]: zero bubble runs a backward of inputs first, which keeps the gradients at the nodes where
 weights meet what came in. Then each group of weights that meet it at the same nodes has a backward of its own. That is
 right only while each group has one node: from two nodes it runs through all between them, which other groups then
-find freed, and PyTorch 2.13 may put a weight into two groups, where its gradient counts twice. So if a group has more
-than one node, all groups run as one, and what comes to a node from another gives way to the gradient that was kept.
+find freed, and PyTorch 2.13 may put a weight into two groups, where its gradient counts twice. And a segment that is
+computed again would be so for each group. So all groups run as one, and what comes to a node from another gives way to
+the gradient that was kept.
 """
 
 from __future__ import annotations
@@ -97,13 +98,11 @@ def _take_loss(output: Any, target: Any) -> Any:
 
 
 def merge_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same groups of weights, or all as one where a group has several nodes; see Note [Groups of weights].
+    """All groups of weights as one; see Note [Groups of weights].
 
     Args:
         groups: of torch.distributed.pipelining: ``params``, ``intermediates`` and, for each of these, ``grads``.
     """
-    if all(len(group["intermediates"]) == 1 for group in groups):
-        return groups
     kept: dict[Any, Any] = {}
     for group in groups:
         kept.update(zip(group["intermediates"], group["grads"], strict=True))

@@ -14,10 +14,10 @@ from typing import Any
 
 from torch_lms.errors import PipelineError
 
-__all__ = ["BACKWARD", "FORWARD", "INPUT_BACKWARD", "WEIGHT_BACKWARD", "Action", "Schedule"]
+__all__ = ["BACKWARD", "FORWARD", "INPUT_BACKWARD", "KINDS", "WEIGHT_BACKWARD", "Action", "Schedule"]
 
 FORWARD, BACKWARD, INPUT_BACKWARD, WEIGHT_BACKWARD = "F", "B", "I", "W"
-_KINDS = (FORWARD, BACKWARD, INPUT_BACKWARD, WEIGHT_BACKWARD)
+KINDS = (FORWARD, BACKWARD, INPUT_BACKWARD, WEIGHT_BACKWARD)
 _PATTERN = re.compile(r"^(\d+)([FBIW])(\d+)$")
 
 
@@ -41,7 +41,7 @@ class Action:
         """
         found = _PATTERN.match(text.strip())
         if not found:
-            raise PipelineError(f"expected an action such as '2F0', found {text!r}; kinds are {', '.join(_KINDS)}")
+            raise PipelineError(f"expected an action such as '2F0', found {text!r}; kinds are {', '.join(KINDS)}")
         return Action(int(found.group(1)), found.group(2), int(found.group(3)))
 
 
@@ -102,6 +102,6 @@ class Schedule:
         """Takes over the ``pipeline_order`` of a schedule of torch.distributed.pipelining."""
         ranks = []
         for rank in sorted(order):
-            cells = [cell for cell in order[rank] if cell is not None and cell.computation_type.value in _KINDS]
+            cells = [cell for cell in order[rank] if cell is not None and cell.computation_type.value in KINDS]
             ranks.append([Action.parse(str(cell)) for cell in cells])
         return Schedule.of(name, ranks)

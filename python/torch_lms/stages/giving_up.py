@@ -77,16 +77,21 @@ class Swaps:
         if place > 0:
             return self.segments[place - 1]
         others = (found() for found in tuple(self._forwards))
-        return next((other.segments[-1] for other in others if other not in (None, self) and other.segments), None)
+        ends = (other.segments[-1] for other in others if other not in (None, self) and other.segments)
+        return next((end for end in ends if not end.begun), None)  # of two parts of a backward one may be to come
 
 
 class _Swapped:
-    """What one segment saved in one forward; the graph keeps it, and no one else."""
+    """What one segment saved in one forward; the graph keeps it, and no one else.
+
+    Attributes:
+        begun: whether its backward has.
+    """
 
     def __init__(self, forward: Swaps) -> None:
         self._forward = forward
         self._saved: list[ref[torch.Tensor]] = []
-        self._begun = False
+        self.begun = False
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         """Notes what is saved. An alias goes to the graph, which would else hold itself where it saves an output."""
@@ -96,8 +101,8 @@ class _Swapped:
 
     def unpack(self, alias: torch.Tensor) -> torch.Tensor:
         """Backward begins with this segment, or goes on."""
-        if not self._begun:
-            self._begun = True
+        if not self.begun:
+            self.begun = True
             self.come_back()
             following = self._forward.next_after(self)
             if following is not None:

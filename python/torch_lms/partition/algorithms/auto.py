@@ -12,10 +12,11 @@ import numpy as np
 from torch_lms.errors import PartitionError
 from torch_lms.partition.algorithms.dynamic import DynamicProgramming
 from torch_lms.partition.algorithms.fiduccia_mattheyses import refine
-from torch_lms.partition.costs import DeviceSpec
-from torch_lms.partition.interface import Algorithm, Partition, PartitionProblem, evaluate
+from torch_lms.partition.interface import Algorithm, Partition, PartitionProblem, evaluate, settle
 
 __all__ = ["Auto"]
+
+_FINALISTS = 3
 
 
 class Auto:
@@ -49,27 +50,32 @@ class Auto:
         if not fitting:
             assert refusal is not None  # dynamic programming only gives what fits
             raise refusal
-        best = min(fitting, key=lambda one: (one.step_us, one.bottleneck_us))
+        best = _best(problem, fitting)
         return Partition(**{**best.__dict__, "algorithm": "auto", "reason": _reason(best, made)})
 
 
 def _refined(problem: PartitionProblem, exact: Partition) -> Partition:
     """The exact partition after refinement."""
-    devices = _in_order(problem, exact.devices)
+    devices = problem.devices_of(exact.devices)
     start = np.array([exact.stage_of[node.name] for node in problem.units.nodes], dtype=np.int64)
     placed, moves = refine(problem, start, devices)
     reason = f"{exact.reason}, then {moves} nodes moved over borders"
     return evaluate(problem, placed, algorithm="dp+fm", reason=reason, devices=devices)
 
 
-def _in_order(problem: PartitionProblem, names: tuple[str, ...]) -> list[DeviceSpec]:
-    left = list(problem.devices)
-    devices = []
-    for name in names:
-        device = next(one for one in left if one.name == name)
-        left.remove(device)
-        devices.append(device)
-    return devices
+def _best(problem: PartitionProblem, fitting: list[Partition]) -> Partition:
+    """The best of the few that seem to be, once what their stages give up is settled; others if none of these fits."""
+    by_place: dict[object, Partition] = {}
+    for one in sorted(fitting, key=_rank):
+        by_place.setdefault((one.devices, tuple(one.stage_of.values())), one)
+    different = list(by_place.values())
+    best = min((settle(problem, one) for one in different[:_FINALISTS]), key=lambda one: (not one.fits, *_rank(one)))
+    others = (settle(problem, one) for one in different[_FINALISTS:])
+    return best if best.fits else next((one for one in others if one.fits), best)
+
+
+def _rank(one: Partition) -> tuple[float, float]:
+    return one.step_us, one.bottleneck_us
 
 
 def _reason(best: Partition, made: list[Partition]) -> str:

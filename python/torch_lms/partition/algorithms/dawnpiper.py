@@ -57,7 +57,8 @@ class _Halving:
         self.speed = np.array([device.speed for device in problem.devices])
         shared = Counter(device.name for device in problem.devices)
         self.usable = [model.usable_bytes(device) / shared[device.name] for device in problem.devices]
-        self.in_flight = np.array(problem.step_on(problem.devices).in_flight)
+        step = problem.step_on(problem.devices)
+        self.in_flight, self.replays, self.half_done = np.array(step.in_flight), step.replays, step.half_done
         depth = max((problem.stages - 1).bit_length(), 1)
         self.tries = max(int((_MOST_PLANS ** (1 / depth)) / 2), 2)
         self.exact = self._exact_memory(problem, sequence)
@@ -88,7 +89,9 @@ class _Halving:
             transient_bytes=exact.transient_bytes[start, end],
             in_flight=int(self.in_flight[stage]),
             speed=speed,
-            offers=exact.offers,
+            replays=self.replays,
+            half_done=self.half_done[stage],
+            offers=exact.offers.within(start, end),
             first=start,
             end=end,
         )
