@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -69,6 +69,7 @@ class Masters:
         self._noted: dict[int, dict[str, Any]] = {}  # by group: what the optimizer has changed there
         self._noted_of_itself: dict[str, Any] = {}  # likewise
         self._before: dict[int, _Before] = {}  # by tensor that comes in pieces
+        self._expected: dict[int, tuple[dict[str, Any], dict[str, torch.Tensor]]] = {}  # by tensor; see `expect_states`
         for number, one in enumerate(data.tensors):
             if one.group is None or one.parameter not in inner.state:
                 continue
@@ -201,18 +202,26 @@ class Masters:
         }
 
     def own_states(self) -> dict[int, dict[str, tuple[Any, bool]]]:
-        """What this rank has of what the optimizer keeps, by tensor and key, and whether it lies in chunks."""
+        """What this rank has of what the optimizer keeps, by tensor and key, and whether it lies in chunks.
+
+        What `expect_states` has found is among it.
+        """
+        kept = {number: (self.state_of(number), self._adopted[number]) for number in self.tensors_with_state()}
         return {
-            number: {key: (value, key in self._adopted[number]) for key, value in state.items()}
-            for number in range(len(self._data.tensors))
-            if (state := self.state_of(number))
+            number: {key: (value, key in in_chunks) for key, value in state.items()}
+            for number, (state, in_chunks) in sorted({**kept, **self._expected}.items())
         }
 
-    @torch.no_grad()
-    def make_state(self) -> None:
-        """Has the optimizer keep for each tensor what it would before its first step.
+    def tensors_with_state(self) -> list[int]:
+        """Those that the optimizer keeps something for, on this rank."""
+        return [number for number in range(len(self._data.tensors)) if self.state_of(number)]
 
-        It does one on zeros, at no learning rate, of which nothing stays but its state.
+    @torch.no_grad()
+    def expect_states(self) -> None:
+        """Finds out what the optimizer would keep for tensors that it keeps nothing for yet, and makes room for it.
+
+        It does a step on zeros, at no learning rate, of which nothing stays: what it keeps is its state only if
+        `take_loaded` says so. See `own_states`.
         """
         rates = [group.get("lr") for group in self._inner.param_groups]
         try:
@@ -225,19 +234,36 @@ class Masters:
                     self.step(new, [torch.zeros_like(one) for one in before])
                 for number, master in zip(new, before, strict=True):
                     self._data.tensor_to_update(number).copy_(master)
-                    if isinstance(step := self.state_of(number).get("step"), torch.Tensor):
-                        step.zero_()
+                    self._expected[number] = self._leave(number)
         finally:
             for group, rate in zip(self._inner.param_groups, rates, strict=True):
                 group["lr"] = rate
             self._forget_noted()
 
     @torch.no_grad()
-    def take_loaded(self, states: Mapping[str, Mapping[str, Any]]) -> None:
-        """What does not lie in chunks of the states that have been loaded, by the tensors' names."""
-        for number, state in self.own_states().items():
-            loaded = states[self._data.tensors[number].name]
-            self.state_of(number).update({key: loaded[key] for key, (_, in_chunks) in state.items() if not in_chunks})
+    def take_loaded(self, states: Mapping[str, Mapping[str, Any]], without: Container[str]) -> None:
+        """States have been loaded to the places of `own_states`.
+
+        Args:
+            states: by the tensors' names; of them what does not lie in chunks is taken.
+            without: names of tensors that the optimizer kept nothing for.
+        """
+        for number, (state, in_chunks) in self._expected.items():
+            self._inner.state[self._data.tensor_to_update(number)], self._adopted[number] = state, in_chunks
+        self._expected.clear()
+        for number, kept in self.own_states().items():
+            name = self._data.tensors[number].name
+            if name in without:
+                self._leave(number)
+                continue
+            loaded = {key: states[name][key] for key, (_, in_chunks) in kept.items() if not in_chunks}
+            self.state_of(number).update(loaded)
+
+    def _leave(self, number: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """Has the optimizer keep nothing for a tensor; returns what it has kept, and what of it lies in chunks."""
+        in_chunks, self._adopted[number] = self._adopted[number], {}
+        state: dict[str, Any] = self._inner.state.pop(self._data.tensor_to_update(number), {})
+        return state, in_chunks
 
     def _described(self) -> dict[int, dict[str, Any]]:
         """This rank's states: what is in chunks by its type alone."""
@@ -340,7 +366,9 @@ class _Values:
             key: value
             for key, value in values.items()
             if key not in but
-            and (key not in self._before or self._before[key][0] is not value or self._before[key][1] != _version(value))
+            and (
+                key not in self._before or self._before[key][0] is not value or self._before[key][1] != _version(value)
+            )
         }
 
 
