@@ -5,7 +5,10 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import os
+import signal
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -95,6 +98,35 @@ def test_an_interrupt_in_a_forward_leaves_everything_usable() -> None:
     optimizer.zero_grad()
     for _ in range(2):
         step(model, optimizer)
+
+
+def test_an_interrupt_while_a_step_waits_for_the_processor_loses_no_update() -> None:
+    class Waits(torch.optim.AdamW):
+        caught: threading.Event | None = None
+
+        def _init_group(self, *arguments: Any) -> Any:
+            if Waits.caught is not None:
+                time.sleep(0.2)  # until the step waits
+                os.kill(os.getpid(), signal.SIGINT)
+                Waits.caught.wait(60)
+                Waits.caught = None
+            return super()._init_group(*arguments)
+
+    plain = Plain(make(), ADAMW)
+    chunked = Chunked(make(), partial(Waits, lr=1e-2), update_on="host", chunk_numel=4096)
+    for number in range(3):
+        for training in (plain, chunked):
+            training.zero_grad()
+            F.cross_entropy(training.model(X.bfloat16()).float(), CLASSES).backward()
+        plain.step()
+        if number == 1:
+            Waits.caught = caught = threading.Event()
+            with pytest.raises(KeyboardInterrupt):
+                chunked.step()
+            caught.set()
+        chunked.step()
+        for parameter, one in zip(plain.parameters, chunked.parameters, strict=True):
+            assert torch.equal(parameter, one)
 
 
 def test_backward_inside_of_a_forward() -> None:

@@ -179,8 +179,12 @@ class ChunkedOptimizer(Optimizer):
         """
         if self._elsewhere is None or (numbers is not None and self._under_way.isdisjoint(numbers)):
             return
+        try:
+            self._elsewhere.wait()
+        except Exception:
+            self._under_way.clear()
+            raise
         self._under_way.clear()
-        self._elsewhere.wait()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """`torch.nn.utils.clip_grad_norm_` of all gradients, wherever they are.
