@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -64,7 +64,9 @@ class ChunkedOptimizer(Optimizer):
 
     def __init__(self, inner: Optimizer, data: ModelData, choice: UpdateChoice) -> None:
         self._ready = False
-        self._whole_states: dict[torch.Tensor, Any] | None = {}  # instead of `state`, while there is none
+        self._whole_states: defaultdict[torch.Tensor, Any] | None = defaultdict(
+            dict
+        )  # instead of `state`, while there is none
         self._data = data
         self._choice = choice
         # GradScaler leaves gradients scaled then, and says by how much.
@@ -84,16 +86,14 @@ class ChunkedOptimizer(Optimizer):
         self._ready = True
 
     @property
-    def state(self) -> dict[torch.Tensor, Any]:  # type: ignore[override]
+    def state(self) -> defaultdict[torch.Tensor, Any]:
         """What the given optimizer keeps, by parameter, as far as this rank has it; the dictionary is a new one."""
         if self._whole_states is not None:
             return self._whole_states
         self.settle()
         self._data.settle_masters()
-        return {
-            self._data.tensors[number].parameter: self._masters.state_of(number)
-            for number in self._masters.tensors_with_state()
-        }
+        kept = self._masters.tensors_with_state()
+        return defaultdict(dict, {self._data.tensors[one].parameter: self._masters.state_of(one) for one in kept})
 
     @state.setter
     def state(self, _: Any) -> None:
@@ -271,12 +271,11 @@ class ChunkedOptimizer(Optimizer):
         self.settle()
         self._data.settle_masters()
         states = self._masters.whole_states()
-        self._whole_states = {
-            parameter: state
-            for group in self.param_groups
-            for parameter in group["params"]
-            if (state := states.get(self._data.numbers[parameter]))
-        }
+        self._whole_states = defaultdict(dict)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if state := states.get(self._data.numbers[parameter]):
+                    self._whole_states[parameter] = state
         try:
             return super().state_dict()
         finally:
