@@ -7,6 +7,7 @@ import gc
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -322,3 +323,80 @@ def kinds_of_tensors(rank: int, world: int) -> None:
     assert all(torch.equal(value, expected_state[name]) for name, value in again[0].state_dict().items())
     with pytest.raises(RuntimeError, match="treats each element of a tensor alone"):
         chunked(Net(), partial(torch.optim.Adafactor, lr=0.0))
+
+
+def partly_optimized(rank: int, world: int) -> None:
+    """Parameters that get gradients and are not the optimizer's are as those that get none."""
+    states = []
+    for frozen in (False, True):
+        torch.manual_seed(0)
+        model = Net()
+        others = [one for one in model.parameters() if one is not model.blocks[1].weight]
+        model.blocks[1].weight.requires_grad_(not frozen)
+        model, optimizer = chunked(model, lambda _, others=others: torch.optim.AdamW(others), chunk_numel=1280)
+        for step in range(3):
+            once(model, [tiny_batch(10 * step + rank)], lambda: None)
+            optimizer.clip_grad_norm_(0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        states.append(model.state_dict())
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+
+
+class Clamped(nn.Linear):
+    """Keeps its own weight small."""
+
+    on = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if Clamped.on:
+            with torch.no_grad():
+                self.weight.clamp_(-0.01, 0.01)
+        return super().forward(x)
+
+
+def writes(rank: int, world: int) -> None:
+    """What the program writes to parameters would be lost: it is told, and nothing has changed."""
+
+    def build() -> tuple[nn.Module, Any]:
+        torch.manual_seed(0)
+        net = Net()
+        net.blocks[1] = Clamped(WIDTH, WIDTH)
+        net.blocks.append(nn.Sequential(nn.Linear(WIDTH, WIDTH), Renormed()))
+        return chunked(net, chunk_numel=1280)
+
+    Clamped.on = Renormed.on = False
+    undisturbed, (model, optimizer) = build(), build()
+
+    def refused(text: str) -> None:
+        with pytest.raises(RuntimeError, match=text):
+            once(model, [tiny_batch(rank)], lambda: None)
+        optimizer.zero_grad()
+
+    Clamped.on = True
+    refused(r"found blocks.1.weight written to while its module ran")
+    Clamped.on, Renormed.on = False, True
+    refused(r"found blocks.4.1.table.weight written to while its module ran")
+    Renormed.on = False
+    zeros = torch.zeros(sum(one.numel() for one in model.parameters()), device=DEVICE, dtype=torch.bfloat16)
+    nn.utils.vector_to_parameters(zeros, [model.first.weight])
+    refused(r"found first.weight with other bytes")
+    for trained, stepped in (undisturbed, (model, optimizer)):
+        once(trained, [tiny_batch(rank)], lambda: None)
+        stepped.step()
+    expected_state = undisturbed[0].state_dict()
+    assert all(torch.equal(value, expected_state[name]) for name, value in model.state_dict().items())
+
+
+class Renormed(nn.Module):
+    """Adds an embedding whose rows are made shorter as they are looked up."""
+
+    on = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.table.max_norm = 0.5 if Renormed.on else None
+        return x + self.table(torch.arange(4, device=x.device))

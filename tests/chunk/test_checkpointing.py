@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import copy
 import io
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import torch_lms
 from tests.chunk.plain import Chunked, Plain, loss_of, same, train
 from tests.chunk.test_chunked import ADAMW, OPTIMIZERS, Owner, in_order, make
 from tests.unit.trainings import GPT_TRAINING, TRAININGS, Training, one_thread, vector_batch
+from torch_lms.chunk import ShardedState
 
 STEPS = 3
 
@@ -139,3 +144,83 @@ def test_state_dicts_have_tensors_of_their_own() -> None:
         model.get_parameter("tokens.weight").zero_()
     assert torch.equal(state["tokens.weight"], before)
     assert not model.state_dict()["tokens.weight"].any()
+
+
+def mixed(optimize: Any) -> Any:
+    """In chunks, with a layer that is not used at first."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.late = nn.Linear(32, 8), nn.Linear(32, 8)
+
+        def forward(self, x: torch.Tensor, late: bool) -> torch.Tensor:
+            return self.first(x) + (self.late(x) if late else 0)
+
+    torch.manual_seed(0)
+    model = Net()
+    return torch_lms.chunked(model, optimize(model.parameters()))
+
+
+def train_mixed(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for number in steps:
+        x = torch.rand(4, 32, generator=torch.Generator().manual_seed(number))
+        model(x, late=number > 1).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+WITH_DECAY = {
+    "Adam": partial(torch.optim.Adam, lr=1e-2, weight_decay=0.1),
+    "SGD": partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5, weight_decay=0.1),
+    "NAdam": partial(torch.optim.NAdam, lr=1e-2),
+    "Rprop": partial(torch.optim.Rprop, lr=1e-2),
+    "ASGD": partial(torch.optim.ASGD, lr=1e-2),
+}
+
+
+@pytest.mark.parametrize("optimizer", WITH_DECAY)
+@pytest.mark.parametrize("saved_at", [0, 1])
+def test_a_sharded_state_of_what_has_not_stepped_yet_changes_nothing(
+    optimizer: str, saved_at: int, tmp_path: Path
+) -> None:
+    """Neither in the training that saves it nor in the one that loads it."""
+    undisturbed, saving, loading = (mixed(WITH_DECAY[optimizer]) for _ in range(3))
+    train_mixed(*undisturbed, range(4))
+    train_mixed(*saving, range(saved_at))
+    dcp.save({"training": ShardedState(*saving)}, checkpoint_id=tmp_path)
+    train_mixed(*loading, range(4))  # so that there are states, which the checkpoint has not
+    dcp.load({"training": ShardedState(*loading)}, checkpoint_id=tmp_path)
+    assert "without_state" not in loading[1].param_groups[0]
+    for model, stepped in (saving, loading):
+        train_mixed(model, stepped, range(saved_at, 4))
+        for name, value in undisturbed[0].state_dict().items():
+            assert torch.equal(value, model.state_dict()[name]), name
+
+
+def test_a_sharded_state_fills_a_model_without_bytes(tmp_path: Path) -> None:
+    saved = mixed(ADAMW)
+    train_mixed(*saved, range(3))
+    dcp.save({"training": ShardedState(*saved)}, checkpoint_id=tmp_path)
+    with torch.device("meta"):
+        model = type(saved[0])()
+    model, optimizer = torch_lms.chunked(model, ADAMW(model.parameters()), device="cpu")
+    dcp.load({"training": ShardedState(model, optimizer)}, checkpoint_id=tmp_path)
+    for one in (saved, (model, optimizer)):
+        train_mixed(*one, range(3, 5))
+    for name, value in saved[0].state_dict().items():
+        assert torch.equal(value, model.state_dict()[name]), name
+
+
+def test_state_dicts_as_torch_distributed_takes_them_change_nothing() -> None:
+    """It makes a step of an optimizer whose `state` is empty."""
+    undisturbed, asked = mixed(ADAMW), mixed(ADAMW)
+    train_mixed(*undisturbed, range(4))
+    train_mixed(*asked, range(2))
+    state = get_optimizer_state_dict(*asked)
+    assert state["state"]["first.weight"]["step"] == 2
+    of_first = asked[1].state[asked[0].first.weight]
+    assert torch.equal(of_first["exp_avg"], state["state"]["first.weight"]["exp_avg"])
+    train_mixed(*asked, range(2, 4))
+    for name, value in undisturbed[0].state_dict().items():
+        assert torch.equal(value, asked[0].state_dict()[name]), name

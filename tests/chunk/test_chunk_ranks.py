@@ -28,6 +28,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
         "spread_running:refusals+memory",
         "spread_uses:odd_uses+normed_experts+attending+gradients_by_hand+unlike_ranks",
         "spread_uses:nothing_leaks+kinds_of_tensors+ends_early",
+        "spread_uses:partly_optimized+writes",
     ],
 )
 def test_two_ranks(scenarios: str, tmp_path: Path) -> None:

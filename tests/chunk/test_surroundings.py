@@ -5,7 +5,10 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import os
+import signal
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -19,7 +22,9 @@ from torch.nn.utils import prune
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import torch_lms
+from tests.chunk.plain import Chunked, Plain, same, train
 from tests.unit.fresh_process import run_python
+from tests.unit.trainings import Batch
 from torch_lms.errors import ChunkError
 
 X = torch.rand(16, 64, generator=torch.Generator().manual_seed(0))
@@ -36,6 +41,10 @@ def make() -> nn.Sequential:
 def chunked(model: nn.Module | None = None, optimize: Callable[..., Any] = ADAMW, **options: Any) -> tuple[Any, Any]:
     model = make() if model is None else model
     return torch_lms.chunked(model, optimize(model.parameters()), **options)
+
+
+def batch(_: int) -> Batch:
+    return X, CLASSES
 
 
 def loss_of(model: nn.Module) -> torch.Tensor:
@@ -89,6 +98,35 @@ def test_an_interrupt_in_a_forward_leaves_everything_usable() -> None:
     optimizer.zero_grad()
     for _ in range(2):
         step(model, optimizer)
+
+
+def test_an_interrupt_while_a_step_waits_for_the_processor_loses_no_update() -> None:
+    class Waits(torch.optim.AdamW):
+        caught: threading.Event | None = None
+
+        def _init_group(self, *arguments: Any) -> Any:
+            if Waits.caught is not None:
+                time.sleep(0.2)  # until the step waits
+                os.kill(os.getpid(), signal.SIGINT)
+                Waits.caught.wait(60)
+                Waits.caught = None
+            return super()._init_group(*arguments)
+
+    plain = Plain(make(), ADAMW)
+    chunked = Chunked(make(), partial(Waits, lr=1e-2), update_on="host", chunk_numel=4096)
+    for number in range(3):
+        for training in (plain, chunked):
+            training.zero_grad()
+            F.cross_entropy(training.model(X.bfloat16()).float(), CLASSES).backward()
+        plain.step()
+        if number == 1:
+            Waits.caught = caught = threading.Event()
+            with pytest.raises(KeyboardInterrupt):
+                chunked.step()
+            caught.set()
+        chunked.step()
+        for parameter, one in zip(plain.parameters, chunked.parameters, strict=True):
+            assert torch.equal(parameter, one)
 
 
 def test_backward_inside_of_a_forward() -> None:
@@ -356,6 +394,42 @@ def test_what_an_optimizer_counts_in_a_group_it_counts_once() -> None:
         step(model, optimizer)
     assert (optimizer.param_groups[0]["in_place"], optimizer.param_groups[0]["anew"]) == (3, 3)
     optimizer.load_state_dict(optimizer.state_dict())
+
+
+class CountingItself(torch.optim.Optimizer):
+    """Keeps its count of steps in itself, once as a number and once as a tensor, and learns less from step to step."""
+
+    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
+        super().__init__(parameters, {"lr": lr})
+        self.steps = 0
+        self.in_place = torch.zeros(())
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.steps += 1
+        self.in_place += 1
+        for group in self.param_groups:
+            for one in group["params"]:
+                one.sub_(one.grad * (group["lr"] / (self.steps + float(self.in_place))))
+
+
+@pytest.mark.parametrize("update_on", ["device", "host", "stream"])
+def test_what_an_optimizer_counts_in_itself_it_counts_once(update_on: str) -> None:
+    plain = Plain(make(), CountingItself)
+    chunked = Chunked(make(), CountingItself, update_on=update_on, chunk_numel=4096)
+    assert chunked.optimizer.data.layout.chunks > 1
+    for expected, found in zip(train(plain, batch, 3), train(chunked, batch, 3), strict=True):
+        assert same(expected, found)
+
+
+@pytest.mark.parametrize("step_in_backward", [False, True])
+def test_rates_that_are_set_between_backward_and_step_stay(step_in_backward: bool) -> None:
+    model, optimizer = chunked(step_in_backward=step_in_backward)
+    for rate in (0.5, 0.25, 0.125):
+        loss_of(model).backward()
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.step()
+        assert optimizer.param_groups[0]["lr"] == rate
 
 
 def test_the_state_of_a_16_bit_model_becomes_its_masters() -> None:

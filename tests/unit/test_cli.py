@@ -104,6 +104,32 @@ def test_wrong_words_end_with_status_2(capsys: pytest.CaptureFixture[str]) -> No
 # --- data and models -----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("command", [["profile"], ["plan", "--limit", "1GiB", "--model", "gpt"]])
+def test_a_device_that_is_not_there_is_told(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([*command, "--device", "xyz"])
+    assert "expected a device that is there, found 'xyz'" in capsys.readouterr().err
+
+
+def a_linear_layer() -> tuple[torch.nn.Module, tuple[torch.Tensor]]:
+    return torch.nn.Linear(3, 3), (torch.randn(2, 3),)
+
+
+def test_a_given_model_is_measured_on_the_meta_device(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["profile", "--model", f"{__name__}:a_linear_layer", "--device", "meta"]
+    assert main(words) == 0
+    assert "the model is on the meta device" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("word", ["--tflops", "--memory-gb-per-s", "--link-gb-per-s"])
+def test_rates_that_are_no_numbers_are_refused(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    rates = {"--tflops": "1", "--memory-gb-per-s": "1", "--link-gb-per-s": "1", word: "nan"}
+    sizes = ["--layers", "1", "--width", "16", "--heads", "1", "--tokens", "8", "--batch", "2"]
+    words = ["plan", "--limit", "1GiB", "--model", "gpt", *sizes]
+    assert main([*words, *(one for pair in rates.items() for one in pair)]) == 1
+    assert "expected rates above 0" in capsys.readouterr().err
+
+
 def test_text_is_python() -> None:
     text = read_text(max_bytes=1 << 16)
     assert len(text) == 1 << 16

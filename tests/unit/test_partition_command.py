@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -101,3 +102,38 @@ def test_partition_refuses_what_cannot_be(
 def test_a_profile_that_is_not_there_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["partition", str(tmp_path / "none.json"), "--stages=2"]) == 1
     assert "expected a profile in" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--link-gb-per-s", "0"], ["--relieve", "--host-gb-per-s", "0"]])
+def test_a_link_without_a_rate_is_none(profile: Path, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["partition", str(profile), "--stages", "2", *words]) == 1
+    assert "expected a positive rate" in capsys.readouterr().err
+
+
+def test_files_that_cannot_be_written_are_told(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["partition", str(profile), "--stages", "2", "--json"]
+    with pytest.raises(SystemExit):
+        main([*words, str(profile / "nowhere" / "stages.json")])
+    assert "expected a folder for" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*words, str(profile.parent)])
+    assert "expected a file to write" in capsys.readouterr().err
+    assert main([*words, "/proc/stages.json"]) == 1
+    assert "expected files that can be read and written" in capsys.readouterr().err
+
+
+def test_a_profile_that_is_no_text_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "profile.json").write_bytes(b"\xff\xfe")
+    assert main(["partition", str(tmp_path / "profile.json"), "--stages", "2"]) == 1
+    assert "expected a profile in" in capsys.readouterr().err
+
+
+def test_who_stops_a_command_sees_no_traceback(
+    profile: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("torch_lms.cli.partition.partition", stop)
+    assert main(["partition", str(profile), "--stages", "2"]) == 130
+    assert "torch_lms: stopped" in capsys.readouterr().err

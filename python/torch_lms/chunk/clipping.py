@@ -21,11 +21,12 @@ def clip_grad_norm_(data: ModelData, occupancy: Occupancy, max_norm: float, norm
         The norm before.
     """
     occupancy.settle_gradients()
-    wanted = [number for number, one in enumerate(data.tensors) if one.parameter.grad is not None]
     if data.ranks.group is None:
-        return torch.nn.utils.clip_grad_norm_(
-            [data.tensors[number].parameter for number in wanted], max_norm, norm_type
-        )
+        return torch.nn.utils.clip_grad_norm_([one.parameter for one in data.tensors], max_norm, norm_type)
+    updated = [
+        number for number, one in enumerate(data.tensors) if one.group is not None
+    ]  # others have each rank's own
+    wanted = [number for number in updated if data.tensors[number].parameter.grad is not None]
     cut, whole = [], []
     for number in wanted:
         if not data.is_cut[data.chunk_of(number)]:

@@ -101,7 +101,7 @@ class HostUpdates(Updates):
         with self._lock:
             running, self._running = self._running, []
         failed: Exception | None = None
-        for update in running:
+        for place, update in enumerate(running):
             try:
                 went = update.sent.result().result()
             except Exception as error:
@@ -109,6 +109,10 @@ class HostUpdates(Updates):
                 for number, gradient in zip(update.numbers, update.gradients, strict=True):
                     self._failed(number, gradient)
                 continue
+            except BaseException:  # an interrupt of the wait alone: updates go on, and are waited for another time
+                with self._lock:
+                    self._running = [*running[place:], *self._running]
+                raise
             if went is not None:
                 torch.cuda.current_stream(self._data.device).wait_event(went)
             self._ended(update.numbers)

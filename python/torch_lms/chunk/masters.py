@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from torch_lms.chunk.model_data import ModelData
 
-__all__ = ["Masters", "Part"]
+__all__ = ["Masters", "Part", "with_own_tensors"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +66,10 @@ class Masters:
         self._inner = inner
         self._data = data
         self._adopted: list[dict[str, torch.Tensor]] = [{} for _ in data.tensors]
-        self._noted: dict[int, dict[str, Any]] = {}  # by group
+        self._noted: dict[int, dict[str, Any]] = {}  # by group: what the optimizer has changed there
+        self._noted_of_itself: dict[str, Any] = {}  # likewise
         self._before: dict[int, _Before] = {}  # by tensor that comes in pieces
+        self._expected: dict[int, tuple[dict[str, Any], dict[str, torch.Tensor]]] = {}  # by tensor; see `expect_states`
         for number, one in enumerate(data.tensors):
             if one.group is None or one.parameter not in inner.state:
                 continue
@@ -165,6 +167,8 @@ class Masters:
         masters: Sequence[torch.Tensor],
         gradients: Iterable[torch.Tensor],
     ) -> None:
+        places = tuple(places)
+        before = [_Values(group) for group in stepper.param_groups], _Values(vars(stepper))
         for master, gradient in zip(masters, gradients, strict=True):
             master.grad = gradient
         try:
@@ -174,7 +178,7 @@ class Masters:
         finally:
             for master in masters:
                 master.grad = None
-        self._note(places, stepper)
+        self._note(places, stepper, *before)
 
     def state_of(self, number: int) -> dict[str, Any]:
         """What the optimizer keeps for a tensor; empty before its first step."""
@@ -198,18 +202,26 @@ class Masters:
         }
 
     def own_states(self) -> dict[int, dict[str, tuple[Any, bool]]]:
-        """What this rank has of what the optimizer keeps, by tensor and key, and whether it lies in chunks."""
+        """What this rank has of what the optimizer keeps, by tensor and key, and whether it lies in chunks.
+
+        What `expect_states` has found is among it.
+        """
+        kept = {number: (self.state_of(number), self._adopted[number]) for number in self.tensors_with_state()}
         return {
-            number: {key: (value, key in self._adopted[number]) for key, value in state.items()}
-            for number in range(len(self._data.tensors))
-            if (state := self.state_of(number))
+            number: {key: (value, key in in_chunks) for key, value in state.items()}
+            for number, (state, in_chunks) in sorted({**kept, **self._expected}.items())
         }
 
-    @torch.no_grad()
-    def make_state(self) -> None:
-        """Has the optimizer keep for each tensor what it would before its first step.
+    def tensors_with_state(self) -> list[int]:
+        """Those that the optimizer keeps something for, on this rank."""
+        return [number for number in range(len(self._data.tensors)) if self.state_of(number)]
 
-        It does one on zeros, at no learning rate, of which nothing stays but its state.
+    @torch.no_grad()
+    def expect_states(self) -> None:
+        """Finds out what the optimizer would keep for tensors that it keeps nothing for yet, and makes room for it.
+
+        It does a step on zeros, at no learning rate, of which nothing stays: what it keeps is its state only if
+        `take_loaded` says so. See `own_states`.
         """
         rates = [group.get("lr") for group in self._inner.param_groups]
         try:
@@ -222,19 +234,36 @@ class Masters:
                     self.step(new, [torch.zeros_like(one) for one in before])
                 for number, master in zip(new, before, strict=True):
                     self._data.tensor_to_update(number).copy_(master)
-                    if isinstance(step := self.state_of(number).get("step"), torch.Tensor):
-                        step.zero_()
+                    self._expected[number] = self._leave(number)
         finally:
             for group, rate in zip(self._inner.param_groups, rates, strict=True):
                 group["lr"] = rate
-            self._noted.clear()
+            self._forget_noted()
 
     @torch.no_grad()
-    def take_loaded(self, states: Mapping[str, Mapping[str, Any]]) -> None:
-        """What does not lie in chunks of the states that have been loaded, by the tensors' names."""
-        for number, state in self.own_states().items():
-            loaded = states[self._data.tensors[number].name]
-            self.state_of(number).update({key: loaded[key] for key, (_, in_chunks) in state.items() if not in_chunks})
+    def take_loaded(self, states: Mapping[str, Mapping[str, Any]], without: Container[str]) -> None:
+        """States have been loaded to the places of `own_states`.
+
+        Args:
+            states: by the tensors' names; of them what does not lie in chunks is taken.
+            without: names of tensors that the optimizer kept nothing for.
+        """
+        for number, (state, in_chunks) in self._expected.items():
+            self._inner.state[self._data.tensor_to_update(number)], self._adopted[number] = state, in_chunks
+        self._expected.clear()
+        for number, kept in self.own_states().items():
+            name = self._data.tensors[number].name
+            if name in without:
+                self._leave(number)
+                continue
+            loaded = {key: states[name][key] for key, (_, in_chunks) in kept.items() if not in_chunks}
+            self.state_of(number).update(loaded)
+
+    def _leave(self, number: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """Has the optimizer keep nothing for a tensor; returns what it has kept, and what of it lies in chunks."""
+        in_chunks, self._adopted[number] = self._adopted[number], {}
+        state: dict[str, Any] = self._inner.state.pop(self._data.tensor_to_update(number), {})
+        return state, in_chunks
 
     def _described(self) -> dict[int, dict[str, Any]]:
         """This rank's states: what is in chunks by its type alone."""
@@ -264,7 +293,7 @@ class Masters:
             {place: [self._data.tensor_to_update(one) for one in numbers] for place, numbers in enumerate(by_group)}
         )
         stepper.load_state_dict(self._own_state_dict(state_dict))
-        self._note(range(len(by_group)), stepper)
+        self._note(range(len(by_group)), stepper, [_Values({})] * len(by_group), _Values(vars(self._inner)))
         self.take_noted()
         self._inner.state = stepper.state
         for numbers in by_group:
@@ -286,30 +315,23 @@ class Masters:
         return {**state_dict, "state": kept}
 
     def take_noted(self) -> None:
-        """What the optimizer has noted in groups holds: once for all chunks, for it may count steps."""
+        """What the optimizer has noted, in groups or in itself, holds: once for all chunks, for it may count steps."""
         for place, noted in self._noted.items():
-            group = self._inner.param_groups[place]
-            for key, value in noted.items():
-                if isinstance(value, torch.Tensor) and isinstance(group.get(key), torch.Tensor):
-                    group[key].copy_(value)  # somebody may have the tensor
-                else:
-                    group[key] = value
+            _take_over(self._inner.param_groups[place], noted)
+        _take_over(vars(self._inner), self._noted_of_itself)
+        self._forget_noted()
+
+    def _forget_noted(self) -> None:
         self._noted.clear()
+        self._noted_of_itself.clear()
 
     def _for(self, by_group: Mapping[int, Sequence[torch.Tensor]]) -> Optimizer:
         """The optimizer, with the same state, as one of nothing but some tensors."""
         groups = self._inner.param_groups
         stepper: Optimizer = object.__new__(type(self._inner))
-        stepper.__dict__.update(self._inner.__dict__)
+        vars(stepper).update(with_own_tensors(vars(self._inner)))
         stepper.param_groups = [
-            {
-                **{
-                    key: value.clone() if isinstance(value, torch.Tensor) else value
-                    for key, value in groups[place].items()
-                },
-                "params": list(tensors),
-            }
-            for place, tensors in by_group.items()
+            {**with_own_tensors(groups[place]), "params": list(tensors)} for place, tensors in by_group.items()
         ]
         return stepper
 
@@ -321,13 +343,50 @@ class Masters:
             found.setdefault(place, []).append(tensor)
         return found
 
-    def _note(self, places: Iterable[int], stepper: Optimizer) -> None:
-        for place, group in zip(places, stepper.param_groups, strict=True):
-            self._noted[place] = {key: value for key, value in group.items() if key != "params"}
+    def _note(self, places: Iterable[int], stepper: Optimizer, groups: Sequence[_Values], itself: _Values) -> None:
+        """What has changed since `groups` and `itself`. The program may have changed the rest meanwhile."""
+        for place, group, before in zip(places, stepper.param_groups, groups, strict=True):
+            self._noted.setdefault(place, {}).update(before.changed(group, but=("params",)))
+        self._noted_of_itself.update(itself.changed(vars(stepper), but=("param_groups", "state")))
 
     def _adopt(self, number: int) -> None:
         if state := self.state_of(number):
             state.update(self._data.adopt(number, state, self._adopted[number]))
+
+
+class _Values:
+    """Values by name, as they are now, to find out later which of them have changed."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._before = {key: (value, _version(value)) for key, value in values.items()}
+
+    def changed(self, values: Mapping[str, Any], *, but: Sequence[str]) -> dict[str, Any]:
+        """Those that are others now, or have been written to, without some."""
+        return {
+            key: value
+            for key, value in values.items()
+            if key not in but
+            and (
+                key not in self._before or self._before[key][0] is not value or self._before[key][1] != _version(value)
+            )
+        }
+
+
+def _version(value: Any) -> int:
+    return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else 0
+
+
+def with_own_tensors(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The same values; of tensors, copies that may be written to."""
+    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in values.items()}
+
+
+def _take_over(values: dict[str, Any], noted: Mapping[str, Any]) -> None:
+    for key, value in noted.items():
+        if isinstance(value, torch.Tensor) and isinstance(values.get(key), torch.Tensor):
+            values[key].copy_(value)  # somebody may have the tensor
+        else:
+            values[key] = value
 
 
 def _as_wide(value: Any, parameter: torch.Tensor) -> Any:

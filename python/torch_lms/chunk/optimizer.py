@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,7 +24,10 @@ from torch_lms.chunk.trials import treats_each_element_alone
 from torch_lms.chunk.updates import Updates
 from torch_lms.errors import ChunkError
 
-__all__ = ["ChunkedOptimizer"]
+__all__ = ["WITHOUT_STATE", "ChunkedOptimizer"]
+
+WITHOUT_STATE = "without_state"
+"""In the groups of sharded states: names of tensors that the optimizer kept nothing for."""
 
 
 @dataclass(eq=False)
@@ -61,6 +64,9 @@ class ChunkedOptimizer(Optimizer):
 
     def __init__(self, inner: Optimizer, data: ModelData, choice: UpdateChoice) -> None:
         self._ready = False
+        self._whole_states: defaultdict[torch.Tensor, Any] | None = defaultdict(
+            dict
+        )  # instead of `state`, while there is none
         self._data = data
         self._choice = choice
         # GradScaler leaves gradients scaled then, and says by how much.
@@ -76,7 +82,22 @@ class ChunkedOptimizer(Optimizer):
         self._under_way: set[int] = set()  # there
         self._updated: set[int] = set()  # in backward, since the last step
         self._group_of: dict[int, _Group] = {}  # by tensor; in their order
+        self._whole_states = None
         self._ready = True
+
+    @property
+    def state(self) -> defaultdict[torch.Tensor, Any]:
+        """What the given optimizer keeps, by parameter, as far as this rank has it; the dictionary is a new one."""
+        if self._whole_states is not None:
+            return self._whole_states
+        self.settle()
+        self._data.settle_masters()
+        kept = self._masters.tensors_with_state()
+        return defaultdict(dict, {self._data.tensors[one].parameter: self._masters.state_of(one) for one in kept})
+
+    @state.setter
+    def state(self, _: Any) -> None:
+        """Optimizers begin with one of their own."""
 
     @property
     def data(self) -> ModelData:
@@ -158,8 +179,12 @@ class ChunkedOptimizer(Optimizer):
         """
         if self._elsewhere is None or (numbers is not None and self._under_way.isdisjoint(numbers)):
             return
+        try:
+            self._elsewhere.wait()
+        except Exception:
+            self._under_way.clear()
+            raise
         self._under_way.clear()
-        self._elsewhere.wait()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """`torch.nn.utils.clip_grad_norm_` of all gradients, wherever they are.
@@ -246,14 +271,15 @@ class ChunkedOptimizer(Optimizer):
         self.settle()
         self._data.settle_masters()
         states = self._masters.whole_states()
+        self._whole_states = defaultdict(dict)
         for group in self.param_groups:
             for parameter in group["params"]:
                 if state := states.get(self._data.numbers[parameter]):
-                    self.state[parameter] = state
+                    self._whole_states[parameter] = state
         try:
             return super().state_dict()
         finally:
-            self.state.clear()
+            self._whole_states = None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes a `state_dict` of this optimizer, or of the given one, whatever its chunks were."""
@@ -266,29 +292,38 @@ class ChunkedOptimizer(Optimizer):
         for tell in self._optimizer_load_state_dict_post_hooks.values():
             tell(self)
 
-    def make_state(self) -> None:
-        """Has the given optimizer keep for each tensor what it would before its first step."""
-        self._masters.make_state()
-
     def own_states(self) -> dict[int, dict[str, tuple[Any, bool]]]:
-        """What this rank has of its state, by tensor and key, and whether it lies in chunks."""
+        """What this rank has of its state, by tensor and key, and whether it lies in chunks.
+
+        For tensors that have none yet: what it may be loaded to.
+        """
+        self.settle()
         self._data.settle_masters()
+        self._masters.expect_states()
         return self._masters.own_states()
+
+    def names_without_state(self) -> set[str]:
+        """The tensors that it has no state for on any rank; every rank must ask for them."""
+        without = {number for number, one in enumerate(self._data.tensors) if one.group is not None}
+        without.difference_update(*self._data.ranks.all_of(self._masters.tensors_with_state()))
+        return {self._data.tensors[number].name for number in without}
 
     @torch.no_grad()
     def take_loaded(self, loaded: dict[str, Any]) -> None:
         """Masters, and what lies in chunks, have been written to: parameters are made from them.
 
         Args:
-            loaded: ``state``, by the tensors' names, and ``param_groups``.
+            loaded: ``state``, by the tensors' names, and ``param_groups``, with the names `WITHOUT_STATE`.
         """
         self.zero_grad()
-        self._masters.take_loaded(loaded["state"])
+        without = {name for group in loaded["param_groups"] for name in group.get(WITHOUT_STATE, ())}
+        self._masters.take_loaded(loaded["state"], without)
         for group, given in zip(self.param_groups, loaded["param_groups"], strict=True):
-            group.update({key: value for key, value in given.items() if key != "params"})
+            group.update({key: value for key, value in given.items() if key not in ("params", WITHOUT_STATE)})
         for number, one in enumerate(self._data.tensors):
             if one.group is not None:
                 self._occupancy.renew(number)
+        self._data.unfilled.clear()
 
     def gradient_ready(self, number: int) -> None:
         """In backward: the last one of a chunk has the chunk updated.

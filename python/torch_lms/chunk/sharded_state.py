@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_lms.chunk.optimizer import ChunkedOptimizer
+from torch_lms.chunk.optimizer import WITHOUT_STATE, ChunkedOptimizer
 from torch_lms.chunk.pieces import PiecesOfTensor
 from torch_lms.errors import ChunkError
 
@@ -40,24 +40,23 @@ class ShardedState:
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint saves, and writes to when it loads.
 
-        An optimizer that has no state yet gets what it would have before its first step.
+        What the optimizer has no state for yet gets what it would have: room to load it to. Groups name it.
         """
-        self._optimizer.settle()
-        self._optimizer.make_state()
+        states, without = self._optimizer.own_states(), self._optimizer.names_without_state()
         data = self._optimizer.data
         model = {}
         for name, value in (*self._model.named_parameters(remove_duplicate=False), *_saved_buffers(self._model)):
             number = data.numbers.get(value) if isinstance(value, nn.Parameter) else None
             model[name] = value.detach() if number is None else self._part_of(number, data.own_tensor(number))
         state = {}
-        for number, values in self._optimizer.own_states().items():
+        for number, values in states.items():
             state[data.tensors[number].name] = {
                 key: self._part_of(number, value) if in_chunks else value for key, (value, in_chunks) in values.items()
             }
-        groups = [
-            {**group, "params": [data.tensors[data.numbers[one]].name for one in group["params"]]}
-            for group in self._optimizer.param_groups
-        ]
+        groups = []
+        for group in self._optimizer.param_groups:
+            names = [data.tensors[data.numbers[one]].name for one in group["params"]]
+            groups.append({**group, "params": names, WITHOUT_STATE: [name for name in names if name in without]})
         return {"model": model, "optimizer": {"state": state, "param_groups": groups}}
 
     @torch.no_grad()

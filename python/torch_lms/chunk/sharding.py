@@ -24,7 +24,7 @@ from typing import Literal
 import torch
 
 from torch_lms._core import core
-from torch_lms.chunk.model_data import ModelData
+from torch_lms.chunk.model_data import ModelData, same_bytes
 from torch_lms.chunk.occupancy import Occupancy
 from torch_lms.chunk.reduction import Reductions
 from torch_lms.chunk.states import TensorState
@@ -35,6 +35,11 @@ __all__ = ["ShardedOccupancy"]
 _NO_GRADIENT = (
     "expected gradients to be used by the optimizer alone, since they are spread over ranks, found that of {name} "
     "being read or written; to clip them call optimizer.clip_grad_norm_(max_norm)"
+)
+
+_WRITTEN = (
+    "expected only the optimizer and load_state_dict to write to parameters that are spread over ranks, found {name} "
+    "{how}; this is undone: write through model.load_state_dict between calls, and leave max_norm of embeddings out"
 )
 
 _Phase = Literal["forward", "backward"]
@@ -113,7 +118,35 @@ class ShardedOccupancy(Occupancy):
         with self._lock:
             self._gather(self._cut_chunks(numbers), "backward" if _in_graph_task() else "forward")
             for number in numbers:
+                if self.states[number] is not TensorState.COMPUTE:
+                    self._versions[number] = self._data.tensors[number].parameter._version
                 self.states.access(number)
+
+    def check_in_place(self, numbers: Iterable[int]) -> None:
+        """Before a unit runs: parameters for whose bytes the program has given others get theirs back.
+
+        Raises:
+            ChunkError: if so.
+        """
+        for number in numbers:
+            one = self._data.tensors[number]
+            cut = self._data.is_cut[self._data.chunk_of(number)]
+            if cut and not same_bytes(one.parameter, self._data.views[number]):
+                one.parameter.data = self._data.views[number]
+                raise ChunkError(
+                    _WRITTEN.format(name=one.name, how="with other bytes, as parameter.data = ... gives it")
+                )
+
+    def check_unwritten(self, numbers: Iterable[int]) -> None:
+        """After it has run: what it has written to its parameters, nobody would keep.
+
+        Raises:
+            ChunkError: if it has.
+        """
+        for number in numbers:
+            one = self._data.tensors[number]
+            if self._data.is_cut[self._data.chunk_of(number)] and one.parameter._version != self._versions[number]:
+                raise ChunkError(_WRITTEN.format(name=one.name, how="written to while its module ran"))
 
     def release(self, numbers: Iterable[int]) -> None:
         """It has run."""
@@ -350,8 +383,8 @@ class ShardedOccupancy(Occupancy):
     def _check_shown(self) -> None:
         for number, one in enumerate(self._data.tensors):
             gradient = one.parameter.grad
-            is_cut = self._data.is_cut[self._data.chunk_of(number)]
-            if is_cut and gradient is not None and gradient is not self._shown.get(number):
+            is_ours = self._data.is_cut[self._data.chunk_of(number)] and one.group is not None
+            if is_ours and gradient is not None and gradient is not self._shown.get(number):
                 raise ChunkError(
                     "expected gradients that backward has made, since they are spread over ranks, found another one "
                     f"of {one.name}; call backward, and leave parameter.grad alone"

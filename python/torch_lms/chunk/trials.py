@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from torch_lms.chunk.masters import with_own_tensors
 from torch_lms.swap.link import wait_for_device
 
 __all__ = ["state_bytes_each", "treats_each_element_alone", "update_seconds"]
@@ -81,7 +82,7 @@ def _steps(
 ) -> dict[torch.Tensor, dict[str, Any]]:
     """The optimizer's state after steps on some tensors; nothing of the optimizer itself changes."""
     tried: Optimizer = object.__new__(type(optimizer))
-    tried.__dict__.update(optimizer.__dict__)
+    vars(tried).update(with_own_tensors(vars(optimizer)))
     group = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
     if "lr" in group:  # a schedule may begin with none, and nothing would move
         group["lr"] = torch.full_like(rate, 1e-2) if isinstance(rate := group["lr"], torch.Tensor) else 1e-2

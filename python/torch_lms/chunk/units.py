@@ -81,6 +81,7 @@ class UnitHooks(ModuleHooks):
         return {module: tuple(numbers) for module, numbers in found.items()}
 
     def _begin(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        self._sharded().check_in_place(self._own.get(module, ()))
         changed = super()._begin(module, arguments, named)
         if numbers := self._own.get(module):
             self._await_backward(numbers, _with_gradients((arguments, named) if changed is None else changed))
@@ -102,12 +103,16 @@ class UnitHooks(ModuleHooks):
                 one.register_hook(came)
 
     def _end(self, module: nn.Module, arguments: Any, named: Any, outputs: Any) -> None:
+        running = self._running()
+        has_run = bool(running) and running[-1][0] is module
         super()._end(module, arguments, named, outputs)
         if numbers := self._own.get(module):
             inputs = {id(one) for one in _with_gradients((arguments, named))}
             for output in _with_gradients(outputs):
                 if id(output) not in inputs:  # whose backward is another unit's
                     output.register_hook(lambda _: self._sharded().backward_begins(numbers))
+            if has_run:
+                self._sharded().check_unwritten(numbers)
 
     def _sharded(self) -> ShardedOccupancy:
         assert isinstance(self._occupancy, ShardedOccupancy)

@@ -19,11 +19,22 @@ from torch_lms.errors import LmsError
 
 __all__ = ["run"]
 
+_STOPPED = 130  # as shells have it for SIGINT
 _COMMANDS = {"explain": run_explain, "partition": run_partition, "plan": run_plan, "profile": run_profile}
 
 
 def run(arguments: Sequence[str] | None) -> int:
     """Runs a command and returns the exit status."""
+    try:
+        return _run_command(arguments)
+    except OSError as error:
+        return _tell(f"expected files that can be read and written, found {error}; name others")
+    except KeyboardInterrupt:
+        _tell("stopped, as asked")
+        return _STOPPED
+
+
+def _run_command(arguments: Sequence[str] | None) -> int:
     parser = make_parser()
     given = parser.parse_args(arguments)
     console = Console()
@@ -52,6 +63,6 @@ def _run(given: argparse.Namespace, parser: argparse.ArgumentParser, console: Co
         parser.error(str(error))
 
 
-def _tell(error: LmsError) -> int:
+def _tell(error: LmsError | str) -> int:
     Console(stderr=True).print(f"torch_lms: {error}", markup=False, highlight=False)
     return 1

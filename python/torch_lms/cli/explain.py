@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from torch_lms.cli.given_model import check_folders
 from torch_lms.cli.plan import add_wishes, plan_under
 from torch_lms.errors import PlanError
 from torch_lms.memory_sizes import parse_bytes
@@ -33,6 +34,7 @@ def run_explain(given: argparse.Namespace, console: Console) -> int:
     Raises:
         LmsError: for a file that is no plan, or a trace without a limit.
     """
+    check_folders(given.output)
     text = read_text(given.file)
     if _is_trace(text):
         if given.limit is None:

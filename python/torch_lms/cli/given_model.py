@@ -5,15 +5,17 @@ from __future__ import annotations
 import argparse
 import importlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from torch_lms.cli.workload import MODELS, Workload
 from torch_lms.errors import ProfileError
 
-__all__ = ["add_model", "given_model", "given_optimizer"]
+__all__ = ["add_model", "check_folders", "device_to_profile", "given_model", "given_optimizer"]
 
 _BATCH = 4
 
@@ -46,8 +48,30 @@ def given_model(given: argparse.Namespace) -> tuple[nn.Module, tuple[Any, ...], 
         ProfileError: if there is no such callable, or it returns something else.
         ValueError: for words that make no sense.
     """
+    _check_device(given.device)
     model, args, kwargs = _load(given.model) if ":" in given.model else _demo(given)
+    if given.device == "meta":
+        model, args, kwargs = model.to("meta"), _on_meta(args), _on_meta(kwargs)
     return model.train(not given.evaluate), args, kwargs
+
+
+def device_to_profile(given: argparse.Namespace) -> str | None:
+    """Where the model goes to be profiled; None if it is to stay where `given_model` has put it."""
+    device: str | None = given.device
+    return device if ":" in given.model and device != "meta" else None
+
+
+def check_folders(*paths: Path | None) -> None:
+    """Before anything runs: whether there are folders for the files that are to be written.
+
+    Raises:
+        ValueError: if not, or one of the files is a folder.
+    """
+    for path in paths:
+        if path is not None and not path.parent.is_dir():
+            raise ValueError(f"expected a folder for {str(path)!r}, found none; create it first")
+        if path is not None and path.is_dir():
+            raise ValueError(f"expected a file to write, found the folder {str(path)!r}; name a file in it")
 
 
 def given_optimizer(given: argparse.Namespace) -> type[torch.optim.Optimizer] | None:
@@ -71,14 +95,25 @@ def given_optimizer(given: argparse.Namespace) -> type[torch.optim.Optimizer] | 
 
 def _demo(given: argparse.Namespace) -> tuple[nn.Module, tuple[Any, ...], Mapping[str, Any]]:
     """A model of the demo and a batch for it."""
-    on_meta = given.device == "meta"
-    device = "cpu" if on_meta else given.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = "cpu" if given.device == "meta" else given.device or ("cuda" if torch.cuda.is_available() else "cpu")
     sizes = {name: getattr(given, name) for name in ("batch", "layers", "width", "heads", "tokens", "image_size")}
     workload = Workload.sized(model=given.model, device=device, steps=1, **sizes)
     batch = workload.build_batches()()
-    model = workload.build_model()
-    target = torch.device("meta" if on_meta else device)
-    return model.to(target), tuple(tensor.to(target) for tensor in batch), {}
+    return workload.build_model(), tuple(tensor.to(device) for tensor in batch), {}
+
+
+def _check_device(device: str | None) -> None:
+    try:
+        torch.empty(0, device=device or "cpu")
+    except (RuntimeError, AssertionError) as error:  # the latter of a PyTorch without CUDA
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"expected a device that is there, found {device!r}: {reason}; name another, as cpu"
+        ) from error
+
+
+def _on_meta(values: Any) -> Any:
+    return tree_map(lambda one: one.to("meta") if isinstance(one, torch.Tensor) else one, values)
 
 
 def _load(place: str) -> tuple[nn.Module, tuple[Any, ...], Mapping[str, Any]]:

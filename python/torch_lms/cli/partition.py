@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
+from torch_lms.cli.given_model import check_folders
 from torch_lms.errors import ProfileError
 from torch_lms.memory_sizes import parse_bytes
 from torch_lms.partition import (
@@ -63,6 +64,7 @@ def run_partition(given: argparse.Namespace, console: Console) -> int:
     Raises:
         LmsError: for a file that is no profile, words that make no sense, or caps that nothing meets.
     """
+    check_folders(given.output, given.json)
     problem = _problem(given)
     find_algorithm(given.algorithm)  # a wrong name is told before anything runs
     comparison = compare(problem) if given.compare or given.output else None
@@ -101,7 +103,9 @@ def _problem(given: argparse.Namespace) -> PartitionProblem:
         for name, cap, speed in zip(names, caps, speeds, strict=True)
     )
     rate = given.link_gb_per_s
-    slow = LinkSpec(bytes_per_us=(rate or 1) * _BYTES_PER_US_OF_GB_PER_S, latency_us=given.link_latency_us)
+    slow = LinkSpec(
+        bytes_per_us=(1.0 if rate is None else rate) * _BYTES_PER_US_OF_GB_PER_S, latency_us=given.link_latency_us
+    )
     return PartitionProblem(
         graph=CostGraph.from_profile(profile),
         devices=devices,
@@ -122,13 +126,14 @@ def _relief(given: argparse.Namespace) -> MemoryRelief:
     if not given.relieve:
         return KEEP_ALL
     rate = given.host_gb_per_s
-    return RecomputeAndSwap(host_link=LinkSpec(bytes_per_us=rate * _BYTES_PER_US_OF_GB_PER_S) if rate else None)
+    link = None if rate is None else LinkSpec(bytes_per_us=rate * _BYTES_PER_US_OF_GB_PER_S)
+    return RecomputeAndSwap(host_link=link)
 
 
 def _read(path: Path) -> Profile:
     try:
         return Profile.load(path)
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise ProfileError(
             f"expected a profile in {path}, found {error}; write one with the profile command"
         ) from error

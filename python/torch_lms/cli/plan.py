@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from torch_lms.cli.given_model import add_model, given_model, given_optimizer
+from torch_lms.cli.given_model import add_model, check_folders, device_to_profile, given_model, given_optimizer
 from torch_lms.fitting import DeviceRates, FitConfig, trace_step
 from torch_lms.memory_sizes import parse_bytes
 from torch_lms.plan import Link, Plan, Trace, least_limit, make_plan
@@ -49,6 +49,7 @@ def run_plan(given: argparse.Namespace, console: Console) -> int:
     """
     if (given.trace is None) == (given.model is None):
         raise ValueError("expected a trace's file or --model, found both or neither; give one of them")
+    check_folders(given.output, given.save_trace)
     limit_bytes = parse_bytes(given.limit)
     trace = Trace.load(given.trace) if given.trace is not None else _traced(given)
     if given.save_trace is not None:
@@ -92,7 +93,7 @@ def _traced(given: argparse.Namespace) -> Trace:
         profile=ProfileConfig(
             warmup_runs=given.warmup,
             timed_runs=given.runs,
-            device=given.device if ":" in given.model else None,
+            device=device_to_profile(given),
             pieces=given.pieces,
             links=False,
         ),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from torch_lms.cli.given_model import add_model, given_model, given_optimizer
+from torch_lms.cli.given_model import add_model, check_folders, device_to_profile, given_model, given_optimizer
 from torch_lms.profile import ProfileConfig, profile
 
 __all__ = ["add_profile", "run_profile"]
@@ -32,12 +32,11 @@ def run_profile(given: argparse.Namespace, console: Console) -> int:
         LmsError: for a model that cannot be found or does not run, or a device that is not there.
         ValueError: for words that make no sense.
     """
-    if given.json is not None and not given.json.parent.is_dir():
-        raise ValueError(f"expected a folder for {str(given.json)!r}, found none; create it first")
+    check_folders(given.json)
     config = ProfileConfig(
         warmup_runs=given.warmup,
         timed_runs=given.runs,
-        device=given.device if ":" in given.model else None,
+        device=device_to_profile(given),
         pieces=given.pieces,
         links=not given.no_links,
     )

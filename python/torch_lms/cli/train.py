@@ -15,6 +15,7 @@ from rich.console import Console
 
 import torch_lms
 from torch_lms.cli.checks import Check, check_runs
+from torch_lms.cli.given_model import check_folders
 from torch_lms.cli.report import RunProgress, check_table, comparison_table, step_table
 from torch_lms.cli.run import Paging, RunResult, run_in_fresh_process
 from torch_lms.cli.timeline import GIB, draw_timelines
@@ -58,9 +59,7 @@ class TrainOptions:
         parse_limits({self.workload.device: GIB})
         if self.output is not None and self.output.suffix not in _PICTURES:
             raise ValueError(f"expected a picture that ends in {', '.join(_PICTURES)}, found {str(self.output)!r}")
-        for path in (self.output, self.json):
-            if path is not None and not path.parent.is_dir():
-                raise ValueError(f"expected a folder for {str(path)!r}, found none; create it first")
+        check_folders(self.output, self.json)
 
 
 def train(options: TrainOptions, console: Console) -> int:

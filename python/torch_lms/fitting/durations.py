@@ -35,7 +35,8 @@ class DeviceRates:
     link: Link
 
     def __post_init__(self) -> None:
-        if min(self.flops_per_us, self.memory_bytes_per_us) <= 0:
+        rates = (self.flops_per_us, self.memory_bytes_per_us, self.link.out_bytes_per_us, self.link.in_bytes_per_us)
+        if not all(0 < rate < float("inf") for rate in rates):
             raise ProfileError(f"expected rates above 0, found {self}; give what the device does in practice")
 
 
