@@ -80,7 +80,7 @@ int64_t pageout(const py::sequence& objects) {
     }
   }
   const PyThreadState* const first = PyInterpreterState_ThreadHead(PyInterpreterState_Get());
-  runtime().observer.note_other_threads(
+  runtime().callbacks.note_other_threads(
       first != PyThreadState_Get() ||
       PyThreadState_Next(const_cast<PyThreadState*>(first)) != nullptr);
   const py::gil_scoped_release no_gil;
@@ -116,7 +116,7 @@ void give_out(const py::sequence& objects) {
   const auto storages = storages_of(objects);
   const py::gil_scoped_release no_gil;
   for (const c10::Storage& storage : storages) {
-    runtime().observer.give_out(*storage.unsafeGetStorageImpl());
+    runtime().addresses.give_out(*storage.unsafeGetStorageImpl());
   }
 }
 
@@ -124,11 +124,11 @@ void give_out(const py::sequence& objects) {
 class HeldStorages {
  public:
   explicit HeldStorages(const std::vector<c10::Storage>& storages) {
-    runtime().observer.hold(storages, held_);
+    runtime().addresses.hold(storages, held_);
   }
   ~HeldStorages() {
     if (!in_forked_child()) {
-      runtime().observer.release(held_);
+      runtime().addresses.release(held_);
     }
   }
   HeldStorages(const HeldStorages&) = delete;
@@ -418,7 +418,7 @@ void bind_automatic_mode(py::module_& module) {
   module.def("discover", [](const py::sequence& objects) {
     const auto storages = storages_of(objects);
     const py::gil_scoped_release no_gil;
-    runtime().observer.discover(storages);
+    runtime().lookup.discover(storages);
   });
   // Who asks for its bytes gets an error with this message, until it is given others (`set_data`).
   module.def("take_bytes", [](const at::Tensor& tensor, const std::string& message) {
@@ -451,7 +451,7 @@ void bind_automatic_mode(py::module_& module) {
   module.def("count_cpu_allocations", [] {
     static_cast<CpuDevice*>(runtime().devices.find(c10::Device(c10::kCPU)))->count();
   });
-  module.def("observing_ops", [] { return runtime().observer.observing(); });
+  module.def("observing_ops", [] { return runtime().callbacks.observing(); });
   module.def("in_forked_child", &in_forked_child);
   module.def("enable_chaos", [](uint64_t seed, int64_t period) {
     Runtime& all = runtime();

@@ -75,9 +75,9 @@ void ManualPaging::note_busy_streams(const std::vector<c10::Storage>& storages) 
 }
 
 int64_t ManualPaging::pageout(const std::vector<c10::Storage>& storages) {
-  observer_.take_back();
+  addresses_.take_back();
   pager_.out_queue().start_actions();
-  const Observer::Request request(observer_);
+  const OpCallbacks::Request request(callbacks_);
   if (request.first()) {
     note_busy_streams(storages);
   }
@@ -106,7 +106,7 @@ int64_t ManualPaging::prefetch(const std::vector<c10::Storage>& storages, bool s
 }
 
 void ManualPaging::pin(const c10::Storage& storage) {
-  observer_.before_raw_access(*storage.unsafeGetStorageImpl());
+  addresses_.before_raw_access(*storage.unsafeGetStorageImpl());
   const EntityPtr entity = pager_.fix(*storage.unsafeGetStorageImpl());
   if (entity == nullptr) {
     return; // Not PyTorch's own memory: it never moves anyway.
@@ -135,19 +135,19 @@ std::string ManualPaging::state(const c10::Storage& storage) {
 }
 
 void ManualPaging::wait_pageouts() {
-  observer_.take_back();
+  addresses_.take_back();
   pager_.wait_pageouts();
-  observer_.stop_if_idle();
+  callbacks_.stop_if_idle();
 }
 
 void ManualPaging::wait_pageins() {
   pager_.wait_pageins();
-  observer_.stop_if_idle();
+  callbacks_.stop_if_idle();
 }
 
 void ManualPaging::pagein_all() {
   pager_.pagein_all();
-  observer_.end_requests();
+  callbacks_.end_requests();
 }
 
 } // namespace torch_lms

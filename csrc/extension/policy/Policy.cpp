@@ -32,17 +32,17 @@ size_t with_small_ones(size_t nbytes) noexcept {
 /// While one lives the op on this thread waits.
 class OpWaits {
  public:
-  OpWaits(OpFeed& feed, Device& device) : feed_(feed), device_(device) {
-    feed_.wait_begins(device_);
+  OpWaits(PolicyListener& listener, Device& device) : listener_(listener), device_(device) {
+    listener_.wait_begins(device_);
   }
   ~OpWaits() {
-    feed_.wait_ends(device_);
+    listener_.wait_ends(device_);
   }
   OpWaits(const OpWaits&) = delete;
   OpWaits& operator=(const OpWaits&) = delete;
 
  private:
-  OpFeed& feed_;
+  PolicyListener& listener_;
   Device& device_;
 };
 
@@ -282,7 +282,7 @@ Room::Answer Policy::make_room(Device& device, size_t nbytes) {
   }
   RECORD_USER_SCOPE("torch_lms::make_room");
   const WithoutGil no_gil;
-  const OpWaits waits(*feed_, device);
+  const OpWaits waits(*listener_, device);
   const Answer answer = wait_for_room(device, nbytes);
   const size_t inputs = this_thread().op_input_bytes;
   if (answer == Answer::kRefuse &&
@@ -376,7 +376,7 @@ void Policy::make_contiguous(Device& device, size_t nbytes) {
   }
   RECORD_USER_SCOPE("torch_lms::make_contiguous");
   const WithoutGil no_gil;
-  const OpWaits waits(*feed_, device);
+  const OpWaits waits(*listener_, device);
   const auto deadline = Clock::now() + options_.patience;
   uint64_t progress = pager_.out_queue().progress();
   for (int tries = 0; tries < options_.contiguous_tries && !device.has_contiguous(nbytes);
@@ -447,7 +447,7 @@ Room::Answer Policy::after_out_of_memory(Device& device, size_t nbytes) {
     return give_way(device, nbytes);
   }
   const WithoutGil no_gil;
-  const OpWaits waits(*feed_, device);
+  const OpWaits waits(*listener_, device);
   pager_.stats().allocation_retries.fetch_add(1, std::memory_order_relaxed);
   placeholders_.release();
   pager_.cancel_prefetches();
@@ -463,11 +463,11 @@ Room::Answer Policy::after_out_of_memory(Device& device, size_t nbytes) {
 }
 
 void Policy::allocation_begins(Device& device) {
-  feed_->wait_begins(device);
+  listener_->wait_begins(device);
 }
 
 void Policy::allocation_ends(Device& device) noexcept {
-  feed_->wait_ends(device);
+  listener_->wait_ends(device);
 }
 
 void Policy::vacate_finished(Device& device) {
@@ -576,7 +576,7 @@ void Policy::after_op(Device* used, bool on_main_thread, bool of_program, bool b
   }
   if (of_program && cycles_.note_phase(backward)) {
     end_cycle();
-    feed_->backward_ended();
+    listener_->backward_ended();
   } else if (
       !cycles_.knows_cycle() &&
       cycles_.now() - cycle_began_.load(std::memory_order_relaxed) > options_.ops_in_cycle) {

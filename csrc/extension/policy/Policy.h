@@ -19,7 +19,7 @@
 
 namespace torch_lms {
 
-/// Who shows ops to the policy (`Observer`).
+/// Who has ops shown to the policy (`OpCallbacks`).
 class OpFeed {
  public:
   virtual ~OpFeed() = default;
@@ -27,6 +27,12 @@ class OpFeed {
   virtual void start() = 0;
   /// Ops need not tell any more.
   virtual void stop() = 0;
+};
+
+/// Who wants to know how the program goes on (`Planning`).
+class PolicyListener {
+ public:
+  virtual ~PolicyListener() = default;
   /// A backward has ended, and something else begun, with an op that has just ended.
   virtual void backward_ended() = 0;
   /// An op that runs on this thread has begun to wait for room, or gone on.
@@ -104,6 +110,9 @@ class Policy final : public Room, public PagerListener {
   /// Set up before anything else is called.
   void set_feed(OpFeed* feed) noexcept {
     feed_ = feed;
+  }
+  void set_listener(PolicyListener* listener) noexcept {
+    listener_ = listener;
   }
 
   /// Begins to keep `device` within `limit_bytes`, or changes the limit. Storages of at least
@@ -228,6 +237,7 @@ class Policy final : public Room, public PagerListener {
 
   Pager& pager_;
   OpFeed* feed_ = nullptr;
+  PolicyListener* listener_ = nullptr;
   const PolicyOptions options_;
   std::atomic<Attention> attention_{Attention::kOff};
   std::atomic<size_t> tracked_from_bytes_{SIZE_MAX};

@@ -282,20 +282,20 @@ bool falls_asleep(const at::Tensor& tensor) {
 TEST(a_program_that_fits_is_not_watched_until_it_grows) {
   const Limited limited(16 * kMiB);
   CHECK(lms().policy.attention() == Attention::kLearning);
-  CHECK(lms().observer.observing());
+  CHECK(lms().callbacks.observing());
   std::vector<at::Tensor> tensors;
   for (int i = 0; i < 4; ++i) {
     tensors.push_back(tensor_of(i, kElements));
   }
   REQUIRE(falls_asleep(tensor_of(0, 1024)));
-  CHECK(!lms().observer.observing());
+  CHECK(!lms().callbacks.observing());
 
   while (lms().policy.attention() == Attention::kAsleep && tensors.size() < 100) {
     tensors.push_back(tensor_of(static_cast<int64_t>(tensors.size()), kElements));
   }
   CHECK(lms().policy.attention() == Attention::kArmed); // by the watermark
   CHECK(allocated() <= limited.limit_bytes);
-  CHECK(lms().observer.observing());
+  CHECK(lms().callbacks.observing());
   CHECK(lms().policy.wants_boundary());
 
   // Nothing goes out before the boundary: the thread may be inside of something that uses anything.
@@ -332,7 +332,7 @@ TEST(a_new_thread_wakes_it) {
   lms().policy.wake();
   CHECK(lms().policy.attention() == Attention::kArmed);
   CHECK(!lms().policy.wants_boundary());
-  CHECK(lms().observer.observing());
+  CHECK(lms().callbacks.observing());
 }
 
 TEST(many_threads_cross_the_watermark_at_once) {

@@ -37,7 +37,7 @@ at::Tensor call_twice(const at::Tensor& tensor) {
 /// Ops are observed from before anything is dropped.
 struct Observed {
   Settled settled;
-  Observer::Request request{lms().observer};
+  OpCallbacks::Request request{lms().callbacks};
 };
 
 int64_t recomputations() {
@@ -422,13 +422,13 @@ TEST(what_nobody_has_observed_for_a_while_is_not_dropped) {
   const at::Tensor input = tensor_of(3);
   Made made;
   {
-    const Observer::Request request{lms().observer};
+    const OpCallbacks::Request request{lms().callbacks};
     made = made_by([&] { return input.mul(5); });
   }
-  lms().observer.stop_if_idle();
-  REQUIRE(!lms().observer.observing());
+  lms().callbacks.stop_if_idle();
+  REQUIRE(!lms().callbacks.observing());
   made.tensor.add_(1);
-  const Observer::Request request{lms().observer};
+  const OpCallbacks::Request request{lms().callbacks};
   CHECK(!made.drop());
   CHECK(holds(made.tensor, 16));
 }

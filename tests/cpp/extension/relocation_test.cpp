@@ -47,7 +47,7 @@ TEST(an_address_that_does_not_suit_is_not_taken) {
 
 TEST(what_is_in_use_or_out_stays_where_it_is) {
   const Settled settled;
-  const Observer::Request request{lms().observer};
+  const OpCallbacks::Request request{lms().callbacks};
   const at::Tensor tensor = tensor_of(3);
   const EntityPtr entity = entity_of_tensor(tensor);
   const void* before = tensor.const_data_ptr();
@@ -63,7 +63,7 @@ TEST(what_is_in_use_or_out_stays_where_it_is) {
 
 TEST(a_dropped_storage_is_made_again_from_one_that_was_relocated) {
   const Settled settled;
-  const Observer::Request request{lms().observer};
+  const OpCallbacks::Request request{lms().callbacks};
   const at::Tensor input = tensor_of(3);
   const Made made = made_by([&] { return input.mul(5); });
   REQUIRE(made.drop());
