@@ -186,13 +186,13 @@ void disable() {
 
 std::string attention() {
   switch (runtime().policy.attention()) {
-    case Policy::Attention::kOff:
+    case Attention::kOff:
       return "off";
-    case Policy::Attention::kLearning:
+    case Attention::kLearning:
       return "learning";
-    case Policy::Attention::kArmed:
+    case Attention::kArmed:
       return "armed";
-    case Policy::Attention::kAsleep:
+    case Attention::kAsleep:
       return "asleep";
   }
   return "unknown";

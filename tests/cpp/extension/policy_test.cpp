@@ -18,8 +18,6 @@
 namespace torch_lms {
 namespace {
 
-using Attention = Policy::Attention;
-
 constexpr size_t kMiB = size_t{1} << 20;
 constexpr int64_t kElements = 32768; // of a tensor of 256 KiB
 constexpr size_t kNbytes = kElements * 8;
