@@ -60,7 +60,7 @@ void GivenAddresses::give(const EntityPtr& entity, const NativeCall& call) {
   entity->device().note_current_stream();
   frame.given_out.push_back({entity, call});
   entity->pin(); // before it comes in: making room for it must not push it out
-  pager_.call_off_pageout(entity);
+  pager_.requests().call_off_pageout(entity);
   if (pager_.use(entity) == Place::kHost) {
     frame.given_out.back().on_host = true;
   }

@@ -107,7 +107,7 @@ bool LargeOps::serve_from_host(Frame& frame, const EntityPtr& entity) {
     entity->unpin();
   }
   const auto deadline = std::chrono::steady_clock::now() + kPatience;
-  bool going = entity->state() == EntityState::kPagedOut || pager_.evict(entity);
+  bool going = entity->state() == EntityState::kPagedOut || pager_.requests().evict(entity);
   uint64_t progress = pager_.out_queue().progress();
   while (going && entity->state() != EntityState::kPagedOut) {
     progress = pager_.out_queue().wait_for_progress(progress, 1000);

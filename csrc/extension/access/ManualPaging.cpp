@@ -57,7 +57,7 @@ void ManualPaging::add(PageoutBatch& batch, const c10::Storage& storage, const E
         storage,
         "it has been pinned (torch_lms.pin, numpy, DLPack, a captured graph, a collective)");
   }
-  if (!entity->keeps_copy() || !pager_.drop_unwritten(entity)) {
+  if (!entity->keeps_copy() || !pager_.requests().drop_unwritten(entity)) {
     batch.add(entity); // or an op is using it: not now
   }
 }
@@ -81,7 +81,7 @@ int64_t ManualPaging::pageout(const std::vector<c10::Storage>& storages) {
   if (request.first()) {
     note_busy_streams(storages);
   }
-  PageoutBatch batch(pager_, /*by_hand=*/true);
+  PageoutBatch batch(pager_.out_queue(), /*by_hand=*/true);
   try {
     for (const c10::Storage& storage : storages) {
       add(batch, storage);
@@ -100,7 +100,7 @@ int64_t ManualPaging::prefetch(const std::vector<c10::Storage>& storages, bool s
   }
   int64_t count = 0;
   for (const c10::Storage& storage : storages) {
-    count += pager_.prefetch(storage) ? 1 : 0;
+    count += pager_.requests().prefetch(storage) ? 1 : 0;
   }
   return count;
 }

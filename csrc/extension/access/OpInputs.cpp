@@ -188,7 +188,7 @@ void use_unsettled(Pager& pager, Pinned& pinned, size_t first, OpKind kind) {
   std::vector<EntityPtr> entities;
   for (size_t i = first; i < pinned.pinned.size(); ++i) {
     entities.push_back(entity_of(pinned.pinned[i]->shared_from_this()));
-    pager.call_off_pageout(entities.back());
+    pager.requests().call_off_pageout(entities.back());
   }
   for (const EntityPtr& entity : entities) {
     if (kind == OpKind::kCollective || entity->device().capturing()) {

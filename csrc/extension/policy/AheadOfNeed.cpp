@@ -91,8 +91,8 @@ void AheadOfNeed::prefetch(Device& device, bool backward) {
   while (occupied < limit &&
          state_.pager.in_queue().pending_bytes() < state_.options.max_prefetch_pending_bytes) {
     const EntityPtr entity = watch.next_prefetch(state_.cycles, horizon, limit - occupied);
-    if (entity == nullptr ||
-        !state_.pager.prefetch_ahead(entity, state_.options.contiguous_reserve * largest)) {
+    if (entity == nullptr || !state_.pager.requests().prefetch_ahead(
+                                 entity, state_.options.contiguous_reserve * largest)) {
       break;
     }
     occupied += entity->nbytes();

@@ -37,7 +37,7 @@ void LargePieces::make_contiguous(Device& device, size_t nbytes) {
     // What is on its way out anyway may be enough.
     while (!device.has_contiguous(nbytes) && Clock::now() < deadline &&
            (pageouts_.wait(&progress, deadline) == Progress::kMoved ||
-            state_.pager.cancel_last_prefetch())) {
+            state_.pager.requests().cancel_last_prefetch())) {
     }
     if (!device.has_contiguous(nbytes) && pageouts_.page_out(device, window.inside) == 0 &&
         !moved) {
@@ -57,7 +57,7 @@ CrowdedWindow LargePieces::crowded_window(Device& device, size_t nbytes) {
 bool LargePieces::move_aside(CrowdedWindow& window) {
   std::vector<EntityPtr>& inside = window.inside;
   const auto last = std::remove_if(inside.begin(), inside.end(), [&](const EntityPtr& entity) {
-    return state_.pager.relocate(
+    return state_.pager.requests().relocate(
         entity, [&](const void* address) { return !window.holds(address); });
   });
   const bool moved = last != inside.end();

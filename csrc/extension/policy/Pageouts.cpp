@@ -29,10 +29,10 @@ size_t Pageouts::page_out(Device& device, const std::vector<EntityPtr>& entities
   }
   size_t nbytes = 0;
   const bool may_drop = !wakefulness_.wants_boundary();
-  PageoutBatch batch(state_.pager);
+  PageoutBatch batch(state_.pager.out_queue());
   try {
     for (const EntityPtr& entity : entities) {
-      if (may_drop && entity->keeps_copy() && state_.pager.drop_unwritten(entity)) {
+      if (may_drop && entity->keeps_copy() && state_.pager.requests().drop_unwritten(entity)) {
         nbytes += entity->nbytes();
       } else {
         batch.add(entity);

@@ -20,7 +20,7 @@ void Policy::enable(Device& device, size_t limit_bytes, size_t min_bytes) {
   }
   tracked_from_bytes_.store(min_bytes, std::memory_order_relaxed);
   wakefulness_.begin();
-  state_.pager.keep_copies(true);
+  state_.pager.kept_copies().keep(true);
   // What is known already, from paging by hand or from the last time.
   state_.pager.table().for_each([&](const EntityPtr& entity) {
     if (entity->gone() || &entity->device() != &device) {
@@ -47,7 +47,7 @@ void Policy::disable() {
   for (DeviceWatch& watch : state_.watches) {
     watch.end();
   }
-  state_.pager.keep_copies(false);
+  state_.pager.kept_copies().keep(false);
   state_.feed->stop();
 }
 

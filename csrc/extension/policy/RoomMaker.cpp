@@ -74,7 +74,7 @@ Room::Answer RoomMaker::wait_for_room(Device& device, size_t nbytes) {
           ? 0
           : std::min(state_.watch_of(device).margin_bytes(), limit - std::min(limit, nbytes));
   pageouts_.forget_errors();
-  state_.pager.cancel_prefetches();
+  state_.pager.requests().cancel_prefetches();
   uint64_t progress = state_.pager.out_queue().progress();
   auto moved = Clock::now();
   for (int failures = 0; Clock::now() < deadline;) {
@@ -89,7 +89,7 @@ Room::Answer RoomMaker::wait_for_room(Device& device, size_t nbytes) {
     const size_t outgoing = queue.waits_for_ops() ? 0 : queue.pending_bytes();
     size_t requested = 0;
     if (outgoing < wanted - limit) {
-      if (state_.placeholders.lend_last() || state_.pager.cancel_last_prefetch()) {
+      if (state_.placeholders.lend_last() || state_.pager.requests().cancel_last_prefetch()) {
         continue;
       }
       requested = pageouts_.request(device, wanted - limit - outgoing);
@@ -128,10 +128,10 @@ Room::Answer RoomMaker::after_out_of_memory(Device& device, size_t nbytes) {
   const OpWaits waits(*state_.listener, device);
   state_.pager.stats().allocation_retries.fetch_add(1, std::memory_order_relaxed);
   state_.placeholders.release();
-  state_.pager.cancel_prefetches();
+  state_.pager.requests().cancel_prefetches();
   const auto deadline = Clock::now() + state_.options.patience;
   uint64_t progress = state_.pager.out_queue().progress();
-  while (state_.pager.cancel_last_prefetch()) {
+  while (state_.pager.requests().cancel_last_prefetch()) {
   }
   const bool requested =
       pageouts_.request(device, nbytes) != 0 || state_.pager.out_queue().pending_bytes() != 0;
@@ -158,7 +158,7 @@ void RoomMaker::vacate_finished(Device& device) {
 void RoomMaker::before_capture() {
   const WithoutGil no_gil;
   state_.placeholders.release();
-  state_.pager.cancel_prefetches();
+  state_.pager.requests().cancel_prefetches();
   state_.pager.wait_pageouts();
   state_.pager.wait_pageins();
 }

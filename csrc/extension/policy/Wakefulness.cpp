@@ -20,7 +20,7 @@ void Wakefulness::end_cycle() {
   if (attention() == Attention::kOff) {
     return;
   }
-  state_.pager.release_copies_of_dead();
+  state_.pager.kept_copies().release_of_dead();
   const bool sleeps = may_sleep();
   note_boundary(); // whatever was running when a cycle began has ended
   cycle_began_.store(state_.cycles.now(), std::memory_order_relaxed);
@@ -51,7 +51,7 @@ bool Wakefulness::may_sleep() {
 void Wakefulness::sleep() {
   attention_.store(Attention::kAsleep);
   // Nobody would notice an op that looks at more than a storage's bytes.
-  state_.pager.keep_copies(false);
+  state_.pager.kept_copies().keep(false);
   state_.pager.devices().for_each([this](Device& device) {
     if (device.limit_bytes() != 0) {
       fill_budget(device, 0);
@@ -74,7 +74,7 @@ void Wakefulness::arm() {
     return;
   }
   attention_.store(Attention::kArmed);
-  state_.pager.keep_copies(true);
+  state_.pager.kept_copies().keep(true);
   eligible_from_.store(UINT64_MAX);
   boundary_thread_.store(OpClock::this_thread());
   boundary_wanted_.store(true, std::memory_order_release);

@@ -176,7 +176,7 @@ TEST(a_prefetch_ahead) {
         REQUIRE(go_out(one.tensor));
       },
       [&] {
-        lms().pager.prefetch_ahead(
+        lms().pager.requests().prefetch_ahead(
             lms().pager.find(*one.tensor.storage().unsafeGetStorageImpl()), 0);
       },
       [&] {
@@ -281,7 +281,7 @@ TEST(a_storage_that_dies_on_the_host) {
 TEST(a_kept_copy_that_is_dropped) {
   const Settled settled;
   OneTensor one;
-  lms().pager.keep_copies(true);
+  lms().pager.kept_copies().keep(true);
   fail_each(
       [&] {
         one.renew();
@@ -293,7 +293,7 @@ TEST(a_kept_copy_that_is_dropped) {
         lms().manual.wait_pageouts();
         one.check();
       });
-  lms().pager.keep_copies(false);
+  lms().pager.kept_copies().keep(false);
 }
 
 TEST(a_drop_and_its_return) {

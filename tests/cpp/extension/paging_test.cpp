@@ -435,10 +435,10 @@ at::Tensor kept_tensor(int64_t value) {
 struct KeepsCopies {
   KeepsCopies() {
     Program::get();
-    lms().pager.keep_copies(true);
+    lms().pager.kept_copies().keep(true);
   }
   ~KeepsCopies() {
-    lms().pager.keep_copies(false);
+    lms().pager.kept_copies().keep(false);
   }
 };
 
@@ -571,12 +571,12 @@ TEST(what_comes_in_is_counted_once) {
   const EntityPtr entity = lms().pager.find(*tensor.storage().unsafeGetStorageImpl());
   const size_t nbytes = entity->nbytes();
   CHECK_EQ(lms().pager.off_device_bytes(), nbytes);
-  REQUIRE(lms().pager.prefetch_ahead(entity, 0));
+  REQUIRE(lms().pager.requests().prefetch_ahead(entity, 0));
   CHECK_EQ(lms().pager.paged_out_bytes(), static_cast<int64_t>(nbytes));
   CHECK_EQ(lms().pager.off_device_bytes(), 0U);
-  REQUIRE(lms().pager.cancel_last_prefetch());
+  REQUIRE(lms().pager.requests().cancel_last_prefetch());
   CHECK_EQ(lms().pager.off_device_bytes(), nbytes);
-  REQUIRE(lms().pager.prefetch_ahead(entity, 0));
+  REQUIRE(lms().pager.requests().prefetch_ahead(entity, 0));
   CHECK(holds(tensor, 3));
   CHECK_EQ(lms().pager.off_device_bytes(), 0U);
 }

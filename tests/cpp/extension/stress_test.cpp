@@ -214,8 +214,8 @@ class Stress {
         return;
       case 10:
         if (random() % 4 == 0) {
-          lms().pager.cancel_prefetches();
-          lms().pager.cancel_last_prefetch();
+          lms().pager.requests().cancel_prefetches();
+          lms().pager.requests().cancel_last_prefetch();
         }
         return;
       case 11:
