@@ -146,7 +146,7 @@ void LargeOps::make_fit(const at::RecordFunction& record, Frame& frame, size_t f
   const MemoryReport held = policy_.report(device);
   const size_t stays = held.fixed_bytes + held.unseen_bytes + held.other_bytes;
   const size_t left = device.limit_bytes() - std::min(device.limit_bytes(), stays);
-  if (input_bytes + made <= left || !policy_.may_vacate()) {
+  if (input_bytes + made <= left || !policy_.wakefulness().may_vacate()) {
     return;
   }
   const WithoutGil no_gil;

@@ -6,6 +6,7 @@
 
 #include <ATen/Parallel.h>
 #include <entity/OpClock.h>
+#include <torch/csrc/autograd/function.h>
 
 #include <extension/access/Storages.h>
 #include <extension/base/Backward.h>
@@ -73,7 +74,7 @@ void Observer::begin(const at::RecordFunction& record) {
   if (op.kind > OpKind::kComposite) {
     begin_op(record, name, frame, op);
   } else if (op.kind == OpKind::kNode) {
-    policy_.note_node_begins();
+    policy_.wakefulness().note_node_begins();
   } else if (op.kind == OpKind::kComposite && pager_.paged_out_storages() != 0) {
     inputs_.bring(record, frame);
   }
@@ -267,7 +268,9 @@ void Observer::note_end(const at::RecordFunction& record, Frame& frame) {
 void Observer::tell_policy(const at::RecordFunction& record, Frame& frame) {
   const bool backward = in_backward();
   if (backward && !policy_.cycles().in_backward()) {
-    program_.note_backward();
+    if (const auto node = torch::autograd::get_current_node()) {
+      program_.note(node->thread_id());
+    }
   }
   const bool on_main_thread = is_on_main_thread(frame);
   const bool of_program = program_.runs(frame, backward);

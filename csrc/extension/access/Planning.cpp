@@ -145,8 +145,8 @@ void Planning::end_cycle() {
     std::lock_guard<SpinLock> finding(finding_);
     may_repeat = finder_.may_repeat();
   }
-  const bool records = wanted && may_repeat && !waiting_ && !on_demand_ &&
-                       policy_.attention() == Attention::kArmed;
+  const bool records =
+      wanted && may_repeat && !waiting_ && !on_demand_ && policy_.attention() == Attention::kArmed;
   policy_.set_planned(executor_.active() && !records);
   if (records) {
     recorder_.begin(*device, [this, device] { return policy_.take_recent_peak(*device); });

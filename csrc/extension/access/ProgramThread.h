@@ -32,8 +32,10 @@ inline bool is_on_main_thread(Frame& frame) {
 /// nothing.
 class ProgramThread {
  public:
-  /// The calling thread runs a backward that is about to be known.
-  void note_backward();
+  /// Besides the main one, by PyTorch's numbers: the one that has made what a backward begins with.
+  void note(uint64_t thread) noexcept {
+    other_.store(thread, std::memory_order_relaxed);
+  }
 
   /// Whether an op of the calling thread, whose frame it is, is the program's.
   bool runs(Frame& frame, bool backward) const {
@@ -42,7 +44,7 @@ class ProgramThread {
   }
 
  private:
-  std::atomic<uint64_t> other_{0}; // besides the main one; by PyTorch's numbers
+  std::atomic<uint64_t> other_{0};
 };
 
 } // namespace torch_lms

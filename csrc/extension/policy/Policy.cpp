@@ -35,7 +35,7 @@ void Policy::enable(Device& device, size_t limit_bytes, size_t min_bytes) {
   device.limit(limit_bytes, room_);
   wakefulness_.learn();
   device.note_busy_streams();
-  if (!wakefulness_.fill_budget(device, 0) && may_vacate()) {
+  if (!wakefulness_.fill_budget(device, 0) && wakefulness_.may_vacate()) {
     const WithoutGil no_gil;
     room_.wait_for_room(device, 0); // what has no room yet may find it at the first op
   }

@@ -68,19 +68,8 @@ class Policy final : public PagerListener {
   /// none. Also such ops make cycles: a program of small tensors has no others.
   /// `on_main_thread`: see Note [Learn, sleep, arm]; `of_program`: see Note [The program's thread].
   void after_op(Device* used, bool on_main_thread, bool of_program, bool backward);
-  /// See `Wakefulness`, as to the next two.
-  void note_boundary() noexcept {
-    wakefulness_.note_boundary();
-  }
-  void note_node_begins() noexcept {
-    wakefulness_.note_node_begins();
-  }
-  bool wants_boundary() const noexcept {
-    return wakefulness_.wants_boundary();
-  }
-  /// A thread has been started: it may run ops.
-  void wake() {
-    wakefulness_.wake();
+  Wakefulness& wakefulness() noexcept {
+    return wakefulness_;
   }
 
   // --- plans ---
@@ -115,10 +104,6 @@ class Policy final : public PagerListener {
 
   MemoryReport report(Device& device) {
     return report_memory(device, state_, wakefulness_);
-  }
-  /// See `Wakefulness`.
-  bool may_vacate() const {
-    return wakefulness_.may_vacate();
   }
 
  private:

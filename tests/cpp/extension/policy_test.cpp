@@ -294,7 +294,7 @@ TEST(a_program_that_fits_is_not_watched_until_it_grows) {
   CHECK(lms().policy.attention() == Attention::kArmed); // by the watermark
   CHECK(allocated() <= limited.limit_bytes);
   CHECK(lms().callbacks.observing());
-  CHECK(lms().policy.wants_boundary());
+  CHECK(lms().policy.wakefulness().wants_boundary());
 
   // Nothing goes out before the boundary: the thread may be inside of something that uses anything.
   {
@@ -308,8 +308,8 @@ TEST(a_program_that_fits_is_not_watched_until_it_grows) {
   }
 
   // From then on what has been used since goes out.
-  lms().policy.note_boundary();
-  CHECK(!lms().policy.wants_boundary());
+  lms().policy.wakefulness().note_boundary();
+  CHECK(!lms().policy.wakefulness().wants_boundary());
   for (size_t i = 0; i < tensors.size(); ++i) {
     REQUIRE(holds(tensors[i], static_cast<int64_t>(i)));
   }
@@ -327,9 +327,9 @@ TEST(a_program_that_fits_is_not_watched_until_it_grows) {
 TEST(a_new_thread_wakes_it) {
   const Limited limited(16 * kMiB);
   REQUIRE(falls_asleep(tensor_of(0, 1024)));
-  lms().policy.wake();
+  lms().policy.wakefulness().wake();
   CHECK(lms().policy.attention() == Attention::kArmed);
-  CHECK(!lms().policy.wants_boundary());
+  CHECK(!lms().policy.wakefulness().wants_boundary());
   CHECK(lms().callbacks.observing());
 }
 
@@ -344,7 +344,7 @@ TEST(many_threads_cross_the_watermark_at_once) {
       }
     });
     CHECK(lms().policy.attention() == Attention::kArmed);
-    lms().policy.note_boundary();
+    lms().policy.wakefulness().note_boundary();
     for (int t = 0; t < 4; ++t) {
       for (int i = 0; i < 13; ++i) {
         CHECK(holds(own[static_cast<size_t>(t)][static_cast<size_t>(i)], 100 * t + i));
