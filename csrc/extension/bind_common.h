@@ -3,12 +3,19 @@
 #include <string>
 
 #include <c10/core/Device.h>
+#include <pybind11/pybind11.h>
+
 #include <entity/Error.h>
 
 #include <extension/Runtime.h>
 #include <extension/base/Fork.h>
 
 namespace torch_lms {
+
+/// Adds the functions that are called with tensors and storages.
+void bind_storages(pybind11::module_& module);
+/// Adds the functions that tell how it stands: counters, memory, attention.
+void bind_reports(pybind11::module_& module);
 
 // What several of the module's functions need. Thread-safe; blocks on nothing but mutexes.
 

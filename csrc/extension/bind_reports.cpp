@@ -1,9 +1,8 @@
-#include <extension/bind_reports.h>
+#include <extension/bind_common.h>
 
 #include <string>
 
 #include <extension/Runtime.h>
-#include <extension/bind_common.h>
 
 namespace py = pybind11;
 

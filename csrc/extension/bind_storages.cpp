@@ -1,4 +1,4 @@
-#include <extension/bind_storages.h>
+#include <extension/bind_common.h>
 
 #include <exception>
 #include <memory>
@@ -14,7 +14,6 @@
 
 #include <extension/Runtime.h>
 #include <extension/base/Compat.h>
-#include <extension/bind_common.h>
 
 namespace py = pybind11;
 

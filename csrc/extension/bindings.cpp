@@ -15,8 +15,6 @@
 #include <extension/bind_common.h>
 #include <extension/bind_exchange.h>
 #include <extension/bind_plans.h>
-#include <extension/bind_reports.h>
-#include <extension/bind_storages.h>
 #include <extension/memory/CpuDevice.h>
 
 namespace py = pybind11;
