@@ -265,12 +265,17 @@ void Observer::note_end(const at::RecordFunction& record, Frame& frame) {
   }
 }
 
+/// In a backward that is about to be known.
+void Observer::note_program_thread() {
+  if (const auto node = torch::autograd::get_current_node()) {
+    program_.note(node->thread_id());
+  }
+}
+
 void Observer::tell_policy(const at::RecordFunction& record, Frame& frame) {
   const bool backward = in_backward();
   if (backward && !policy_.cycles().in_backward()) {
-    if (const auto node = torch::autograd::get_current_node()) {
-      program_.note(node->thread_id());
-    }
+    note_program_thread();
   }
   const bool on_main_thread = is_on_main_thread(frame);
   const bool of_program = program_.runs(frame, backward);

@@ -50,6 +50,7 @@ class Observer {
   void begin_outermost(const at::RecordFunction& record, const char* name, Frame& frame);
   void end(const at::RecordFunction& record);
   void note_end(const at::RecordFunction& record, Frame& frame);
+  void note_program_thread();
   void tell_policy(const at::RecordFunction& record, Frame& frame);
   void note_output(c10::StorageImpl& storage, size_t from_bytes, Frame& frame);
   void note_outputs(const at::RecordFunction& record, Frame& frame);

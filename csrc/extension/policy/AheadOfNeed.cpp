@@ -5,16 +5,6 @@
 
 namespace torch_lms {
 
-void AheadOfNeed::after_op(Device& device, bool backward) {
-  const bool planned = state_.planned.load(std::memory_order_relaxed);
-  if (!planned || state_.gave_way.load(std::memory_order_relaxed)) {
-    page_out(device, backward);
-  }
-  if (!planned) {
-    prefetch(device, backward);
-  }
-}
-
 /// At the end of an op: keeps the high watermark, or follows the plan.
 void AheadOfNeed::page_out(Device& device, bool backward) {
   DeviceWatch& watch = state_.watch_of(device);

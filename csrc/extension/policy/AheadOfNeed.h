@@ -17,7 +17,15 @@ class AheadOfNeed {
 
   /// An op has ended that used entities of a device with a limit, where nothing sleeps or is
   /// captured.
-  void after_op(Device& device, bool backward);
+  void after_op(Device& device, bool backward) {
+    const bool planned = state_.planned.load(std::memory_order_relaxed);
+    if (!planned || state_.gave_way.load(std::memory_order_relaxed)) {
+      page_out(device, backward);
+    }
+    if (!planned) {
+      prefetch(device, backward);
+    }
+  }
 
  private:
   void page_out(Device& device, bool backward);
