@@ -14,14 +14,15 @@ Runtime& Runtime::get() {
 }
 
 Runtime::Runtime() {
-  policy.set_feed(&observer);
+  policy.set_feed(&callbacks);
+  policy.set_listener(&planning);
   static Runtime* all = this;
   ForkWatch watch{};
   watch.visit_pools = [](void (*visit)(HostPool*)) {
     all->devices.for_each([visit](Device& device) { visit(device.pool().get()); });
   };
-  watch.hold_callbacks = [] { all->observer.hold_callbacks(); };
-  watch.release_callbacks = [] { all->observer.release_callbacks(); };
+  watch.hold_callbacks = [] { all->callbacks.hold(); };
+  watch.release_callbacks = [] { all->callbacks.release(); };
   watch_forks(watch);
 }
 
@@ -44,7 +45,7 @@ void Runtime::disable() {
   policy.disable();
   attempt([this] { pager.pagein_all(); });
   policy.track_none(); // not before: ops of other threads have to find what is still out
-  observer.end_requests();
+  callbacks.end_requests();
   if (failed != nullptr) {
     std::rethrow_exception(failed);
   }

@@ -1,8 +1,11 @@
 #pragma once
 
 #include <extension/access/Chaos.h>
+#include <extension/access/EntityLookup.h>
+#include <extension/access/GivenAddresses.h>
 #include <extension/access/ManualPaging.h>
 #include <extension/access/Observer.h>
+#include <extension/access/OpCallbacks.h>
 #include <extension/access/Planning.h>
 #include <extension/access/Recipes.h>
 #include <extension/memory/Devices.h>
@@ -23,8 +26,11 @@ struct Runtime {
   Chaos chaos{pager, recipes};
   Policy policy{pager};
   Planning planning{pager, policy, recipes};
-  Observer observer{pager, policy, recipes, planning, chaos};
-  ManualPaging manual{pager, observer};
+  EntityLookup lookup{pager, policy};
+  GivenAddresses addresses{pager, policy, recipes, planning, lookup};
+  Observer observer{pager, policy, recipes, planning, chaos, addresses, lookup};
+  OpCallbacks callbacks{pager, recipes, &Observer::on_begin, &Observer::on_end};
+  ManualPaging manual{pager, callbacks, addresses};
 
   /// Ends automatic mode: waits, pages everything in, and rethrows what failed on the way.
   void disable();

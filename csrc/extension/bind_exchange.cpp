@@ -49,7 +49,7 @@ int hand_out(void* object, DLManagedTensorVersioned** out) {
 
 int lend(void* object, DLTensor* out) {
   const auto give_out = [](const c10::Storage& storage) {
-    Runtime::get().observer.give_out(*storage.unsafeGetStorageImpl());
+    Runtime::get().addresses.give_out(*storage.unsafeGetStorageImpl());
   };
   return before_access(object, give_out) ? theirs.dltensor_from_py_object_no_sync(object, out) : -1;
 }

@@ -81,10 +81,10 @@ void Chaos::strike(uint64_t period) {
   const EntityPtr& chosen = candidates[(dice >> 8) % candidates.size()];
   const uint64_t progress = pager_.out_queue().progress();
   if ((dice & 3) == 0) {
-    pager_.prefetch_ahead(chosen, 0);
+    pager_.requests().prefetch_ahead(chosen, 0);
   } else if ((dice & 131) == 129) {
-    pager_.relocate(chosen, [](const void*) { return true; });
-  } else if (pager_.evict(chosen) && (dice & 12) != 0) {
+    pager_.requests().relocate(chosen, [](const void*) { return true; });
+  } else if (pager_.requests().evict(chosen) && (dice & 12) != 0) {
     // Most of them are out before the next op; some race with it.
     pager_.out_queue().wait_for_progress(progress, 10000);
     pager_.commit_finished();

@@ -301,7 +301,7 @@ void Executor::prefetch_late() {
       entity = late_.front();
     }
     if (entity->state() == EntityState::kPagedOut && !entity->gone() &&
-        !pager_.prefetch_ahead(entity, 0)) {
+        !pager_.requests().prefetch_ahead(entity, 0)) {
       return; // no room yet
     }
     std::lock_guard<std::mutex> lock(mutex_);
@@ -351,7 +351,7 @@ void Executor::after_op(Frame& frame) {
       }
     }
     for (const EntityPtr& entity : pageouts) {
-      pager_.evict(entity);
+      pager_.requests().evict(entity);
     }
   }
   hold_placeholders(place);

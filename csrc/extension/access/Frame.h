@@ -104,6 +104,17 @@ class UsedDevices {
 struct Pinned {
   std::vector<Entity*> pinned;
   std::vector<Entity*> served; ///< Of these, the ones used in their host copies.
+
+  void release() noexcept {
+    for (Entity* entity : served) {
+      entity->end_service();
+    }
+    for (Entity* entity : pinned) {
+      entity->unpin();
+    }
+    served.clear();
+    pinned.clear();
+  }
 };
 
 /// An entity whose address a thread has been given, and pinned.
@@ -111,6 +122,13 @@ struct GivenOut {
   EntityPtr entity;
   NativeCall call; ///< Who may go on using it: see Note [Functions that call Python].
   bool on_host = false; ///< It is the address of its host copy.
+
+  void take_back() const noexcept {
+    if (on_host) {
+      entity->end_service();
+    }
+    entity->unpin();
+  }
 };
 
 /// What one thread's ops have pinned, and what has been given out to it.
@@ -145,6 +163,23 @@ struct Frame : Pinned {
   KnownShape cycle;
   OpKinds kinds;
   int8_t on_main_thread = -1; ///< -1: not asked yet.
+
+  void take_back_all() noexcept {
+    for (const GivenOut& given : given_out) {
+      given.take_back();
+    }
+    given_out.clear();
+  }
 };
+
+Frame& make_frame(Frame** place);
+
+/// The calling thread's. Blocks on nothing.
+inline Frame& frame_of_thread() {
+  // A plain pointer in the thread's own block is read in one instruction; an object that has
+  // to be constructed and destroyed goes through two calls, and every op comes here twice.
+  static thread_local Frame* frame __attribute__((tls_model("initial-exec"))) = nullptr;
+  return frame != nullptr ? *frame : make_frame(&frame);
+}
 
 } // namespace torch_lms

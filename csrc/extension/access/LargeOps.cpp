@@ -107,7 +107,7 @@ bool LargeOps::serve_from_host(Frame& frame, const EntityPtr& entity) {
     entity->unpin();
   }
   const auto deadline = std::chrono::steady_clock::now() + kPatience;
-  bool going = entity->state() == EntityState::kPagedOut || pager_.evict(entity);
+  bool going = entity->state() == EntityState::kPagedOut || pager_.requests().evict(entity);
   uint64_t progress = pager_.out_queue().progress();
   while (going && entity->state() != EntityState::kPagedOut) {
     progress = pager_.out_queue().wait_for_progress(progress, 1000);
@@ -146,7 +146,7 @@ void LargeOps::make_fit(const at::RecordFunction& record, Frame& frame, size_t f
   const MemoryReport held = policy_.report(device);
   const size_t stays = held.fixed_bytes + held.unseen_bytes + held.other_bytes;
   const size_t left = device.limit_bytes() - std::min(device.limit_bytes(), stays);
-  if (input_bytes + made <= left || !policy_.may_vacate()) {
+  if (input_bytes + made <= left || !policy_.wakefulness().may_vacate()) {
     return;
   }
   const WithoutGil no_gil;

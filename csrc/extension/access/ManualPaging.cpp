@@ -57,7 +57,7 @@ void ManualPaging::add(PageoutBatch& batch, const c10::Storage& storage, const E
         storage,
         "it has been pinned (torch_lms.pin, numpy, DLPack, a captured graph, a collective)");
   }
-  if (!entity->keeps_copy() || !pager_.drop_unwritten(entity)) {
+  if (!entity->keeps_copy() || !pager_.requests().drop_unwritten(entity)) {
     batch.add(entity); // or an op is using it: not now
   }
 }
@@ -75,13 +75,13 @@ void ManualPaging::note_busy_streams(const std::vector<c10::Storage>& storages) 
 }
 
 int64_t ManualPaging::pageout(const std::vector<c10::Storage>& storages) {
-  observer_.take_back();
+  addresses_.take_back();
   pager_.out_queue().start_actions();
-  const Observer::Request request(observer_);
+  const OpCallbacks::Request request(callbacks_);
   if (request.first()) {
     note_busy_streams(storages);
   }
-  PageoutBatch batch(pager_, /*by_hand=*/true);
+  PageoutBatch batch(pager_.out_queue(), /*by_hand=*/true);
   try {
     for (const c10::Storage& storage : storages) {
       add(batch, storage);
@@ -100,13 +100,13 @@ int64_t ManualPaging::prefetch(const std::vector<c10::Storage>& storages, bool s
   }
   int64_t count = 0;
   for (const c10::Storage& storage : storages) {
-    count += pager_.prefetch(storage) ? 1 : 0;
+    count += pager_.requests().prefetch(storage) ? 1 : 0;
   }
   return count;
 }
 
 void ManualPaging::pin(const c10::Storage& storage) {
-  observer_.before_raw_access(*storage.unsafeGetStorageImpl());
+  addresses_.before_raw_access(*storage.unsafeGetStorageImpl());
   const EntityPtr entity = pager_.fix(*storage.unsafeGetStorageImpl());
   if (entity == nullptr) {
     return; // Not PyTorch's own memory: it never moves anyway.
@@ -135,19 +135,19 @@ std::string ManualPaging::state(const c10::Storage& storage) {
 }
 
 void ManualPaging::wait_pageouts() {
-  observer_.take_back();
+  addresses_.take_back();
   pager_.wait_pageouts();
-  observer_.stop_if_idle();
+  callbacks_.stop_if_idle();
 }
 
 void ManualPaging::wait_pageins() {
   pager_.wait_pageins();
-  observer_.stop_if_idle();
+  callbacks_.stop_if_idle();
 }
 
 void ManualPaging::pagein_all() {
   pager_.pagein_all();
-  observer_.end_requests();
+  callbacks_.end_requests();
 }
 
 } // namespace torch_lms

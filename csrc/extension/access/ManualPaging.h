@@ -6,7 +6,8 @@
 
 #include <c10/core/Storage.h>
 
-#include <extension/access/Observer.h>
+#include <extension/access/GivenAddresses.h>
+#include <extension/access/OpCallbacks.h>
 
 namespace torch_lms {
 
@@ -18,7 +19,8 @@ class PageoutBatch;
 /// so; none waits for an op of another thread but where it says so.
 class ManualPaging {
  public:
-  ManualPaging(Pager& pager, Observer& observer) : pager_(pager), observer_(observer) {}
+  ManualPaging(Pager& pager, OpCallbacks& callbacks, GivenAddresses& addresses)
+      : pager_(pager), callbacks_(callbacks), addresses_(addresses) {}
 
   /// Enqueues page-outs and returns how many. Storages that are out already, or on their way,
   /// have no bytes, or are in use by a running op are left alone. Throws PageoutRefused for one
@@ -47,7 +49,8 @@ class ManualPaging {
   void add(PageoutBatch& batch, const c10::Storage& storage, const EntityPtr& entity);
 
   Pager& pager_;
-  Observer& observer_;
+  OpCallbacks& callbacks_;
+  GivenAddresses& addresses_;
 };
 
 } // namespace torch_lms

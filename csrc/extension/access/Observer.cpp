@@ -1,8 +1,7 @@
 #include <extension/access/Observer.h>
 
-#include <algorithm>
-#include <memory>
-#include <thread>
+#include <atomic>
+#include <exception>
 #include <utility>
 
 #include <ATen/Parallel.h>
@@ -10,116 +9,39 @@
 #include <torch/csrc/autograd/function.h>
 
 #include <extension/access/Storages.h>
-#include <extension/access/UnseenOps.h>
 #include <extension/base/Backward.h>
-#include <extension/base/ErrorText.h>
 #include <extension/base/ForeignCall.h>
 #include <extension/base/Fork.h>
-#include <extension/base/Interpreter.h>
 #include <extension/base/ThreadContext.h>
 
 namespace torch_lms {
 namespace {
 
 constexpr uint64_t kOpsBetweenSettles = 8;
-constexpr auto kTimeToLearn = std::chrono::milliseconds(1);
 
 // The callbacks get nothing but the record.
 std::atomic<Observer*> instance{nullptr};
 
-void release_all(Pinned& used) noexcept {
-  for (Entity* entity : used.served) {
-    entity->end_service();
-  }
-  for (Entity* entity : used.pinned) {
-    entity->unpin();
-  }
-  used.served.clear();
-  used.pinned.clear();
-}
-
-void take_back(const GivenOut& given) noexcept {
-  if (given.on_host) {
-    given.entity->end_service();
-  }
-  given.entity->unpin();
-}
-
-void release_given_out(Frame& frame) noexcept {
-  for (const GivenOut& given : frame.given_out) {
-    take_back(given);
-  }
-  frame.given_out.clear();
-}
-
-// A plain pointer in the thread's own block is read in one instruction; an object that has
-// to be constructed and destroyed goes through two calls, and every op comes here twice.
-thread_local Frame* this_frame __attribute__((tls_model("initial-exec"))) = nullptr;
-
-Frame& make_frame() {
-  struct Cleaner {
-    ~Cleaner() {
-      Frame* frame = std::exchange(this_frame, nullptr);
-      if (frame != nullptr && !in_forked_child()) { // The locks that it takes belong to the parent.
-        release_given_out(*frame);
-        delete frame;
-      }
-    }
-  };
-  this_frame = new Frame(); // too large for a thread's own block
-  static thread_local Cleaner cleaner; // ops of later destructors leave their frame behind
-  static_cast<void>(&cleaner);
-  return *this_frame;
-}
-
-Frame& frame_of_thread() {
-  return this_frame != nullptr ? *this_frame : make_frame();
-}
-
-/// Of the outermost op's own inputs, as LargeOps::make_fit counts: one that is given twice once.
-size_t input_bytes_of(const Frame& frame) {
-  size_t nbytes = 0;
-  const auto end = frame.pinned.begin() + static_cast<ptrdiff_t>(frame.inputs);
-  for (auto at = frame.pinned.begin(); at != end; ++at) {
-    const bool first = std::find(frame.pinned.begin(), at, *at) == at;
-    nbytes += first && &(*at)->device() == &frame.pinned.front()->device() ? (*at)->nbytes() : 0;
-  }
-  return nbytes;
-}
-
-bool is_on_main_thread(Frame& frame) {
-  if (frame.on_main_thread < 0) {
-    const auto ask = interpreter().on_main_thread;
-    frame.on_main_thread = ask == nullptr || ask() ? 1 : 0;
-  }
-  return frame.on_main_thread != 0;
-}
-
-/// Note [Threads of libraries]
-/// What the ops of a thread that a C++ library has started make is used outside of ops, too: Gloo's
-/// threads make buffers, and receive into them by their addresses, while the program's ops go on.
-/// So no storage becomes an entity there: it does at its first use by an op of the program's. What
-/// a collective makes inside of itself on the program's thread stays for good, as what it was
-/// given.
-bool on_library_thread() {
-  const auto on_python_thread = interpreter().on_python_thread;
-  return on_python_thread != nullptr && !on_python_thread() && !in_backward();
-}
-
 } // namespace
 
-Observer::Observer(Pager& pager, Policy& policy, Recipes& recipes, Planning& planning, Chaos& chaos)
+Observer::Observer(
+    Pager& pager,
+    Policy& policy,
+    Recipes& recipes,
+    Planning& planning,
+    Chaos& chaos,
+    GivenAddresses& addresses,
+    const EntityLookup& lookup)
     : pager_(pager),
-      policy_(&policy),
+      policy_(policy),
       recipes_(recipes),
       planning_(planning),
       chaos_(chaos),
-      large_ops_(pager, policy) {
+      addresses_(addresses),
+      lookup_(lookup),
+      inputs_(pager, policy, recipes, planning, lookup) {
   instance.store(this, std::memory_order_release);
-  pager_.set_raw_access([this](c10::StorageImpl& storage) { raw_access(storage); });
 }
-
-// --- the callback ---------------------------------------------------------------------
 
 std::unique_ptr<at::ObserverContext> Observer::on_begin(const at::RecordFunction& record) {
   if (!in_forked_child()) {
@@ -152,9 +74,9 @@ void Observer::begin(const at::RecordFunction& record) {
   if (op.kind > OpKind::kComposite) {
     begin_op(record, name, frame, op);
   } else if (op.kind == OpKind::kNode) {
-    policy_->note_node_begins();
+    policy_.wakefulness().note_node_begins();
   } else if (op.kind == OpKind::kComposite && pager_.paged_out_storages() != 0) {
-    bring_inputs(record, frame);
+    inputs_.bring(record, frame);
   }
 }
 
@@ -164,7 +86,7 @@ void Observer::begin_inside(const at::RecordFunction& record, Frame& frame) {
   OpTraits op = frame.kinds.of(record, record.name());
   if (op.kind > OpKind::kComposite) {
     op.kind = frame.collective ? OpKind::kCollective : op.kind;
-    pin_inputs(record, frame, op);
+    inputs_.pin(record, frame, op);
   }
 }
 
@@ -183,10 +105,10 @@ C10_ALWAYS_INLINE void Observer::begin_op(
   bool all = true;
   try {
     begin_outermost(record, name, frame);
-    all = pin_inputs(record, frame, op);
+    all = inputs_.pin(record, frame, op);
     frame.inputs = frame.pinned.size();
   } catch (const std::exception& error) { // PyTorch logs it, and runs the op
-    refuse_dropped(record, error);
+    inputs_.refuse_dropped(record, error);
     throw;
   }
   if (!all && !frame.holding) {
@@ -201,23 +123,11 @@ void Observer::tell_begin(const at::RecordFunction& record, Frame& frame) {
   if (at::in_parallel_region()) { // a kernel's own threads: part of another op
     frame.inside_kernel = true;
   } else if (planning_.wants_ops()) {
-    if (is_on_main_thread(frame) || in_program(frame, in_backward())) {
+    if (is_on_main_thread(frame) || program_.runs(frame, in_backward())) {
       planning_.begin_op(record, frame);
     }
   } else if (frame.sealed && chaos_.wants_recipe()) {
     frame.recipe = recipes_.capture(record);
-  }
-}
-
-/// What is dropped has no host copy that an op could work on instead.
-void Observer::refuse_dropped(const at::RecordFunction& record, const std::exception& error) {
-  for (const c10::IValue& value : inputs_of(record)) {
-    visit_storages(value, [&](c10::StorageImpl& storage) {
-      const EntityPtr entity = has_bytes(storage) ? pager_.find(storage) : nullptr;
-      if (entity != nullptr && entity->state() == EntityState::kDropped) {
-        entity->refuse(text_of(error));
-      }
-    });
   }
 }
 
@@ -226,14 +136,14 @@ C10_ALWAYS_INLINE void Observer::begin_outermost(
     const char* name,
     Frame& frame) {
   OpClock::get().begin_op();
-  frame.timed = policy_->enabled();
+  frame.timed = policy_.enabled();
   if (frame.timed) {
-    frame.now = policy_->cycles().next_op();
+    frame.now = policy_.cycles().next_op();
     frame.used.clear();
   }
   frame.told = frame.timed || planning_.wants_ops() || chaos_.wants_recipe();
   if (!frame.given_out.empty() && !in_foreign_call()) {
-    take_back_returned(frame);
+    addresses_.take_back_returned(frame);
   }
   // It asks the device, and nobody waits for what it forgets but who wants ops unobserved again.
   if (pager_.arrivals().any() && (!frame.timed || frame.now % kOpsBetweenSettles == 0)) {
@@ -248,231 +158,23 @@ C10_ALWAYS_INLINE void Observer::begin_outermost(
   this_thread().op_name = name;
 }
 
-/// In a backward that is about to be known.
-void Observer::note_program_thread() {
-  const auto node = torch::autograd::get_current_node();
-  if (node != nullptr) {
-    program_thread_.store(node->thread_id(), std::memory_order_relaxed);
-  }
-}
-
-bool Observer::in_program(Frame& frame, bool backward) const {
-  return is_on_main_thread(frame) || backward ||
-         program_thread_.load(std::memory_order_relaxed) == at::RecordFunction::currentThreadId();
-}
-
-/// The size from which on a storage may be an entity. To be asked for by an op that has published
-/// its tick: what becomes an entity by hand after the answer is later than that. See Note [Who may
-/// still use a storage].
-inline size_t Observer::looked_for_from_bytes() const noexcept {
-  return pager_.tracks_by_hand() ? 0 : policy_->tracked_from_bytes();
-}
-
-Entity* Observer::find(c10::StorageImpl& storage, Frame& frame) {
-  const size_t nbytes = bytes_of(storage);
-  return nbytes >= looked_for_from_bytes() ? find_sized(storage, nbytes, frame) : nullptr;
-}
-
-/// Of a storage that is as large as what ops look for.
-C10_ALWAYS_INLINE Entity* Observer::find_sized(
-    c10::StorageImpl& storage,
-    size_t nbytes,
-    Frame& frame) {
-  if (!policy_->tracks(nbytes)) {
-    return frame.recent.find(storage, nbytes, pager_);
-  }
-  return frame.recent.find_or_track(
-      storage, nbytes, [&] { return find_or_track(storage, /*by_hand=*/false); });
-}
-
-EntityPtr Observer::find_or_track(c10::StorageImpl& storage, bool by_hand) {
-  return on_library_thread() ? pager_.find(storage) : pager_.find_or_track(storage, by_hand);
-}
-
-/// What `pin_inputs` knows, and finds on its way.
-struct Observer::Pinning {
-  size_t from_bytes; // what ops look for
-  bool any_recipes;
-  bool settled = true;
-  bool written = false; // the argument
-  Device* noted = nullptr; // whose stream has been noted
-  c10::Device noted_as = c10::kCPU;
-  Device* asked = nullptr; // whether it captures
-  size_t input_bytes = 0;
-};
-
-/// Also for what is no entity yet: if it is paged out next, this op comes first.
-void Observer::note_stream(c10::Device as, Pinning& pinning) {
-  Device* device = pager_.devices().known(as);
-  if (device != nullptr && device != pinning.noted) {
-    device->note_current_stream();
-    pinning.noted = device;
-    pinning.noted_as = as;
-  }
-}
-
-/// The storage is as large as what ops look for.
-void Observer::pin_input(c10::StorageImpl& storage, size_t nbytes, Frame& frame, Pinning& pinning) {
-  Entity* entity = find_sized(storage, nbytes, frame);
-  if (entity == nullptr) {
-    return;
-  }
-  frame.pinned.push_back(entity);
-  const bool resident = entity->pin_settled();
-  pinning.settled = pinning.settled && resident;
-  if (&entity->device() != pinning.asked) {
-    pinning.asked = &entity->device();
-    pinning.settled = pinning.settled && !pinning.asked->capturing();
-    frame.used.add(pinning.asked);
-  }
-  if (pinning.written && (!resident || entity->keeps_copy())) {
-    frame.written.push_back(entity);
-  }
-  if (frame.timed) {
-    pinning.input_bytes += entity->uses.last() != frame.now ? entity->nbytes() : 0;
-    entity->uses.record(frame.now, policy_->cycles().shape(frame.cycle));
-  }
-  if (planning_.recording()) {
-    frame.wrote.push_back(pinning.written);
-  }
-}
-
-/// What is too small to be looked for costs a comparison.
-C10_ALWAYS_INLINE void Observer::look_at_input(
-    c10::StorageImpl& storage,
-    Frame& frame,
-    Pinning& pinning) {
-  const c10::Device device = storage.device();
-  if (device.type() == c10::kCUDA) {
-    if (pinning.noted_as != device) {
-      note_stream(device, pinning);
-    }
-  } else if (device.type() != c10::kCPU) {
-    return;
-  }
-  if (pinning.written && pinning.any_recipes) {
-    recipes_.before_write(storage);
-  }
-  const size_t nbytes = bytes_of(storage);
-  if (nbytes >= pinning.from_bytes) {
-    pin_input(storage, nbytes, frame, pinning);
-  }
-}
-
-/// False if not all of the inputs could be seen.
-bool Observer::pin_inputs(const at::RecordFunction& record, Frame& frame, const OpTraits& op) {
-  const size_t first = frame.pinned.size();
-  Pinning pinning{looked_for_from_bytes(), recipes_.any()};
-  pinning.settled = op.kind != OpKind::kCollective && op.kind != OpKind::kInspecting;
-  bool all = true;
-  size_t argument = 0;
-  for (const c10::IValue& value : inputs_of(record, op.arguments)) {
-    pinning.written = op.writes(argument++);
-    if (c10::StorageImpl* storage = only_storage_of(value)) {
-      look_at_input(*storage, frame, pinning);
-    } else if (!value.isNone()) {
-      all = visit_storages(
-                value, [&](c10::StorageImpl& part) { look_at_input(part, frame, pinning); }) &&
-            all;
-    }
-  }
-  if (frame.pinned.size() != first) {
-    settle_pinned(record, frame, op.kind, first, all, pinning);
-    for (size_t i = first; op.takes_addresses && i < frame.pinned.size(); ++i) {
-      frame.kept_watch.add(*frame.pinned[i]);
-    }
-  }
-  return all;
-}
-
-/// What has been pinned from `first` on: there is something.
-C10_ALWAYS_INLINE void Observer::settle_pinned(
-    const at::RecordFunction& record,
-    Frame& frame,
-    OpKind kind,
-    size_t first,
-    bool all,
-    Pinning& pinning) {
-  size_t input_bytes = pinning.input_bytes;
-  if (input_bytes != 0 && all &&
-      large_ops_.worth_looking(frame.pinned[first]->device(), input_bytes)) {
-    large_ops_.make_fit(record, frame, first);
-  }
-  if (!pinning.settled) {
-    use_unsettled(frame, first, kind);
-  }
-  if (!frame.written.empty()) {
-    for (Entity* entity : frame.written) { // also those that have just come in
-      if (entity->keeps_copy()) {
-        entity->release_copy();
-      }
-    }
-    frame.written.clear();
-  }
-  for (const Entity* entity : frame.served) {
-    input_bytes -= std::min(input_bytes, entity->nbytes());
-  }
-  this_thread().op_input_bytes += input_bytes; // that lie on the device
-}
-
-void Observer::bring_inputs(const at::RecordFunction& record, Frame& frame) {
-  for (const c10::IValue& value : inputs_of(record)) {
-    visit_storages(value, [&](c10::StorageImpl& storage) {
-      const c10::DeviceType type = storage.device_type();
-      Entity* entity = type == c10::kCPU || type == c10::kCUDA ? find(storage, frame) : nullptr;
-      if (entity != nullptr && !entity->pin_settled()) {
-        if (pager_.use(entity_of(entity->shared_from_this())) == Place::kHost) {
-          entity->end_service();
-        }
-      }
-      if (entity != nullptr) {
-        entity->unpin();
-      }
-    });
-  }
-}
-
-/// All inputs are pinned by now, so that making room for one does not push another out. Calls
-/// their page-outs off, which could not be committed now, and making room would wait for them;
-/// then pages in.
-void Observer::use_unsettled(Pinned& frame, size_t first, OpKind kind) {
-  std::vector<EntityPtr> entities;
-  for (size_t i = first; i < frame.pinned.size(); ++i) {
-    entities.push_back(entity_of(frame.pinned[i]->shared_from_this()));
-    pager_.call_off_pageout(entities.back());
-  }
-  for (const EntityPtr& entity : entities) {
-    if (kind == OpKind::kCollective || entity->device().capturing()) {
-      entity->fix();
-    }
-    const bool served =
-        std::find(frame.served.begin(), frame.served.end(), entity.get()) != frame.served.end();
-    if (!served && pager_.use(entity) == Place::kHost) {
-      frame.served.push_back(entity.get());
-    }
-    if (kind == OpKind::kInspecting) {
-      entity->stop_watching();
-    }
-  }
-}
-
 C10_ALWAYS_INLINE void Observer::note_output(
     c10::StorageImpl& storage,
     size_t from_bytes,
     Frame& frame) {
   const size_t nbytes = bytes_of(storage);
-  Entity* entity = nbytes >= from_bytes ? find_sized(storage, nbytes, frame) : nullptr;
+  Entity* entity = nbytes >= from_bytes ? lookup_.find_sized(storage, nbytes, frame) : nullptr;
   if (entity != nullptr && frame.timed && entity->uses.last() != frame.now) {
-    entity->uses.record(frame.now, policy_->cycles().shape(frame.cycle));
+    entity->uses.record(frame.now, policy_.cycles().shape(frame.cycle));
   }
   if (entity != nullptr && frame.makes_empty) { // see Note [Functions that call Python]
-    give(entity_of(entity->shared_from_this()), innermost_call());
+    addresses_.give(entity_of(entity->shared_from_this()), innermost_call());
   }
 }
 
 /// What an op makes is known from then on; what it has got is known already.
 void Observer::note_outputs(const at::RecordFunction& record, Frame& frame) {
-  const size_t from_bytes = frame.timed ? looked_for_from_bytes() : policy_->tracked_from_bytes();
+  const size_t from_bytes = frame.timed ? lookup_.from_bytes() : policy_.tracked_from_bytes();
   for (const c10::IValue& value : outputs_of(record)) {
     if (c10::StorageImpl* storage = only_storage_of(value)) {
       note_output(*storage, from_bytes, frame);
@@ -480,18 +182,6 @@ void Observer::note_outputs(const at::RecordFunction& record, Frame& frame) {
       visit_storages(value, [&](c10::StorageImpl& part) { note_output(part, from_bytes, frame); });
     }
   }
-}
-
-void Observer::wait_begins(Device& device) {
-  planning_.wait_begins(device);
-}
-
-void Observer::wait_ends(Device& device) noexcept {
-  planning_.wait_ends(device);
-}
-
-void Observer::backward_ended() {
-  planning_.backward_ended();
 }
 
 void Observer::note_recipe(const at::RecordFunction& record, Frame& frame) {
@@ -502,7 +192,7 @@ void Observer::note_recipe(const at::RecordFunction& record, Frame& frame) {
   }
   const std::vector<c10::StorageImpl*> storages = recipes_.note_made(recipe, made);
   for (size_t i = 0; i < storages.size(); ++i) {
-    Entity* entity = storages[i] != nullptr ? find(*storages[i], frame) : nullptr;
+    Entity* entity = storages[i] != nullptr ? lookup_.find(*storages[i], frame) : nullptr;
     if (entity != nullptr) {
       chaos_.note_made(entity_of(entity->shared_from_this()), recipe, i);
     }
@@ -516,7 +206,7 @@ C10_ALWAYS_INLINE void Observer::release_pinned(Frame& frame) noexcept {
   context.op_input_bytes = 0;
   if (!frame.pinned.empty()) {
     frame.kept_watch.end();
-    release_all(frame);
+    frame.release();
     frame.inputs = 0;
     frame.written.clear();
     frame.wrote.clear();
@@ -571,226 +261,31 @@ void Observer::note_end(const at::RecordFunction& record, Frame& frame) {
     note_recipe(record, frame);
   }
   if (std::exchange(this_thread().op_refused, false)) {
-    large_ops_.note_refused(record, frame.timed ? input_bytes_of(frame) : 0);
+    inputs_.note_refused(record, frame);
+  }
+}
+
+/// In a backward that is about to be known.
+void Observer::note_program_thread() {
+  if (const auto node = torch::autograd::get_current_node()) {
+    program_.note(node->thread_id());
   }
 }
 
 void Observer::tell_policy(const at::RecordFunction& record, Frame& frame) {
   const bool backward = in_backward();
-  if (backward && !policy_->cycles().in_backward()) {
+  if (backward && !policy_.cycles().in_backward()) {
     note_program_thread();
   }
   const bool on_main_thread = is_on_main_thread(frame);
-  const bool of_program = in_program(frame, backward);
-  policy_->after_op(frame.used.first(), on_main_thread, of_program, backward);
+  const bool of_program = program_.runs(frame, backward);
+  policy_.after_op(frame.used.first(), on_main_thread, of_program, backward);
   if (frame.used.second() != nullptr) {
-    policy_->after_op(frame.used.second(), on_main_thread, of_program, backward);
+    policy_.after_op(frame.used.second(), on_main_thread, of_program, backward);
   }
   if (of_program) {
     planning_.note_op(record);
   }
-}
-
-// --- addresses that are given out -------------------------------------------------------
-
-void Observer::give_out(c10::StorageImpl& storage) {
-  if (!note_access_in_op(storage)) {
-    lend(storage, {});
-  }
-}
-
-/// Somebody takes the address of a watched storage to write to it.
-void Observer::raw_access(c10::StorageImpl& storage) {
-  if (!note_access_in_op(storage)) {
-    lend(storage, innermost_call());
-  }
-}
-
-/// False unless an op's kernel takes the address of what the op has pinned, and may write to it.
-bool Observer::note_access_in_op(c10::StorageImpl& storage) {
-  if (this_thread().replaying) {
-    return true;
-  }
-  Frame& frame = frame_of_thread();
-  const EntityPtr entity = has_bytes(storage) ? pager_.find(storage) : nullptr;
-  if (entity == nullptr ||
-      std::find(frame.pinned.begin(), frame.pinned.end(), entity.get()) == frame.pinned.end()) {
-    return false;
-  }
-  if (!frame.kept_watch.holds(*entity)) {
-    entity->release_copy();
-  }
-  return true;
-}
-
-/// Also of a storage that no op has shown yet: another thread may page it out.
-EntityPtr Observer::entity_for_address(c10::StorageImpl& storage) {
-  const bool tracked = has_bytes(storage) && policy_->tracks(storage.nbytes());
-  return tracked || (has_bytes(storage) && pager_.tracks_by_hand())
-             ? find_or_track(storage, /*by_hand=*/!tracked)
-             : nullptr;
-}
-
-void Observer::lend(c10::StorageImpl& storage, const NativeCall& call) {
-  before_raw_access(storage);
-  if (const EntityPtr entity = entity_for_address(storage)) {
-    planning_.note_raw_access(entity);
-    give(entity, call);
-  }
-}
-
-void Observer::give(const EntityPtr& entity, const NativeCall& call) {
-  Frame& frame = frame_of_thread();
-  entity->device().note_current_stream();
-  frame.given_out.push_back({entity, call});
-  entity->pin(); // before it comes in: making room for it must not push it out
-  pager_.call_off_pageout(entity);
-  if (pager_.use(entity) == Place::kHost) {
-    frame.given_out.back().on_host = true;
-  }
-  entity->uses.record(policy_->cycles().now(), policy_->cycles().shape());
-  entity->release_copy();
-}
-
-void Observer::take_back() {
-  release_given_out(frame_of_thread());
-}
-
-/// See Note [Functions that call Python].
-void Observer::take_back_returned(Frame& frame) {
-  const auto goes_on = [](const GivenOut& given) { return waits_for_python(given.call); };
-  const auto returned =
-      std::stable_partition(frame.given_out.begin(), frame.given_out.end(), goes_on);
-  std::for_each(returned, frame.given_out.end(), &torch_lms::take_back);
-  frame.given_out.erase(returned, frame.given_out.end());
-}
-
-void Observer::discover(const std::vector<c10::Storage>& storages) {
-  Frame& frame = frame_of_thread();
-  for (const c10::Storage& storage : storages) {
-    find(*storage.unsafeGetStorageImpl(), frame);
-  }
-}
-
-void Observer::hold(const std::vector<c10::Storage>& storages, Pinned& held) {
-  for (const c10::Storage& storage : storages) {
-    if (const EntityPtr entity = entity_for_address(*storage.unsafeGetStorageImpl())) {
-      held.pinned.push_back(entity.get());
-      entity->pin();
-      entity->uses.record(policy_->cycles().now(), policy_->cycles().shape());
-      entity->device().note_current_stream();
-    }
-  }
-  use_unsettled(held, 0, OpKind::kSealed);
-  for (Entity* entity : held.pinned) {
-    entity->release_copy(); // what such kernels write is not known
-  }
-  for (const c10::Storage& storage : storages) {
-    recipes_.before_write(*storage.unsafeGetStorageImpl());
-  }
-}
-
-void Observer::release(Pinned& held) {
-  release_all(held);
-}
-
-// --- when ops are observed ----------------------------------------------------------------
-
-/// Under the mutex. The new callback is there before the old one goes: no op gets by between.
-void Observer::install(bool outputs) {
-  const at::CallbackHandle before = handle_;
-  handle_ = at::addGlobalCallback(
-      at::RecordFunctionCallback(&on_begin, &on_end)
-          .needsInputs(true)
-          .needsOutputs(outputs)
-          .scopes({at::RecordScope::FUNCTION}));
-  changed_at_ = std::chrono::steady_clock::now();
-  outputs_ = outputs;
-  installed_.store(true, std::memory_order_release);
-  if (before != at::INVALID_CALLBACK_HANDLE) {
-    at::removeCallback(before);
-    changed_at_ = std::chrono::steady_clock::now();
-  }
-}
-
-void Observer::uninstall() {
-  at::removeCallback(handle_);
-  changed_at_ = std::chrono::steady_clock::now();
-  handle_ = at::INVALID_CALLBACK_HANDLE;
-  installed_.store(false, std::memory_order_release);
-  recipes_.forget();
-}
-
-bool Observer::wanted() const {
-  return fed_ || requests_.load() != 0 || pager_.active() || (requested_ && other_threads_);
-}
-
-void Observer::end_requests() {
-  requested_ = false;
-  stop_if_idle();
-}
-
-void Observer::start() {
-  std::lock_guard<std::mutex> lock(mutex_);
-  fed_ = true;
-  if (!observing() || !outputs_) {
-    install(/*outputs=*/true);
-  }
-  pager_.note_all_ops_observed();
-}
-
-void Observer::stop() {
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    fed_ = false;
-    if (observing() && outputs_ && wanted()) {
-      install(/*outputs=*/false); // for what is still out
-    }
-  }
-  stop_if_idle();
-}
-
-void Observer::stop_if_idle() {
-  if (!observing() || wanted()) {
-    return;
-  }
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (observing() && !wanted()) {
-    uninstall();
-  }
-}
-
-void Observer::hold_callbacks() {
-  mutex_.lock();
-  std::this_thread::sleep_until(changed_at_ + kTimeToLearn);
-  at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION); // as an op does
-  at::hasGlobalCallbacks(); // takes PyTorch's lock: nobody else has it then
-}
-
-void Observer::release_callbacks() {
-  mutex_.unlock();
-}
-
-Observer::Request::Request(Observer& observer) : observer_(observer) {
-  observer_.requests_.fetch_add(1);
-  try {
-    std::lock_guard<std::mutex> lock(observer_.mutex_);
-    first_ = !observer_.observing();
-    if (first_) {
-      observer_.install(/*outputs=*/false);
-    }
-  } catch (...) {
-    observer_.requests_.fetch_sub(1);
-    throw;
-  }
-  observer_.requested_ = true;
-  if (first_ && observer_.other_threads_) {
-    wait_for_unseen_ops();
-  }
-}
-
-Observer::Request::~Request() {
-  observer_.requests_.fetch_sub(1);
 }
 
 } // namespace torch_lms

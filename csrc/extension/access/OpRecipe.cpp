@@ -1,7 +1,6 @@
 #include <extension/access/OpRecipe.h>
 
 #include <algorithm>
-#include <array>
 #include <cstring>
 #include <utility>
 
@@ -12,70 +11,11 @@
 #include <c10/util/hash.h>
 
 #include <extension/access/BelowAutograd.h>
+#include <extension/access/RepeatableOps.h>
 #include <extension/base/ThreadContext.h>
 
 namespace torch_lms {
 namespace {
-
-/// Ops whose results are not set by their inputs, though nothing in their schema says so: they
-/// leave memory as they found it, update running statistics, or keep a state of their own.
-/// `is_batch_norm` is an exception.
-constexpr std::array<const char*, 7> kUnsettled =
-    {"empty", "batch_norm", "rnn", "lstm", "gru", "resize", "fused_moving_avg"};
-
-constexpr const char* kDropout = "dropout_p";
-constexpr const char* kNativeDropout = "aten::native_dropout"; // what it makes: an output, a mask
-
-bool is_attention(const std::string& name) {
-  return name.find("attention") != std::string::npos;
-}
-
-bool is_batch_norm(const std::string& name) {
-  return name == "aten::native_batch_norm" || name == "aten::cudnn_batch_norm";
-}
-
-/// Whether the op updates running statistics, which none of its results depends on then.
-bool updates_statistics(const c10::FunctionSchema& schema, Values values) {
-  if (!is_batch_norm(schema.name())) {
-    return false;
-  }
-  const auto training = schema.argumentIndexWithName("training");
-  return training.has_value() && values[static_cast<size_t>(*training)].toBool();
-}
-
-/// What batch norm that trains is given for an argument when it is run again.
-c10::IValue without_statistics(const std::string& argument, const c10::IValue& value) {
-  if (argument == "running_mean" || argument == "running_var") {
-    return c10::IValue();
-  }
-  // It may be another in each step.
-  return argument == "momentum" || argument == "exponential_average_factor" ? c10::IValue(0.0)
-                                                                            : value;
-}
-
-/// Whether the op writes to one tensor and returns it, and does nothing else with its arguments.
-bool overwrites_one(const c10::OperatorHandle& op) {
-  const c10::FunctionSchema& schema = op.schema();
-  int64_t aliased = 0;
-  for (const c10::Argument& argument : schema.arguments()) {
-    if (argument.alias_info() != nullptr) {
-      const bool in_place = argument.alias_info()->isWrite() && !argument.is_out() &&
-                            *argument.type() == *c10::TensorType::get();
-      aliased += in_place ? 1 : 2;
-    }
-  }
-  return aliased == 1 && schema.returns().size() == 1 &&
-         schema.returns()[0].alias_info() != nullptr && !op.hasTag(at::Tag::inplace_view);
-}
-
-bool has_argument(const c10::FunctionSchema& schema, const char* name) {
-  for (const c10::Argument& argument : schema.arguments()) {
-    if (argument.name() == name) {
-      return true;
-    }
-  }
-  return false;
-}
 
 bool is_plain(const at::TensorImpl& tensor) {
   const auto functionality =
@@ -154,37 +94,10 @@ uint64_t next_id() {
 
 OpRecipe::OpRecipe(const c10::OperatorHandle& op) : id_(next_id()), op_(op) {}
 
-bool OpRecipe::possible(const c10::OperatorHandle& op) {
-  const c10::FunctionSchema& schema = op.schema();
-  const std::string& name = schema.name();
-  if (name.rfind("aten::", 0) != 0 || schema.returns().empty()) {
-    return false;
-  }
-  const bool aliases = std::any_of(
-      schema.arguments().begin(), schema.arguments().end(), [](const c10::Argument& argument) {
-        return argument.alias_info() != nullptr;
-      });
-  if (aliases && !overwrites_one(op)) {
-    return false;
-  }
-  if (is_batch_norm(name)) {
-    return true;
-  }
-  for (const char* unsettled : kUnsettled) {
-    if (name.find(unsettled) != std::string::npos) {
-      return false;
-    }
-  }
-  if (op.hasTag(at::Tag::nondeterministic_seeded)) {
-    return name == kNativeDropout || (is_attention(name) && has_argument(schema, kDropout));
-  }
-  return true;
-}
-
 std::shared_ptr<OpRecipe> OpRecipe::capture(const at::RecordFunction& record) {
   const auto name = record.operator_name();
   const auto op = name.has_value() ? c10::Dispatcher::singleton().findOp(*name) : c10::nullopt;
-  if (!op.has_value() || !possible(*op) ||
+  if (!op.has_value() || !can_run_again(*op) ||
       op->schema().arguments().size() != inputs_of(record).size()) {
     return nullptr;
   }

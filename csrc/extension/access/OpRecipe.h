@@ -48,9 +48,6 @@ class OpRecipe {
   /// Ops in a recipe. Each is run inside of the next one's `run`.
   static constexpr size_t kMostSteps = 16;
 
-  /// Whether ops of this kind can be run again, as far as that can be said without their inputs.
-  static bool possible(const c10::OperatorHandle& op);
-
   /// From an op that begins; null if it cannot be run again. The record's inputs are valid then
   /// only.
   static std::shared_ptr<OpRecipe> capture(const at::RecordFunction& record);

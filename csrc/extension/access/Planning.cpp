@@ -136,7 +136,7 @@ void Planning::end_cycle() {
   const double cycle_us =
       meter_.end_cycle(followed, policy_.take_cycle_peak(*device), StepMeter::Clock::now());
   time_ops(*device, followed);
-  if (!was_recorded && policy_.attention() == Policy::Attention::kArmed) {
+  if (!was_recorded && policy_.attention() == Attention::kArmed) {
     compare(*device, followed, cycle_us);
   }
   std::lock_guard<std::mutex> lock(mutex_);
@@ -145,8 +145,8 @@ void Planning::end_cycle() {
     std::lock_guard<SpinLock> finding(finding_);
     may_repeat = finder_.may_repeat();
   }
-  const bool records = wanted && may_repeat && !waiting_ && !on_demand_ &&
-                       policy_.attention() == Policy::Attention::kArmed;
+  const bool records =
+      wanted && may_repeat && !waiting_ && !on_demand_ && policy_.attention() == Attention::kArmed;
   policy_.set_planned(executor_.active() && !records);
   if (records) {
     recorder_.begin(*device, [this, device] { return policy_.take_recent_peak(*device); });

@@ -41,7 +41,7 @@ struct PlanTimes {
 ///
 /// Thread-safe: every method may be called from any thread. Ops cost one atomic load while nothing
 /// is planned.
-class Planning {
+class Planning final : public PolicyListener {
  public:
   Planning(Pager& pager, Policy& policy, Recipes& recipes)
       : pager_(pager),
@@ -78,16 +78,17 @@ class Planning {
       look_for_cycle(record.name());
     }
   }
-  void backward_ended();
-  /// The op that runs waits for room: that is no time of its own.
-  void wait_begins(Device& device) {
+
+  // --- PolicyListener; what an op waits for is no time of its own ---
+  void backward_ended() override;
+  void wait_begins(Device& device) override {
     if (recorder_.recording()) {
       recorder_.pause(device);
     } else if (times_.on()) {
       times_.pause(device);
     }
   }
-  void wait_ends(Device& device) noexcept {
+  void wait_ends(Device& device) noexcept override {
     if (recorder_.recording()) {
       recorder_.resume(device);
     } else if (times_.on()) {

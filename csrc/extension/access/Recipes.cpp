@@ -293,7 +293,7 @@ bool Recipes::drop(
   }
   known->second.dropped.push_back(entity);
   of_dropped_[entity.get()] = made_again;
-  return pager_.drop(entity, made_again);
+  return pager_.requests().drop(entity, made_again);
 }
 
 void Recipes::invalidate_readers(const c10::StorageImpl& storage) {

@@ -7,7 +7,7 @@ namespace torch_lms {
 /// that is to be paged out now, and nothing tells of it. So who makes ops observed by hand, beside
 /// other threads of Python's, waits for a moment in which no other thread of the process runs, at
 /// most a second. Ops stay observed from then on, until all is brought back
-/// (`Observer::end_requests`): it is waited for once. What this does not cover is in README.md,
+/// (`OpCallbacks::end_requests`): it is waited for once. What this does not cover is in README.md,
 /// Limits.
 
 /// Waits until what other threads have begun is over, as far as can be told. Thread-safe; without

@@ -59,7 +59,7 @@ std::vector<Candidate> candidates_in(
 }
 
 /// Whether what lies in a window finds place in what is free elsewhere, largest first, each where
-/// least is left over: as `Policy::move_aside` and the allocator will have it.
+/// least is left over: as `LargePieces::move_aside` and the allocator will have it.
 bool fits_elsewhere(const Candidate& candidate, std::multiset<size_t> holes) {
   std::vector<size_t> inside;
   for (size_t i = candidate.window.first; i < candidate.window.last; ++i) {

@@ -5,8 +5,6 @@
 
 #include <ATen/record_function.h>
 
-#include <extension/transfer/Pager.h>
-
 namespace torch_lms {
 namespace {
 
@@ -15,7 +13,8 @@ constexpr size_t kMostRequests = 32;
 
 } // namespace
 
-PageoutBatch::PageoutBatch(Pager& pager, bool by_hand) : pager_(pager), by_hand_(by_hand) {}
+PageoutBatch::PageoutBatch(CudaEntityTransferQueue& out_queue, bool by_hand)
+    : out_queue_(out_queue), by_hand_(by_hand) {}
 
 PageoutBatch::~PageoutBatch() {
   abandon();
@@ -83,10 +82,11 @@ void PageoutBatch::submit() {
     }
     finished.swap(requests_);
     count = going.size();
-    pager_.out_queue().enqueue_all(going);
+    out_queue_.enqueue_all(going);
   } catch (...) { // Somebody is waiting for the queue, say.
     for (const auto& entity : going) {
-      pager_.take_back(entity_of(entity));
+      AccessResult ignored = AccessResult::kResident;
+      entity->touch(&ignored);
     }
     throw;
   }

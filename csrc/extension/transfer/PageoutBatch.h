@@ -4,21 +4,21 @@
 #include <memory>
 #include <vector>
 
+#include <entity/CudaEntityTransferQueue.h>
+
 #include <extension/transfer/Entity.h>
 
 namespace torch_lms {
 
-class Pager;
-
 /// Page-outs that are asked for together. They share a fence, since nothing is submitted between
 /// them, and go to the queue together.
 ///
-/// Not thread-safe: an object of one call. Blocks on what `Pager::evict` does.
+/// Not thread-safe: an object of one call. Blocks on what `Requests::evict` does.
 class PageoutBatch {
  public:
   /// `by_hand`: ops that are running now may use the bytes without having pinned them. See
   /// Note [Who may still use a storage].
-  explicit PageoutBatch(Pager& pager, bool by_hand = false);
+  explicit PageoutBatch(CudaEntityTransferQueue& out_queue, bool by_hand = false);
   ~PageoutBatch();
   PageoutBatch(const PageoutBatch&) = delete;
   PageoutBatch& operator=(const PageoutBatch&) = delete;
@@ -47,7 +47,7 @@ class PageoutBatch {
   void take_fences();
   void abandon() noexcept;
 
-  Pager& pager_;
+  CudaEntityTransferQueue& out_queue_;
   const bool by_hand_;
   std::vector<Request> requests_;
   size_t bytes_ = 0;

@@ -1,8 +1,8 @@
 """The tensors of the program, looked for where nobody has watched it make them.
 
-While automatic mode sleeps, ops tell nothing (Note [Learn, sleep, arm] in csrc/extension/policy/Policy.h). When memory
-grows short after all, `make_known` is called once, on the main thread, between two of Python's instructions: what the
-program holds is found by Python's garbage collector, and what graphs keep for backward by following them.
+While automatic mode sleeps, ops tell nothing (Note [Learn, sleep, arm] in csrc/extension/policy/Wakefulness.h). When
+memory grows short after all, `make_known` is called once, on the main thread, between two of Python's instructions:
+what the program holds is found by Python's garbage collector, and what graphs keep for backward by following them.
 """
 
 from __future__ import annotations

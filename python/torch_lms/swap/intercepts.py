@@ -12,8 +12,8 @@ Note [Ways around the dispatcher]
     every access, and pages out only what the program names: there, none of this is installed.
 
 Note [Threads that begin]
-    While automatic mode sleeps no op is watched (csrc/extension/policy/Policy.h, Note [Learn, sleep, arm]): that is
-    right for one thread alone. So it is woken before another one of Python's begins.
+    While automatic mode sleeps no op is watched (csrc/extension/policy/Wakefulness.h, Note [Learn, sleep, arm]): that
+    is right for one thread alone. So it is woken before another one of Python's begins.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ __all__ = ["memory_summary"]
 
 _MIB = 1 << 20
 
-# The keys of a report (csrc/extension/policy/Policy.h, MemoryReport). Those of the second list make up the allocated
+# The keys of a report (csrc/extension/policy/MemoryReport.h). Those of the second list make up the allocated
 # bytes.
 _TOTALS = {
     "limit_bytes": "limit",

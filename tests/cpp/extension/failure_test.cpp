@@ -176,7 +176,7 @@ TEST(a_prefetch_ahead) {
         REQUIRE(go_out(one.tensor));
       },
       [&] {
-        lms().pager.prefetch_ahead(
+        lms().pager.requests().prefetch_ahead(
             lms().pager.find(*one.tensor.storage().unsafeGetStorageImpl()), 0);
       },
       [&] {
@@ -196,9 +196,9 @@ TEST(a_raw_access) {
         one.renew();
         REQUIRE(go_out(one.tensor));
       },
-      [&] { lms().observer.give_out(*one.tensor.storage().unsafeGetStorageImpl()); },
+      [&] { lms().addresses.give_out(*one.tensor.storage().unsafeGetStorageImpl()); },
       [&] {
-        lms().observer.take_back();
+        lms().addresses.take_back();
         one.check();
       });
 }
@@ -213,11 +213,11 @@ TEST(storages_that_are_held) {
         REQUIRE(go_out(one.tensor));
       },
       [&] {
-        lms().observer.hold({one.tensor.storage()}, held);
-        lms().observer.release(held);
+        lms().addresses.hold({one.tensor.storage()}, held);
+        lms().addresses.release(held);
       },
       [&] {
-        lms().observer.release(held);
+        lms().addresses.release(held);
         one.check();
       });
 }
@@ -281,7 +281,7 @@ TEST(a_storage_that_dies_on_the_host) {
 TEST(a_kept_copy_that_is_dropped) {
   const Settled settled;
   OneTensor one;
-  lms().pager.keep_copies(true);
+  lms().pager.kept_copies().keep(true);
   fail_each(
       [&] {
         one.renew();
@@ -293,12 +293,12 @@ TEST(a_kept_copy_that_is_dropped) {
         lms().manual.wait_pageouts();
         one.check();
       });
-  lms().pager.keep_copies(false);
+  lms().pager.kept_copies().keep(false);
 }
 
 TEST(a_drop_and_its_return) {
   const Settled settled;
-  const Observer::Request request(lms().observer);
+  const OpCallbacks::Request request(lms().callbacks);
   at::Tensor input;
   Made made;
   fail_each(
@@ -319,7 +319,7 @@ TEST(a_drop_and_its_return) {
 
 TEST(a_write_to_what_something_dropped_is_made_from) {
   const Settled settled;
-  const Observer::Request request(lms().observer);
+  const OpCallbacks::Request request(lms().callbacks);
   at::Tensor input;
   Made made;
   fail_each(

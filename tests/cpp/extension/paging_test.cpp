@@ -25,7 +25,7 @@ TEST(bytes_go_out_and_come_back_with_the_next_op) {
   const at::Tensor tensor = tensor_of(3);
   CHECK_EQ(state(tensor), "resident");
   CHECK(go_out(tensor));
-  CHECK(lms().observer.observing());
+  CHECK(lms().callbacks.observing());
   CHECK_EQ(lms().pager.paged_out_storages(), 1);
   CHECK(holds(tensor, 3));
   CHECK_EQ(state(tensor), "resident");
@@ -33,7 +33,7 @@ TEST(bytes_go_out_and_come_back_with_the_next_op) {
   CHECK_EQ(prefetch(tensor), 1);
   lms().manual.wait_pageins();
   CHECK_EQ(state(tensor), "resident");
-  CHECK(!lms().observer.observing());
+  CHECK(!lms().callbacks.observing());
   CHECK(holds(tensor, 3));
 }
 
@@ -255,10 +255,10 @@ TEST(storages_that_are_held_stay_and_come_in) {
   const at::Tensor tensor = tensor_of(9);
   REQUIRE(go_out(tensor));
   Pinned held;
-  lms().observer.hold({tensor.storage()}, held);
+  lms().addresses.hold({tensor.storage()}, held);
   CHECK_EQ(state(tensor), "resident");
   CHECK_EQ(page_out({tensor}), 0);
-  lms().observer.release(held);
+  lms().addresses.release(held);
   CHECK(go_out(tensor));
 }
 
@@ -385,7 +385,7 @@ TEST(observers_come_and_go_while_ops_run) {
     page_out({tensor});
     lms().manual.wait_pageouts();
     CHECK(holds(tensor, 3));
-    lms().observer.stop_if_idle();
+    lms().callbacks.stop_if_idle();
   }
   over = true;
   for (std::thread& thread : threads) {
@@ -435,10 +435,10 @@ at::Tensor kept_tensor(int64_t value) {
 struct KeepsCopies {
   KeepsCopies() {
     Program::get();
-    lms().pager.keep_copies(true);
+    lms().pager.kept_copies().keep(true);
   }
   ~KeepsCopies() {
-    lms().pager.keep_copies(false);
+    lms().pager.kept_copies().keep(false);
   }
 };
 
@@ -485,7 +485,7 @@ TEST(what_was_written_through_an_address_is_copied) {
   at::Tensor tensor = kept_tensor(3);
   auto* data = tensor.mutable_data_ptr<int64_t>();
   data[8191] = 8;
-  lms().observer.take_back();
+  lms().addresses.take_back();
   CHECK(!drops(tensor));
   CHECK_EQ(tensor[8191].item<int64_t>(), 8);
   CHECK_EQ(tensor[0].item<int64_t>(), 3);
@@ -532,7 +532,7 @@ TEST(what_an_op_only_reads_through_an_address_is_dropped) {
 
 TEST(what_is_made_again_only_reads_what_it_is_made_from) {
   const Settled settled;
-  const Observer::Request request(lms().observer);
+  const OpCallbacks::Request request(lms().callbacks);
   const KeepsCopies keeps;
   const at::Tensor x = tensor_of(1);
   const at::Tensor weight = kept_tensor(3);
@@ -554,7 +554,7 @@ TEST(what_was_written_before_an_op_that_takes_its_address_is_copied) {
   CHECK(!drops(weight));
   CHECK(holds(weight, 4));
   weight.mutable_data_ptr<int64_t>()[17] = 8;
-  lms().observer.take_back();
+  lms().addresses.take_back();
   CHECK(holds(at::_grouped_mm(x, weight), 4));
   CHECK(!drops(weight));
   CHECK_EQ(weight[17].item<int64_t>(), 8);
@@ -571,12 +571,12 @@ TEST(what_comes_in_is_counted_once) {
   const EntityPtr entity = lms().pager.find(*tensor.storage().unsafeGetStorageImpl());
   const size_t nbytes = entity->nbytes();
   CHECK_EQ(lms().pager.off_device_bytes(), nbytes);
-  REQUIRE(lms().pager.prefetch_ahead(entity, 0));
+  REQUIRE(lms().pager.requests().prefetch_ahead(entity, 0));
   CHECK_EQ(lms().pager.paged_out_bytes(), static_cast<int64_t>(nbytes));
   CHECK_EQ(lms().pager.off_device_bytes(), 0U);
-  REQUIRE(lms().pager.cancel_last_prefetch());
+  REQUIRE(lms().pager.requests().cancel_last_prefetch());
   CHECK_EQ(lms().pager.off_device_bytes(), nbytes);
-  REQUIRE(lms().pager.prefetch_ahead(entity, 0));
+  REQUIRE(lms().pager.requests().prefetch_ahead(entity, 0));
   CHECK(holds(tensor, 3));
   CHECK_EQ(lms().pager.off_device_bytes(), 0U);
 }
@@ -691,9 +691,9 @@ TEST(ops_run_in_a_child_forked_while_the_callback_comes_and_goes) {
   std::thread busy([&] {
     while (!over) {
       {
-        const Observer::Request request(lms().observer);
+        const OpCallbacks::Request request(lms().callbacks);
       }
-      lms().observer.stop_if_idle();
+      lms().callbacks.stop_if_idle();
     }
   });
   int passed = 0;

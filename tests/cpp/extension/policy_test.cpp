@@ -18,8 +18,6 @@
 namespace torch_lms {
 namespace {
 
-using Attention = Policy::Attention;
-
 constexpr size_t kMiB = size_t{1} << 20;
 constexpr int64_t kElements = 32768; // of a tensor of 256 KiB
 constexpr size_t kNbytes = kElements * 8;
@@ -282,21 +280,21 @@ bool falls_asleep(const at::Tensor& tensor) {
 TEST(a_program_that_fits_is_not_watched_until_it_grows) {
   const Limited limited(16 * kMiB);
   CHECK(lms().policy.attention() == Attention::kLearning);
-  CHECK(lms().observer.observing());
+  CHECK(lms().callbacks.observing());
   std::vector<at::Tensor> tensors;
   for (int i = 0; i < 4; ++i) {
     tensors.push_back(tensor_of(i, kElements));
   }
   REQUIRE(falls_asleep(tensor_of(0, 1024)));
-  CHECK(!lms().observer.observing());
+  CHECK(!lms().callbacks.observing());
 
   while (lms().policy.attention() == Attention::kAsleep && tensors.size() < 100) {
     tensors.push_back(tensor_of(static_cast<int64_t>(tensors.size()), kElements));
   }
   CHECK(lms().policy.attention() == Attention::kArmed); // by the watermark
   CHECK(allocated() <= limited.limit_bytes);
-  CHECK(lms().observer.observing());
-  CHECK(lms().policy.wants_boundary());
+  CHECK(lms().callbacks.observing());
+  CHECK(lms().policy.wakefulness().wants_boundary());
 
   // Nothing goes out before the boundary: the thread may be inside of something that uses anything.
   {
@@ -310,8 +308,8 @@ TEST(a_program_that_fits_is_not_watched_until_it_grows) {
   }
 
   // From then on what has been used since goes out.
-  lms().policy.note_boundary();
-  CHECK(!lms().policy.wants_boundary());
+  lms().policy.wakefulness().note_boundary();
+  CHECK(!lms().policy.wakefulness().wants_boundary());
   for (size_t i = 0; i < tensors.size(); ++i) {
     REQUIRE(holds(tensors[i], static_cast<int64_t>(i)));
   }
@@ -329,10 +327,10 @@ TEST(a_program_that_fits_is_not_watched_until_it_grows) {
 TEST(a_new_thread_wakes_it) {
   const Limited limited(16 * kMiB);
   REQUIRE(falls_asleep(tensor_of(0, 1024)));
-  lms().policy.wake();
+  lms().policy.wakefulness().wake();
   CHECK(lms().policy.attention() == Attention::kArmed);
-  CHECK(!lms().policy.wants_boundary());
-  CHECK(lms().observer.observing());
+  CHECK(!lms().policy.wakefulness().wants_boundary());
+  CHECK(lms().callbacks.observing());
 }
 
 TEST(many_threads_cross_the_watermark_at_once) {
@@ -346,7 +344,7 @@ TEST(many_threads_cross_the_watermark_at_once) {
       }
     });
     CHECK(lms().policy.attention() == Attention::kArmed);
-    lms().policy.note_boundary();
+    lms().policy.wakefulness().note_boundary();
     for (int t = 0; t < 4; ++t) {
       for (int i = 0; i < 13; ++i) {
         CHECK(holds(own[static_cast<size_t>(t)][static_cast<size_t>(i)], 100 * t + i));

@@ -37,7 +37,7 @@ at::Tensor call_twice(const at::Tensor& tensor) {
 /// Ops are observed from before anything is dropped.
 struct Observed {
   Settled settled;
-  Observer::Request request{lms().observer};
+  OpCallbacks::Request request{lms().callbacks};
 };
 
 int64_t recomputations() {
@@ -422,13 +422,13 @@ TEST(what_nobody_has_observed_for_a_while_is_not_dropped) {
   const at::Tensor input = tensor_of(3);
   Made made;
   {
-    const Observer::Request request{lms().observer};
+    const OpCallbacks::Request request{lms().callbacks};
     made = made_by([&] { return input.mul(5); });
   }
-  lms().observer.stop_if_idle();
-  REQUIRE(!lms().observer.observing());
+  lms().callbacks.stop_if_idle();
+  REQUIRE(!lms().callbacks.observing());
   made.tensor.add_(1);
-  const Observer::Request request{lms().observer};
+  const OpCallbacks::Request request{lms().callbacks};
   CHECK(!made.drop());
   CHECK(holds(made.tensor, 16));
 }
@@ -490,13 +490,13 @@ TEST(an_op_that_takes_the_addresses_of_what_it_reads_can_be_run_again) {
       made_by([&] { return std::get<0>(at::_weight_norm_interface(direction, length, 0)); });
   const at::Tensor expected = made.tensor.clone();
   REQUIRE(made.drop());
-  lms().pager.keep_copies(true); // so that writes to what comes in are watched for
+  lms().pager.kept_copies().keep(true); // so that writes to what comes in are watched for
   REQUIRE(go_out(direction));
   CHECK_EQ(direction.sum().item<float>(), 64 * 64);
   lms().manual.pagein_all();
   CHECK_EQ(state(made.tensor), "resident");
   CHECK(at::equal(made.tensor, expected));
-  lms().pager.keep_copies(false);
+  lms().pager.kept_copies().keep(false);
 }
 
 TEST(what_dies_dropped_leaves_nothing) {

@@ -21,7 +21,7 @@ TEST(a_relocated_storage_has_its_bytes_elsewhere) {
   const Settled settled;
   const at::Tensor tensor = tensor_of(3);
   const void* before = tensor.const_data_ptr();
-  REQUIRE(lms().pager.relocate(entity_of_tensor(tensor), &anywhere));
+  REQUIRE(lms().pager.requests().relocate(entity_of_tensor(tensor), &anywhere));
   CHECK(tensor.const_data_ptr() != before);
   CHECK_EQ(state(tensor), "resident");
   CHECK(holds(tensor, 3));
@@ -34,42 +34,44 @@ TEST(an_address_that_does_not_suit_is_not_taken) {
   const at::Tensor tensor = tensor_of(3);
   const void* before = tensor.const_data_ptr();
   const void* refused = nullptr;
-  REQUIRE(lms().pager.relocate(entity_of_tensor(tensor), [&](const void* address) {
+  REQUIRE(lms().pager.requests().relocate(entity_of_tensor(tensor), [&](const void* address) {
     const bool first = refused == nullptr;
     refused = first ? address : refused;
     return !first;
   }));
   CHECK(tensor.const_data_ptr() != before);
   CHECK(tensor.const_data_ptr() != refused);
-  CHECK(!lms().pager.relocate(entity_of_tensor(tensor), [](const void*) { return false; }));
+  CHECK(!lms().pager.requests().relocate(
+      entity_of_tensor(tensor), [](const void*) { return false; }));
   CHECK(holds(tensor, 3));
 }
 
 TEST(what_is_in_use_or_out_stays_where_it_is) {
   const Settled settled;
-  const Observer::Request request{lms().observer};
+  const OpCallbacks::Request request{lms().callbacks};
   const at::Tensor tensor = tensor_of(3);
   const EntityPtr entity = entity_of_tensor(tensor);
   const void* before = tensor.const_data_ptr();
   entity->pin();
-  CHECK(!lms().pager.relocate(entity, &anywhere));
+  CHECK(!lms().pager.requests().relocate(entity, &anywhere));
   entity->unpin();
   CHECK(tensor.const_data_ptr() == before);
   REQUIRE(go_out(tensor));
-  CHECK(!lms().pager.relocate(entity, &anywhere));
+  CHECK(!lms().pager.requests().relocate(entity, &anywhere));
   CHECK_EQ(state(tensor), "paged_out");
   CHECK(holds(tensor, 3));
 }
 
 TEST(a_dropped_storage_is_made_again_from_one_that_was_relocated) {
   const Settled settled;
-  const Observer::Request request{lms().observer};
+  const OpCallbacks::Request request{lms().callbacks};
   const at::Tensor input = tensor_of(3);
   const Made made = made_by([&] { return input.mul(5); });
   REQUIRE(made.drop());
-  REQUIRE(lms().pager.relocate(entity_of_tensor(input), &anywhere));
+  REQUIRE(lms().pager.requests().relocate(entity_of_tensor(input), &anywhere));
   CHECK(holds(made.tensor, 15));
-  CHECK(!lms().pager.relocate(entity_of_tensor(input), [](const void*) { return false; }));
+  CHECK(
+      !lms().pager.requests().relocate(entity_of_tensor(input), [](const void*) { return false; }));
 }
 
 const char* address_of(const at::Tensor& tensor) {
@@ -100,7 +102,7 @@ TEST(a_window_is_made_of_what_costs_least_and_emptied) {
   CHECK(window.holds(address_of(tensors[0]) + 2 * nbytes - 1));
   CHECK(!window.holds(address_of(tensors[0]) + 2 * nbytes));
   const auto outside = [&](const void* address) { return !window.holds(address); };
-  REQUIRE(lms().pager.relocate(window.inside[0], outside));
+  REQUIRE(lms().pager.requests().relocate(window.inside[0], outside));
   CHECK(!window.holds(address_of(tensors[0])));
   CHECK(holds(tensors[0], 0));
   CHECK(find_crowded_window({{used(tensors[7])}}, victims, nbytes).inside.empty());

@@ -116,14 +116,14 @@ inline int64_t prefetch(const at::Tensor& tensor) {
 }
 
 inline void check_nothing_is_pinned() {
-  lms().observer.take_back();
+  lms().addresses.take_back();
   lms().pager.table().for_each(
       [](const torch_lms::EntityPtr& entity) { CHECK(entity->gone() || !entity->pinned()); });
 }
 
 /// At the end of a test nothing is out, pinned, or watched.
 inline void settle() {
-  lms().observer.take_back();
+  lms().addresses.take_back();
   lms().disable();
   check_nothing_is_pinned();
   CHECK_EQ(lms().pager.paged_out_storages(), 0);
@@ -131,7 +131,7 @@ inline void settle() {
   CHECK_EQ(lms().pager.arriving_bytes().load(), 0);
   CHECK_EQ(lms().pager.out_queue().pending_bytes(), 0);
   CHECK_EQ(lms().pager.in_queue().pending_bytes(), 0);
-  if (!CHECK(!lms().observer.observing())) {
+  if (!CHECK(!lms().callbacks.observing())) {
     std::fprintf(
         stderr, "  %s\n", lms().pager.arrivals().any() ? "there are arrivals" : "nothing arrives");
   }

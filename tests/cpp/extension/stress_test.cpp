@@ -38,8 +38,8 @@ class Stress {
 
   void run() {
     // An op that began while nobody observed ops is not known to a page-out by hand that another
-    // thread asks for: see `Observer`.
-    const Observer::Request request(lms().observer);
+    // thread asks for: see `OpCallbacks`.
+    const OpCallbacks::Request request(lms().callbacks);
     end_ = Clock::now() + std::chrono::seconds(seconds_);
     std::vector<std::thread> threads;
     for (int t = 0; t < kThreads; ++t) {
@@ -181,7 +181,7 @@ class Stress {
           }
           lms().manual.unpin(storage);
           if (random() % 2 == 0) {
-            lms().observer.take_back();
+            lms().addresses.take_back();
           }
         }
         return;
@@ -199,9 +199,9 @@ class Stress {
       case 7: {
         const c10::Storage storage = storage_of(slot);
         Pinned held;
-        lms().observer.hold({storage}, held);
+        lms().addresses.hold({storage}, held);
         std::this_thread::yield();
-        lms().observer.release(held);
+        lms().addresses.release(held);
         return;
       }
       case 8:
@@ -214,8 +214,8 @@ class Stress {
         return;
       case 10:
         if (random() % 4 == 0) {
-          lms().pager.cancel_prefetches();
-          lms().pager.cancel_last_prefetch();
+          lms().pager.requests().cancel_prefetches();
+          lms().pager.requests().cancel_last_prefetch();
         }
         return;
       case 11:
@@ -229,7 +229,7 @@ class Stress {
         return;
       }
       case 14: { // what others read and write meanwhile is dropped
-        const Observer::Request request(lms().observer); // as where plans are carried out
+        const OpCallbacks::Request request(lms().callbacks); // as where plans are carried out
         std::lock_guard<std::mutex> lock(slot.mutex);
         const at::Tensor before = slot.tensor;
         Made made = made_by([&] { return before.mul(1); });

@@ -1,0 +1,111 @@
+#include <extension/access/OpCallbacks.h>
+
+#include <thread>
+
+#include <extension/access/UnseenOps.h>
+
+namespace torch_lms {
+namespace {
+
+constexpr auto kTimeToLearn = std::chrono::milliseconds(1);
+
+} // namespace
+
+/// Under the mutex. The new callback is there before the old one goes: no op gets by between.
+void OpCallbacks::install(bool outputs) {
+  const at::CallbackHandle before = handle_;
+  handle_ = at::addGlobalCallback(
+      at::RecordFunctionCallback(begin_, end_)
+          .needsInputs(true)
+          .needsOutputs(outputs)
+          .scopes({at::RecordScope::FUNCTION}));
+  changed_at_ = std::chrono::steady_clock::now();
+  outputs_ = outputs;
+  installed_.store(true, std::memory_order_release);
+  if (before != at::INVALID_CALLBACK_HANDLE) {
+    at::removeCallback(before);
+    changed_at_ = std::chrono::steady_clock::now();
+  }
+}
+
+void OpCallbacks::uninstall() {
+  at::removeCallback(handle_);
+  changed_at_ = std::chrono::steady_clock::now();
+  handle_ = at::INVALID_CALLBACK_HANDLE;
+  installed_.store(false, std::memory_order_release);
+  recipes_.forget();
+}
+
+bool OpCallbacks::wanted() const {
+  return fed_ || requests_.load() != 0 || pager_.active() || (requested_ && other_threads_);
+}
+
+void OpCallbacks::end_requests() {
+  requested_ = false;
+  stop_if_idle();
+}
+
+void OpCallbacks::start() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  fed_ = true;
+  if (!observing() || !outputs_) {
+    install(/*outputs=*/true);
+  }
+  pager_.note_all_ops_observed();
+}
+
+void OpCallbacks::stop() {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    fed_ = false;
+    if (observing() && outputs_ && wanted()) {
+      install(/*outputs=*/false); // for what is still out
+    }
+  }
+  stop_if_idle();
+}
+
+void OpCallbacks::stop_if_idle() {
+  if (!observing() || wanted()) {
+    return;
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (observing() && !wanted()) {
+    uninstall();
+  }
+}
+
+void OpCallbacks::hold() {
+  mutex_.lock();
+  std::this_thread::sleep_until(changed_at_ + kTimeToLearn);
+  at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION); // as an op does
+  at::hasGlobalCallbacks(); // takes PyTorch's lock: nobody else has it then
+}
+
+void OpCallbacks::release() {
+  mutex_.unlock();
+}
+
+OpCallbacks::Request::Request(OpCallbacks& callbacks) : callbacks_(callbacks) {
+  callbacks_.requests_.fetch_add(1);
+  try {
+    std::lock_guard<std::mutex> lock(callbacks_.mutex_);
+    first_ = !callbacks_.observing();
+    if (first_) {
+      callbacks_.install(/*outputs=*/false);
+    }
+  } catch (...) {
+    callbacks_.requests_.fetch_sub(1);
+    throw;
+  }
+  callbacks_.requested_ = true;
+  if (first_ && callbacks_.other_threads_) {
+    wait_for_unseen_ops();
+  }
+}
+
+OpCallbacks::Request::~Request() {
+  callbacks_.requests_.fetch_sub(1);
+}
+
+} // namespace torch_lms

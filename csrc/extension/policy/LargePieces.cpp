@@ -1,0 +1,96 @@
+#include <extension/policy/LargePieces.h>
+
+#include <algorithm>
+
+#include <ATen/record_function.h>
+#include <entity/Error.h>
+
+#include <extension/base/Interpreter.h>
+#include <extension/base/ThreadContext.h>
+
+namespace torch_lms {
+namespace {
+
+using Clock = Pageouts::Clock;
+using Progress = Pageouts::Progress;
+
+} // namespace
+
+void LargePieces::make_contiguous(Device& device, size_t nbytes) {
+  if (nbytes < state_.options.large_bytes || device.limit_bytes() == 0 ||
+      this_thread().for_prefetch || device.capturing() ||
+      wakefulness_.attention() == Attention::kAsleep || device.has_contiguous(nbytes)) {
+    return;
+  }
+  if (!wakefulness_.may_vacate()) {
+    return;
+  }
+  RECORD_USER_SCOPE("torch_lms::make_contiguous");
+  const WithoutGil no_gil;
+  const OpWaits waits(*state_.listener, device);
+  const auto deadline = Clock::now() + state_.options.patience;
+  uint64_t progress = state_.pager.out_queue().progress();
+  for (int tries = 0; tries < state_.options.contiguous_tries && !device.has_contiguous(nbytes);
+       ++tries) {
+    CrowdedWindow window = crowded_window(device, nbytes);
+    const bool moved = move_aside(window);
+    // What is on its way out anyway may be enough.
+    while (!device.has_contiguous(nbytes) && Clock::now() < deadline &&
+           (pageouts_.wait(&progress, deadline) == Progress::kMoved ||
+            state_.pager.requests().cancel_last_prefetch())) {
+    }
+    if (!device.has_contiguous(nbytes) && pageouts_.page_out(device, window.inside) == 0 &&
+        !moved) {
+      return;
+    }
+  }
+}
+
+CrowdedWindow LargePieces::crowded_window(Device& device, size_t nbytes) {
+  const auto victims =
+      state_.watch_of(device).resident_by_next_use(state_.cycles, wakefulness_.eligible_from());
+  return find_crowded_window(device.blocks(), victims, nbytes);
+}
+
+/// Moves what lies in a window to other places of the device: that costs next to nothing. What
+/// cannot be moved stays in `window`. Returns whether anything has been.
+bool LargePieces::move_aside(CrowdedWindow& window) {
+  std::vector<EntityPtr>& inside = window.inside;
+  const auto last = std::remove_if(inside.begin(), inside.end(), [&](const EntityPtr& entity) {
+    return state_.pager.requests().relocate(
+        entity, [&](const void* address) { return !window.holds(address); });
+  });
+  const bool moved = last != inside.end();
+  inside.erase(last, inside.end());
+  return moved;
+}
+
+void LargePieces::hold_placeholders(Device& device) {
+  while (const size_t nbytes = state_.placeholders.missing_bytes()) {
+    if (device.capturing() || device.use().allocated_bytes + nbytes > device.limit_bytes() ||
+        !hold_placeholder(device, nbytes)) {
+      return;
+    }
+  }
+}
+
+bool LargePieces::hold_placeholder(Device& device, size_t nbytes) {
+  const WithoutGil no_gil;
+  if (!device.has_contiguous(nbytes) && wakefulness_.may_vacate()) {
+    CrowdedWindow window = crowded_window(device, nbytes);
+    move_aside(window);
+  }
+  try {
+    state_.placeholders.hold(device.allocate_placeholder(nbytes), nbytes);
+  } catch (const NoRoom&) {
+    return false;
+  } catch (const c10::OutOfMemoryError&) {
+    return false;
+  }
+  if (device.limit_bytes() == 0) { // since it was looked at
+    state_.placeholders.release();
+  }
+  return true;
+}
+
+} // namespace torch_lms

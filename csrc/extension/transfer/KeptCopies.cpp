@@ -1,0 +1,102 @@
+#include <extension/transfer/KeptCopies.h>
+
+#include <algorithm>
+#include <new>
+#include <utility>
+
+namespace torch_lms {
+
+void KeptCopies::add(const EntityPtr& entity) {
+  try {
+    std::lock_guard<std::mutex> lock(mutex_);
+    kept_.push_back(entity);
+    if (kept_.size() >= sweep_at_) {
+      kept_.erase(
+          std::remove_if(
+              kept_.begin(),
+              kept_.end(),
+              [](const std::weak_ptr<Entity>& weak) {
+                const EntityPtr known = weak.lock();
+                return known == nullptr || !known->keeps_copy();
+              }),
+          kept_.end());
+      sweep_at_ = std::max<size_t>(256, 2 * kept_.size());
+    }
+  } catch (const std::bad_alloc&) {
+    entity->release_copy();
+  }
+}
+
+/// Gives one back: of a storage that has died, or where it is needed, the oldest.
+bool KeptCopies::reclaim(HostPool::Urgency urgency) {
+  for (;;) {
+    EntityPtr chosen;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      auto at = kept_.begin();
+      for (; at != kept_.end(); ++at) {
+        chosen = at->lock();
+        if (chosen == nullptr || !chosen->keeps_copy() || chosen->gone() ||
+            urgency == HostPool::Urgency::kNeeded) {
+          break;
+        }
+      }
+      if (at == kept_.end()) {
+        return false;
+      }
+      kept_.erase(at);
+    }
+    if (chosen != nullptr && chosen->release_copy()) {
+      return true;
+    }
+  }
+}
+
+void KeptCopies::release_of_dead() {
+  std::vector<EntityPtr> dead;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto stays = [&](const std::weak_ptr<Entity>& weak) {
+      EntityPtr entity = weak.lock();
+      const bool alive = entity != nullptr && !entity->gone();
+      if (entity != nullptr && !alive) {
+        dead.push_back(std::move(entity));
+      }
+      return alive;
+    };
+    kept_.erase(std::stable_partition(kept_.begin(), kept_.end(), stays), kept_.end());
+  }
+  for (const EntityPtr& entity : dead) {
+    entity->release_copy();
+  }
+}
+
+void KeptCopies::keep(bool keep) {
+  keeps_.store(keep);
+  std::deque<std::weak_ptr<Entity>> kept;
+  if (!keep) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    kept.swap(kept_);
+  }
+  for (const auto& weak : kept) {
+    const EntityPtr entity = weak.lock();
+    const KeepAlive keep_alive = entity != nullptr ? entity->hold() : nullptr;
+    if (keep_alive != nullptr) {
+      entity->pin();
+      entity->stop_watching();
+      entity->unpin();
+    } else if (entity != nullptr) {
+      entity->release_copy();
+    }
+  }
+}
+
+void KeptCopies::lend_to(HostPool& pool) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (std::find(pools_.begin(), pools_.end(), &pool) == pools_.end()) {
+    pools_.push_back(&pool);
+    pool.set_reclaim([this](HostPool::Urgency urgency) { return reclaim(urgency); });
+  }
+}
+
+} // namespace torch_lms
