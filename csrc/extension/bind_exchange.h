@@ -11,7 +11,13 @@ namespace torch_lms {
 /// if its `data_ptr` had been asked for (`GivenAddresses::give_out`). What a library has found
 /// before is not known.
 
-/// Adds `watch_exchange`, which takes PyTorch's table and returns ours, each in its capsule.
+/// Note [Functions that are found early]
+/// A program that begins with `from torch.utils.dlpack import to_dlpack` has PyTorch's own function
+/// before paging is on, and what is put into the module afterwards is none of its concern. So what
+/// the function's object calls is exchanged: it pins the tensor first, for whoever has the object.
+
+/// Adds `watch_exchange`, which takes PyTorch's table and returns ours, each in its capsule; and
+/// `watch_exports`, which takes PyTorch's functions `_to_dlpack` and `_to_dlpack_versioned`.
 void bind_exchange(pybind11::module_& module);
 
 } // namespace torch_lms

@@ -224,6 +224,15 @@ def test_dlpack_pins_the_storage_where_it_is(paged: ModuleType) -> None:
     assert alias.eq(2).all()
 
 
+def test_an_address_for_cupy_or_numba_pins_the_storage_where_it_is(paged: ModuleType) -> None:
+    tensor = filled(4)
+    page_out(tensor)
+    address = tensor.__cuda_array_interface__["data"][0]
+    with pytest.raises(PageoutError, match=r"expected .* found"):
+        torch_lms.pageout(tensor)
+    assert tensor.add_(1).data_ptr() == address
+
+
 def test_numpy_of_a_copy_on_the_host_leaves_the_device_tensor_free_to_move(paged: ModuleType) -> None:
     tensor = filled(4, 3)
     page_out(tensor)

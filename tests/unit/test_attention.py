@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -264,6 +264,31 @@ def test_what_was_made_asleep_goes_out_once_it_has_been_seen() -> None:
         "paged": True,
         "same": True,
     }
+
+
+class Asked(torch.Tensor):
+    """Notes what it is asked for."""
+
+    names: ClassVar[list[str]] = []
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.names.append(function.__name__)
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def read_what_was_made_asleep_beside_a_subclass() -> tuple[dict[str, Any], list[str]]:
+    kept = torch.ones(1).as_subclass(Asked)
+    Asked.names.clear()
+    seen = read_what_was_made_asleep()
+    del kept
+    return seen, Asked.names
+
+
+def test_to_look_for_tensors_calls_no_functions_of_subclasses() -> None:
+    seen, asked = in_fresh_process(read_what_was_made_asleep_beside_a_subclass)
+    assert seen == {"attention": ["asleep", "armed"], "kept": True, "paged": True, "same": True}
+    assert asked == []
 
 
 class Armed(torch.autograd.Function):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import torch_lms
+from tests.unit.fresh_process import in_fresh_process
 from tests.unit.markers import counts_exactly
 from tests.unit.trainings import GPT_TRAINING, MIN_BYTES, plain_step, same_bits, train
 from torch_lms._core import core
@@ -240,3 +241,14 @@ def test_on_again_with_less_than_is_held_pages_out_what_is_held() -> None:
     torch_lms.disable()
     on(8)
     assert all_ones(held)
+
+
+def enable_where_tensors_are_made_elsewhere() -> tuple[bool, bool]:
+    torch.set_default_device("meta")  # as it would be "cuda", where pinned memory cannot be
+    on(2)
+    made = [torch.ones(BLOCK_BYTES // 4, device="cpu") for _ in range(8)]
+    return made[0].is_cpu, all(bool(tensor.eq(1).all()) for tensor in made)
+
+
+def test_a_default_device_of_the_programs_is_none_of_ours() -> None:
+    assert in_fresh_process(enable_where_tensors_are_made_elsewhere) == (True, True)

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.unit.paging_states import STATES, round_trip, snapshot
+from torch_lms.swap import intercepts
 
 ALIASES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "view": lambda t: t.view(4, 16),
@@ -248,6 +249,49 @@ def test_memory_given_away_stays_shared(keep: Callable[[torch.Tensor], Any], sta
     kept[0, 0] = 4
     assert tensor[0, 0] == 4
     assert round_trip([tensor]) == 1
+
+
+@pytest.mark.parametrize(
+    "export",
+    [
+        lambda tensor: torch._C._to_dlpack(tensor),
+        lambda tensor: torch._C._to_dlpack(data=tensor),
+        lambda tensor: torch._C._to_dlpack_versioned(tensor),
+    ],
+    ids=["a tensor", "a named tensor", "versioned"],
+)
+def test_memory_given_away_by_a_function_that_was_found_early_stays_shared(
+    export: Callable[[torch.Tensor], Any], paged: ModuleType
+) -> None:
+    """`from torch.utils.dlpack import to_dlpack` before paging is on finds PyTorch's own function."""
+    paged.pageout(torch.ones(1))
+    tensor = base()
+    kept = torch.from_dlpack(export(tensor))
+    with pytest.raises(torch_lms_error("PageoutError"), match="has been pinned"):
+        paged.pageout(tensor)
+    kept[0, 0] = 4
+    assert tensor[0, 0] == 4
+
+
+class _Array(torch.Tensor):
+    """Gives its address out as tensors on GPUs do."""
+
+    @property
+    def address(self) -> int:
+        return self.data_ptr()
+
+
+def test_memory_given_away_by_a_property_stays_where_it_is(paged: ModuleType) -> None:
+    paged.pageout(torch.ones(1))
+    assert hasattr(torch.Tensor.__cuda_array_interface__.fget, intercepts._WATCHED)
+    intercepts._wrap_property(_Array, "address", intercepts._pin)
+    tensor = base()
+    assert not hasattr(tensor, "__cuda_array_interface__")
+    assert round_trip([tensor]) == 0  # none is refused
+    address = tensor.as_subclass(_Array).address
+    with pytest.raises(torch_lms_error("PageoutError"), match="has been pinned"):
+        paged.pageout(tensor)
+    assert tensor.data_ptr() == address
 
 
 def test_memory_of_numpy_is_refused(paged: ModuleType) -> None:

@@ -1,7 +1,7 @@
 #include <extension/access/NumericState.h>
 
-#include <string>
 #include <tuple>
+#include <utility>
 
 #include <ATen/Parallel.h>
 #include <c10/core/DefaultDtype.h>
@@ -30,21 +30,19 @@ void set_processor(uint32_t wanted) {
 #endif
 }
 
-std::string name_of(at::Float32MatmulPrecision precision) {
-  switch (precision) {
-    case at::Float32MatmulPrecision::HIGHEST:
-      return "highest";
-    case at::Float32MatmulPrecision::HIGH:
-      return "high";
-    default:
-      return "medium";
-  }
-}
+/// Whose precision `NumericState::float32` holds, in its order.
+constexpr std::pair<at::Float32Backend, at::Float32Op> kFloat32[] = {
+    {at::Float32Backend::CUDA, at::Float32Op::CONV},
+    {at::Float32Backend::CUDA, at::Float32Op::RNN},
+    {at::Float32Backend::CUDA, at::Float32Op::MATMUL},
+    {at::Float32Backend::MKLDNN, at::Float32Op::CONV},
+    {at::Float32Backend::MKLDNN, at::Float32Op::RNN},
+    {at::Float32Backend::MKLDNN, at::Float32Op::MATMUL}};
 
 auto tied(const NumericState& state) {
   return std::make_tuple(
       static_cast<int>(state.default_dtype),
-      static_cast<int>(state.matmul_precision),
+      state.float32,
       state.mkldnn,
       state.cudnn,
       state.cudnn_deterministic,
@@ -55,13 +53,28 @@ auto tied(const NumericState& state) {
       state.processor);
 }
 
+template <typename Value>
+size_t hash_of(const Value& value) {
+  return static_cast<size_t>(value);
+}
+
+size_t hash_of(const std::array<at::Float32Precision, 6>& precisions) {
+  size_t hash = 0;
+  for (const at::Float32Precision precision : precisions) {
+    hash = c10::hash_combine(hash, static_cast<size_t>(precision));
+  }
+  return hash;
+}
+
 } // namespace
 
 NumericState NumericState::now() {
   const at::Context& context = at::globalContext();
   NumericState state;
   state.default_dtype = c10::get_default_dtype_as_scalartype();
-  state.matmul_precision = context.float32MatmulPrecision();
+  for (size_t i = 0; i < state.float32.size(); ++i) {
+    state.float32[i] = context.float32Precision(kFloat32[i].first, kFloat32[i].second);
+  }
   state.mkldnn = context.userEnabledMkldnn();
   state.cudnn = context.userEnabledCuDNN();
   state.cudnn_deterministic = context.deterministicCuDNN();
@@ -80,9 +93,7 @@ bool NumericState::operator==(const NumericState& other) const {
 size_t NumericState::hash() const {
   size_t hash = 0;
   std::apply(
-      [&](const auto&... value) {
-        ((hash = c10::hash_combine(hash, static_cast<size_t>(value))), ...);
-      },
+      [&](const auto&... value) { ((hash = c10::hash_combine(hash, hash_of(value))), ...); },
       tied(*this));
   return hash;
 }
@@ -90,8 +101,11 @@ size_t NumericState::hash() const {
 void NumericState::set() const {
   at::Context& context = at::globalContext();
   c10::set_default_dtype(c10::scalarTypeToTypeMeta(default_dtype));
-  if (context.float32MatmulPrecision() != matmul_precision) {
-    context.setFloat32MatmulPrecision(name_of(matmul_precision));
+  for (size_t i = 0; i < float32.size(); ++i) {
+    const auto [backend, op] = kFloat32[i];
+    if (context.float32Precision(backend, op) != float32[i]) {
+      context.setFloat32Precision(backend, op, float32[i]);
+    }
   }
   context.setUserEnabledMkldnn(mkldnn);
   context.setUserEnabledCuDNN(cudnn);

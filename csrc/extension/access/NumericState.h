@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 
@@ -15,7 +16,9 @@ namespace torch_lms {
 /// its switches, too, where they differ from the program's.
 struct NumericState {
   c10::ScalarType default_dtype = c10::ScalarType::Float;
-  at::Float32MatmulPrecision matmul_precision = at::Float32MatmulPrecision::HIGHEST;
+  /// Of CUDA and oneDNN, for convolutions, recurrent layers and matrix products each. The older
+  /// switches set these, too, and cannot be read once a program has set one of these.
+  std::array<at::Float32Precision, 6> float32{};
   bool mkldnn = true;
   bool cudnn = true;
   bool cudnn_deterministic = false;

@@ -79,9 +79,9 @@ class HostUpdates(Updates):
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="torch_lms chunks")
         self._buffers: SimpleQueue[_Buffer] = SimpleQueue()
         for _ in range(_BUFFERS):
-            chunk = torch.empty(data.part_numel, dtype=data.dtype, pin_memory=on_cuda)
+            chunk = torch.empty(data.part_numel, dtype=data.dtype, device="cpu", pin_memory=on_cuda)
             self._buffers.put(_Buffer(chunk))
-        self._gradients = torch.empty(data.part_numel)  # of the chunk that is being updated
+        self._gradients = torch.empty(data.part_numel, device="cpu")  # of the chunk that is being updated
 
     @torch.no_grad()
     def start(self, numbers: Sequence[int], gradients: Sequence[torch.Tensor], scale: float | None = None) -> None:

@@ -55,5 +55,5 @@ def _copy_us(source: str, target: str, nbytes: int) -> float:
 
 def _place(name: str, nbytes: int) -> torch.Tensor:
     if name == "cpu":
-        return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        return torch.zeros(nbytes, dtype=torch.uint8, device=name, pin_memory=torch.cuda.is_available())
     return torch.zeros(nbytes, dtype=torch.uint8, device=name)

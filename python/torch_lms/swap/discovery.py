@@ -18,19 +18,15 @@ __all__ = ["make_known"]
 
 
 def make_known() -> None:
-    """Tells the core of every tensor that can be found. Takes about a tenth of a second for a million objects."""
-    held = core.tensors_of_program()
-    held += [gradient for tensor in held if tensor.is_leaf and (gradient := tensor.grad) is not None]
-    core.discover([tensor for tensor in (*held, *_saved_in(held)) if _has_storage(tensor)])
+    """Tells the core of every tensor that can be found. Takes about a tenth of a second for a million objects.
 
-
-def _has_storage(tensor: torch.Tensor) -> bool:
-    return (
-        tensor.layout is torch.strided
-        and tensor.device.type in ("cpu", "cuda")
-        and bool(torch._C._has_storage(tensor))
-        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-    )
+    It comes between any two instructions of the program: what this asks of tensors must call no functions of their
+    subclasses, and none of the modes that are on.
+    """
+    with torch._C.DisableTorchFunction():
+        held = core.tensors_of_program()
+        held += [gradient for tensor in held if tensor.is_leaf and (gradient := tensor.grad) is not None]
+        core.discover([tensor for tensor in (*held, *_saved_in(held)) if core.movable(tensor)])
 
 
 def _saved_in(roots: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:

@@ -1,7 +1,8 @@
 """Python's own ways to a storage's raw memory, watched while paging is on.
 
 Note [Ways around the dispatcher]
-    numpy and DLPack hand an address out for good: the storage is pinned for the rest of its life.
+    numpy, DLPack and ``__cuda_array_interface__`` (CuPy, Numba) hand an address out for good: the storage is pinned
+    for the rest of its life.
     ``data_ptr`` hands it out for a call (Triton's launcher does this for every argument), and
     ``resize_`` frees the memory without an op: the storage is paged in and any page-out of it is
     called off. A compiled graph runs kernels on its inputs' addresses; ``apply_``, ``map_`` and ``map2_`` call Python
@@ -57,7 +58,8 @@ def install() -> None:
         _wrap(torch.UntypedStorage, "resize_", _use)
         _wrap(torch.UntypedStorage, "share_memory_", _use)
         _wrap_slices_of_storages()
-        _wrap_to_dlpack()
+        _watch_exports()
+        _wrap_property(torch.Tensor, "__cuda_array_interface__", _pin)
         _wrap_held(CompiledFxGraph, "__call__", _hold_inputs)
         for name in ("apply_", "map_", "map2_"):
             _wrap_held(torch.Tensor, name, _hold_arguments)
@@ -120,6 +122,20 @@ def _wrap(owner: type, name: str, before: Callable[[Any], None]) -> None:
     _replace([owner], name, wrap)
 
 
+def _wrap_property(owner: type, name: str, after: Callable[[Any], None]) -> None:
+    """Calls ``after(self)`` where a property has a value; where it raises there is none to be used."""
+
+    def get(self: Any) -> Any:
+        value = found.fget(self)
+        after(self)
+        return value
+
+    found = vars(owner)[name]
+    if not hasattr(found.fget, _WATCHED):
+        setattr(get, _WATCHED, True)
+        setattr(owner, name, property(get, doc=found.__doc__))
+
+
 def _hold_inputs(_: Any, inputs: Sequence[Any]) -> Any:
     return _hold_arguments(*inputs)
 
@@ -169,14 +185,6 @@ def _wrap_slices_of_storages() -> None:
     _replace([torch.UntypedStorage], "__getitem__", wrap)
 
 
-def _wrap_to_dlpack() -> None:
-    import torch.utils.dlpack
-
-    def wrap(to_dlpack: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapper(tensor: Any) -> Any:
-            _pin(tensor)
-            return to_dlpack(tensor)
-
-        return wrapper
-
-    _replace([torch.utils.dlpack, torch], "to_dlpack", wrap)
+def _watch_exports() -> None:
+    """See Note [Functions that are found early] in csrc/extension/bind_exchange.h."""
+    core.watch_exports(torch._C._to_dlpack, torch._C._to_dlpack_versioned)

@@ -22,7 +22,7 @@ def measure_link(device: str) -> Link:
     Of main memory, whose copies the same processor makes, both are a plain copy's.
     """
     there = torch.empty(_BYTES, dtype=torch.uint8, device=device)
-    host = torch.empty(_BYTES, dtype=torch.uint8, pin_memory=there.is_cuda)
+    host = torch.empty(_BYTES, dtype=torch.uint8, device="cpu", pin_memory=there.is_cuda)  # whatever the default is
     return Link(
         out_bytes_per_us=_BYTES / (1e6 * copy_seconds((host, there))),
         in_bytes_per_us=_BYTES / (1e6 * copy_seconds((there, host))),

@@ -26,6 +26,7 @@ from torch_lms.swap.planner_process import PlannerProcess
 __all__ = ["Wishes", "begin", "current_plan", "end", "given_plan", "is_planning", "last_trace", "start"]
 
 _MUCH_SLOWER = 1.1  # than predicted
+_NO_PLAN = "torch_lms: no plan was made for this program, which pages on demand: {}"
 _MOST_PLANS = 32  # the core carries out fewer, and compares a few more
 
 
@@ -148,7 +149,7 @@ def end() -> None:
         planner, _planner = _planner, None
         if _process is not None:
             _process.kill()
-    if planner is not None:
+    if planner is not None and planner.ident is not None:  # it has begun
         planner.join()
 
 
@@ -211,7 +212,11 @@ def start() -> None:
         _planner = planner
         if _process is not None:  # of an earlier recording
             _process.kill()
-    planner.start()
+    try:
+        planner.start()
+    except RuntimeError as error:  # the system has no more threads
+        if not name:
+            warnings.warn(_NO_PLAN.format(error), stacklevel=1)
 
 
 def _takes_much_longer(name: str) -> bool:
@@ -269,7 +274,7 @@ def _plan_beside(request: dict[str, Any], wishes: Wishes, followed: str) -> None
         with _lock:
             if made or not _is_wanted(wishes):
                 return
-        warnings.warn(f"torch_lms: no plan was made for this program, which pages on demand: {error}", stacklevel=1)
+        warnings.warn(_NO_PLAN.format(error), stacklevel=1)
 
 
 def _answers(request: Mapping[str, Any], wishes: Wishes) -> Iterator[dict[str, Any]]:
