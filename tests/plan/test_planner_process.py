@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import marshal
+import sys
 from collections.abc import Iterable, Mapping
 from io import BytesIO
 from pathlib import Path
@@ -82,6 +83,26 @@ def test_a_message_that_ends_too_soon_is_none() -> None:
 def test_a_limit_that_nothing_keeps_is_said() -> None:
     with pytest.raises(PlanError, match=r"expected a limit of at least [0-9]+ bytes"):
         list(PlannerProcess().answers(request(1000)))
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("print('x' * (1 << 20), file=sys.stderr); sys.exit('no good')", "^no good$"),
+        ("os.kill(os.getpid(), 9)", "ended by SIGKILL"),
+        ("sys.exit(3)", "ended with status 3"),
+    ],
+)
+def test_a_planner_that_ends_without_answers_says_why(
+    body: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However much it has said: a pipe that nobody reads would hold it up for ever."""
+    program = tmp_path / "planner"
+    program.write_text(f"#!{sys.executable}\nimport os, sys\nsys.stdin.buffer.read()\n{body}\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    with pytest.raises(PlanError, match=message):
+        list(PlannerProcess().answers(request(PEAK_BYTES // 2)))
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -25,11 +26,13 @@ class PlannerProcess:
         package = str(Path(__file__).parents[2])
         environment = {key: value for key, value in os.environ.items() if key != "TORCH_LMS_CHAOS"}
         environment["PYTHONPATH"] = os.pathsep.join([package, environment.get("PYTHONPATH", "")])
+        # A file in memory: a pipe that nobody reads while answers are waited for would fill, and hold the planner up.
+        self._words = os.fdopen(os.memfd_create("torch_lms planner"), "w+b")
         self._process = subprocess.Popen(
             [sys.executable, "-m", "torch_lms.plan"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=self._words,
             env=environment,
         )
 
@@ -41,28 +44,36 @@ class PlannerProcess:
 
         Raises:
             PlanError: if no plan keeps the limit; it says why.
-            OSError: if the process has been killed.
+            OSError: if the process has been killed before it had the request.
         """
         patience = threading.Timer(_PATIENCE_SECONDS, self.kill)
         patience.daemon = True
         patience.start()
-        with self._process as process:
+        with self._words, self._process as process:
             assert process.stdin is not None
             assert process.stdout is not None
-            assert process.stderr is not None
             try:
                 write_message(process.stdin, request)
                 process.stdin.close()
                 while (answer := read_message(process.stdout)) is not None:
                     yield answer
-                said = process.stderr.read().decode(errors="replace").strip()
+                if process.wait() != 0:
+                    raise PlanError(self._reason(process.returncode))
             except BaseException:  # also where nobody wants more: to leave the process open would wait for it
                 self.kill()
                 raise
             finally:
                 patience.cancel()
-        if process.returncode != 0:
-            raise PlanError(said.splitlines()[-1] if said else "no answer of the planner")
+
+    def _reason(self, status: int) -> str:
+        self._words.seek(0)
+        lines = self._words.read().decode(errors="replace").strip().splitlines()
+        if status < 0:
+            lines.append(
+                f"expected answers of the planner's process, found it ended by {signal.Signals(-status).name}; where "
+                f"memory was short, give the machine more; an answer may take {_PATIENCE_SECONDS} s"
+            )
+        return lines[-1] if lines else f"expected answers of the planner's process, found it ended with status {status}"
 
     def kill(self) -> None:
         """Ends it now; nothing happens if it has ended."""
