@@ -66,7 +66,6 @@ def test_profile_is_shown_and_written(words: list[str], tmp_path: Path, capsys: 
         (["--model=my_models:absent"], "module:callable"),
         (["--model=no_such_module:f"], "no_such_module"),
         (["--model=my_models:nothing"], "(model, args)"),
-        (["--model=my_models:small", "--device=cuda:77"], "cuda:77"),
     ],
 )
 def test_errors_end_with_status_1(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,7 +74,14 @@ def test_errors_end_with_status_1(words: list[str], told: str, capsys: pytest.Ca
 
 
 @pytest.mark.parametrize(
-    "words", [["--optimizer=magic"], ["--runs=0"], ["--json=/no/such/folder/p.json"], ["--model=llama"]]
+    "words",
+    [
+        ["--optimizer=magic"],
+        ["--runs=0"],
+        ["--json=/no/such/folder/p.json"],
+        ["--model=llama"],
+        ["--model=my_models:small", "--device=cuda:77"],
+    ],
 )
 def test_words_without_sense_end_with_status_2(words: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:

@@ -29,8 +29,8 @@ def run_profile(given: argparse.Namespace, console: Console) -> int:
     """Profiles, shows and writes.
 
     Raises:
-        LmsError: for a model that cannot be found or does not run, or a device that is not there.
-        ValueError: for words that make no sense.
+        LmsError: for a model that cannot be found or does not run.
+        ValueError: for words that make no sense, or a device that is not there.
     """
     check_folders(given.json)
     config = ProfileConfig(
