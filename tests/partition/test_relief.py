@@ -257,4 +257,5 @@ def test_stages_that_no_plain_cut_fits_get_along(algorithm: str, relief: Recompu
     found = partition(problem(graph, cap, relief, stages=3), algorithm)
     assert found.fits
     assert found.stage_relief
+    assert "by an estimate of what stages give up" in found.reason
     assert max(found.stage_memory_bytes) <= cap

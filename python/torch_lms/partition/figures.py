@@ -10,13 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torch_lms.partition.costs import CostModel, DeviceSpec, LinkSpec
-from torch_lms.partition.device_step import Part, StageWork, relieve
+from torch_lms.partition.device_step import Part, RelievedDevice, StageWork, relieve
 from torch_lms.partition.offers import NO_OFFERS
 from torch_lms.partition.relief import KEEP_ALL, StageNeed, StageRelief, relieve_device
 from torch_lms.partition.segments import graph_order, offers_in
 from torch_lms.partition.steps import BACK, BACKWARDS, FORWARDS, REDUCE, ROWS, SEND, TAIL, UPDATE, TrainingStep
 from torch_lms.partition.units import MODEL_INPUT, Units, Value
-from torch_lms.schedules.actions import FORWARD, Action
+from torch_lms.schedules.actions import FORWARD
 
 __all__ = ["Figures", "Step", "measure"]
 
@@ -109,25 +109,14 @@ def measure(
     rows[FORWARDS] = np.bincount(stage_of_unit, weights=units.forward_us, minlength=stages) / speeds
     rows[BACKWARDS] = np.bincount(stage_of_unit, weights=units.backward_us, minlength=stages) / speeds
     held, cut_forward, cut_backward = _held_and_sent(units, stage_of_unit, stages)
-    memory = _Memory(units, stage_of_unit, stages, held, model)
-    taken, device_memory, relief = np.zeros(stages), [], [StageRelief()] * stages
-    more_us: dict[Action, float] = {}
-    for device, own in enumerate(step.stages_of):
-        needs = {stage: memory.need(stage, rows[:2, stage], step, speeds[stage]) for stage in own}
-        together = step.memory_bytes(device, memory.static, memory.held, memory.transient)
-        if simulated and model.relief is not KEEP_ALL and together > usable[device]:
-            works = {stage: memory.work(stage, need, model) for stage, need in needs.items()}
-            found = relieve(model.relief, step.schedule.ranks[device], works, usable[device])
-            more_us |= found.more_us
-            device_memory.append(found.memory_bytes)
-            for stage in own:
-                taken[stage], relief[stage] = found.stage_memory_bytes[stage], found.stage_relief[stage]
-            continue
-        relieved, together = relieve_device(model.relief, list(needs.values()), together, usable[device])
-        device_memory.append(int(np.ceil(together)))
-        for stage, one in zip(own, relieved, strict=True):
-            rows[BACKWARDS, stage] = one.time_us - rows[FORWARDS, stage]
-            taken[stage] = one.memory_bytes
+    memory = _Memory(units, stage_of_unit, speeds, held, model)
+    found = [
+        _relieved(device, step, memory, rows, usable[device], model, simulated=simulated)
+        for device in range(len(usable))
+    ]
+    of_stage = {stage: found[device] for device, own in enumerate(step.stages_of) for stage in own}
+    relief = tuple(of_stage[stage].stage_relief[stage] for stage in range(stages))
+    more_us = {action: added_us for one in found for action, added_us in one.more_us.items()}
     rows[SEND, :-1] = [link.transfer_us(nbytes) for link, nbytes in zip(links, cut_forward, strict=True)]
     rows[BACK, :-1] = [link.transfer_us(nbytes) for link, nbytes in zip(links, cut_backward, strict=True)]
     rows[REDUCE] = model.data_parallel.all_reduce_us(memory.gradients)
@@ -141,7 +130,7 @@ def measure(
         stage_forward_us=tuple(rows[FORWARDS].tolist()),
         stage_backward_us=tuple(rows[BACKWARDS].tolist()),
         stage_time_us=tuple(work.tolist()),
-        stage_memory_bytes=tuple(int(np.ceil(one)) for one in taken),
+        stage_memory_bytes=tuple(of_stage[stage].stage_memory_bytes[stage] for stage in range(stages)),
         cut_forward_bytes=tuple(map(int, cut_forward)),
         cut_backward_bytes=tuple(map(int, cut_backward)),
         cut_forward_us=tuple(rows[SEND, :-1].tolist()),
@@ -149,10 +138,38 @@ def measure(
         device_names=tuple(dict.fromkeys(device.name for device in devices)),
         device_stages=step.stages_of,
         device_time_us=tuple(float(work[list(own)].sum()) for own in step.stages_of),
-        device_memory_bytes=tuple(device_memory),
+        device_memory_bytes=tuple(one.memory_bytes for one in found),
         usable_bytes=tuple(usable),
         step=Step(step_us=step_us, bubble=_bubble(step, rows, model.microbatches, step_us)),
-        stage_relief=tuple(relief) if any(relief) else (),
+        stage_relief=relief if any(relief) else (),
+    )
+
+
+def _relieved(
+    device: int,
+    step: TrainingStep,
+    memory: _Memory,
+    rows: Array,
+    usable_bytes: float,
+    model: CostModel,
+    *,
+    simulated: bool,
+) -> RelievedDevice:
+    """What the stages of a device give up; an estimate of its cost goes to their backwards in ``rows``."""
+    own = step.stages_of[device]
+    needs = {stage: memory.need(stage, rows[:2, stage], step) for stage in own}
+    together = step.memory_bytes(device, memory.static, memory.held, memory.transient)
+    if simulated and model.relief is not KEEP_ALL and together > usable_bytes:
+        works = {stage: memory.work(stage, need, model) for stage, need in needs.items()}
+        return relieve(model.relief, step.schedule.ranks[device], works, usable_bytes)
+    relieved, together = relieve_device(model.relief, list(needs.values()), together, usable_bytes)
+    for stage, one in zip(own, relieved, strict=True):
+        rows[BACKWARDS, stage] = one.time_us - rows[FORWARDS, stage]
+    return RelievedDevice(
+        memory_bytes=int(np.ceil(together)),
+        more_us={},
+        stage_memory_bytes={stage: int(np.ceil(one.memory_bytes)) for stage, one in zip(own, relieved, strict=True)},
+        stage_relief=dict.fromkeys(own, StageRelief()),
     )
 
 
@@ -164,7 +181,8 @@ def _bubble(step: TrainingStep, rows: Array, microbatches: int, step_us: float) 
 class _Memory:
     """What each stage keeps, by what it is for."""
 
-    def __init__(self, units: Units, stage_of_unit: Ints, stages: int, held: Array, model: CostModel) -> None:
+    def __init__(self, units: Units, stage_of_unit: Ints, speeds: Array, held: Array, model: CostModel) -> None:
+        stages, self._speeds = len(speeds), speeds
         self._units, self._stage_of_unit, self._relieves = units, stage_of_unit, model.relief is not KEEP_ALL
         self._names: list[set[str]] = [set() for _ in range(stages)]
         for index, parameters in enumerate(units.parameters):
@@ -177,12 +195,12 @@ class _Memory:
         self.transient = np.zeros(stages)
         np.maximum.at(self.transient, stage_of_unit, units.transient_bytes)
 
-    def need(self, stage: int, times_us: Array, step: TrainingStep, speed: float) -> StageNeed:
+    def need(self, stage: int, times_us: Array, step: TrainingStep) -> StageNeed:
         """Of one stage, with its forward and its backward time."""
         return StageNeed(
             time_us=times_us.sum(),
             forward_us=times_us[0],
-            speed=float(speed),
+            speed=float(self._speeds[stage]),
             offers=offers_in(self._units, self._stage_of_unit, stage) if self._relieves else NO_OFFERS,
             end=1,
             static_bytes=np.asarray(self.static[stage]),

@@ -285,4 +285,6 @@ def settle(problem: PartitionProblem, found: Partition) -> Partition:
     devices = problem.devices_of(found.devices)
     placed = np.array([found.stage_of[node.name] for node in problem.units.nodes], dtype=np.int64)
     links = problem.links_between(devices)
-    return replace(found, figures=measure(problem.units, placed, devices, links, problem.cost_model, simulated=True))
+    figures = measure(problem.units, placed, devices, links, problem.cost_model, simulated=True)
+    told = "; found by an estimate of what stages give up" if figures.stage_relief else ""
+    return replace(found, figures=figures, reason=found.reason + told)
