@@ -72,7 +72,7 @@ KeepAlive TorchStorageBinding::acquire(size_t nbytes, void** device) {
     return nullptr;
   }
   if (!has_bytes(*raw()) || raw()->nbytes() != nbytes ||
-      (!unwritten() &&
+      (!unwritten() && !leaving() &&
        why_not_movable(*raw(), &device_, watching_ && compat::block_is_watched(*raw())) !=
            nullptr)) {
     unwatch(); // What replaces an entity's memory may leave the hook.
@@ -152,6 +152,13 @@ bool TorchStorageBinding::install_watched(std::unique_ptr<DeviceBlock> block) {
 bool TorchStorageBinding::unwritten() {
   return watching_ && compat::block_is_watched(*raw()) &&
          raw()->_mutable_data_ptr_no_checks().get() == watched_block_;
+}
+
+/// Before 2.13 a block that is watched has an owner of which the allocator knows nothing, so it is
+/// known by its address, which was looked at when the page-out was asked for.
+bool TorchStorageBinding::leaving() {
+  return !compat::kHasMaterializer && watching_ && compat::block_is_watched(*raw()) &&
+         raw()->_mutable_data_ptr_no_checks().get() == block_;
 }
 
 void TorchStorageBinding::watch() {

@@ -140,6 +140,7 @@ class TorchStorageBinding final : public StorageBinding {
   c10::StorageImpl* raw() {
     return storage_._unsafe_get_target();
   }
+  bool leaving();
 
   c10::weak_intrusive_ptr<c10::StorageImpl> storage_;
   Device& device_;
