@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import nn
 
 from torch_lms.errors import PartitionError
-from torch_lms.partition.costs import CostGraph, CostModel, DataParallel, DeviceSpec, LinkSpec, optimizer_multiplier
+from torch_lms.partition.costs import CostGraph, CostModel, DataParallel, DeviceSpec, optimizer_multiplier
 from torch_lms.partition.interface import Algorithm, Partition, PartitionProblem
+from torch_lms.partition.link_spec import LinkSpec
 from torch_lms.partition.partitioning import partition
 from torch_lms.partition.recompute_and_swap import RecomputeAndSwap
 from torch_lms.partition.relief import KEEP_ALL, MemoryRelief

@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch_lms._torch_compat import has_export
 from torch_lms.balanced import BalanceConfig, create_balanced_partition
 from torch_lms.errors import PartitionError, ProfileError
-from torch_lms.partition.costs import LinkSpec
+from torch_lms.partition.link_spec import LinkSpec
 from torch_lms.profile.tracing import TracedModel, trace
 
 pytestmark = pytest.mark.skipif(not has_export(), reason="function modes of this PyTorch do not see all calls")

@@ -15,8 +15,9 @@ from torch.nn import functional
 from torch_lms import balanced
 from torch_lms.balanced import BalanceConfig, create_balanced_partition, plan_balanced_partition
 from torch_lms.errors import LmsError, PartitionError, ProfileError
-from torch_lms.partition.costs import CostModel, DataParallel, LinkSpec, optimizer_multiplier
+from torch_lms.partition.costs import CostModel, DataParallel, optimizer_multiplier
 from torch_lms.partition.interface import Partition, PartitionProblem
+from torch_lms.partition.link_spec import LinkSpec
 from torch_lms.profile import links
 from torch_lms.profile.document import LinkProfile
 from torch_lms.profile.profiler import ProfileConfig

@@ -11,7 +11,7 @@ from torch import nn
 from tests.pipeline.ranks import run_ranks
 from torch_lms.balanced import BalanceConfig, create_balanced_partition
 from torch_lms.errors import PartitionError
-from torch_lms.partition.costs import LinkSpec
+from torch_lms.partition.link_spec import LinkSpec
 from torch_lms.profile.profiler import ProfileConfig
 
 PROFILE = ProfileConfig(warmup_runs=0, timed_runs=1, progress=False)

@@ -14,7 +14,8 @@ from torch.nn import functional
 
 from torch_lms.balanced import BalanceConfig, create_balanced_partition
 from torch_lms.errors import PartitionError
-from torch_lms.partition.costs import CostModel, LinkSpec
+from torch_lms.partition.costs import CostModel
+from torch_lms.partition.link_spec import LinkSpec
 from torch_lms.profile.profiler import ProfileConfig
 from torch_lms.profile.tracing import trace
 from torch_lms.stages import running

@@ -11,11 +11,11 @@ from torch_lms.partition.costs import (
     CostNode,
     DataParallel,
     DeviceSpec,
-    LinkSpec,
     links_from_profile,
     optimizer_multiplier,
 )
 from torch_lms.partition.interface import Algorithm, Partition, PartitionProblem
+from torch_lms.partition.link_spec import LinkSpec
 from torch_lms.partition.partitioning import partition
 from torch_lms.partition.recompute_and_swap import RecomputeAndSwap
 from torch_lms.partition.relief import KEEP_ALL, Choice, GivenUp, MemoryRelief, Relieved, StageNeed, StageRelief

@@ -35,9 +35,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torch_lms.errors import PartitionError
-from torch_lms.partition.costs import LinkSpec
 from torch_lms.partition.figures import Figures
 from torch_lms.partition.interface import PartitionProblem
+from torch_lms.partition.link_spec import LinkSpec
 from torch_lms.partition.sequence import UnitSequence
 from torch_lms.partition.units import MODEL_INPUT
 from torch_lms.plan.linear import scipy_is_there

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from torch_lms.partition.costs import CostModel, DeviceSpec, LinkSpec
+from torch_lms.partition.costs import CostModel, DeviceSpec
 from torch_lms.partition.cut_search import Best, CutSearch
 from torch_lms.partition.cut_table import CutTable
+from torch_lms.partition.link_spec import LinkSpec
 from torch_lms.partition.sequence import UnitSequence
 
 __all__ = ["ContiguousStages", "Found"]

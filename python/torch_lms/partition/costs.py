@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from torch_lms.errors import PartitionError
+from torch_lms.partition.link_spec import LinkSpec
 from torch_lms.partition.relief import KEEP_ALL, MemoryRelief
 from torch_lms.schedules.rules import SCHEDULES
 
@@ -27,7 +28,6 @@ __all__ = [
     "CostNode",
     "DataParallel",
     "DeviceSpec",
-    "LinkSpec",
     "links_from_profile",
     "optimizer_multiplier",
 ]
@@ -247,22 +247,6 @@ class DeviceSpec:
             raise PartitionError(
                 f"expected a positive memory cap of {self.name}, found {self.memory_cap_bytes}; None means no cap"
             )
-
-
-@dataclass(frozen=True, kw_only=True)
-class LinkSpec:
-    """One direction of the way between two devices; both directions run at once."""
-
-    bytes_per_us: float = float("inf")
-    latency_us: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not self.bytes_per_us > 0 or self.latency_us < 0:
-            raise PartitionError(f"expected a positive rate and a latency of at least 0, found {self}")
-
-    def transfer_us(self, nbytes: Any) -> Any:
-        """The time for that many bytes, a number or an array; nothing is sent where there are none."""
-        return (nbytes > 0) * self.latency_us + nbytes / self.bytes_per_us
 
 
 def links_from_profile(profile: Profile, devices: Sequence[DeviceSpec]) -> LinkSpec | dict[tuple[str, str], LinkSpec]:

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from torch_lms.partition.costs import CostModel, DeviceSpec, LinkSpec
+from torch_lms.partition.costs import CostModel, DeviceSpec
 from torch_lms.partition.intervals import StageMatrices, parameter_matrix, stage_matrices
+from torch_lms.partition.link_spec import LinkSpec
 from torch_lms.partition.relief import KEEP_ALL, StageNeed, relieve_device
 from torch_lms.partition.sequence import UnitSequence
 from torch_lms.partition.steps import BACK, BACKWARDS, FORWARDS, REDUCE, ROWS, SEND, TAIL, UPDATE, TrainingStep

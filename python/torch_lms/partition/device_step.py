@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
 
-from torch_lms.partition.costs import LinkSpec
+from torch_lms.partition.link_spec import LinkSpec
 from torch_lms.partition.relief import Choice, MemoryRelief, StageNeed, StageRelief
 from torch_lms.plan.decision import RECOMPUTE, SWAP, Decision
 from torch_lms.plan.simulator import simulate

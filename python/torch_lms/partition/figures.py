@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from torch_lms.partition.costs import CostModel, DeviceSpec, LinkSpec
+from torch_lms.partition.costs import CostModel, DeviceSpec
 from torch_lms.partition.device_step import Part, RelievedDevice, StageWork, relieve
+from torch_lms.partition.link_spec import LinkSpec
 from torch_lms.partition.offers import NO_OFFERS
 from torch_lms.partition.relief import KEEP_ALL, StageNeed, StageRelief, relieve_device
 from torch_lms.partition.segments import graph_order, offers_in

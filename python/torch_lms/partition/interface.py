@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 
 from torch_lms.errors import PartitionError
 from torch_lms.partition.bisection import lightest_cuts
-from torch_lms.partition.costs import CostGraph, CostModel, DeviceSpec, LinkSpec
+from torch_lms.partition.costs import CostGraph, CostModel, DeviceSpec
 from torch_lms.partition.figures import Figures, measure
+from torch_lms.partition.link_spec import LinkSpec
 from torch_lms.partition.orders import candidate_orders
 from torch_lms.partition.relief import KEEP_ALL, StageRelief
 from torch_lms.partition.steps import TrainingStep

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from torch_lms.partition.costs import LinkSpec
+from torch_lms.partition.link_spec import LinkSpec
 from torch_lms.partition.offers import Segment
 from torch_lms.partition.relief import Choice, GivenUp, Relieved, StageNeed
 

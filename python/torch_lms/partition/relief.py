@@ -10,15 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from torch_lms.partition.link_spec import LinkSpec
 from torch_lms.partition.offers import NO_OFFERS, Offers
-
-if TYPE_CHECKING:
-    from torch_lms.partition.costs import LinkSpec
 
 __all__ = [
     "KEEP_ALL",
