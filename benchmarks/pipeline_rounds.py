@@ -4,7 +4,7 @@
     python -m benchmarks.pipeline_rounds --ways interleaved:automatic,zero_bubble:automatic,1f1b:automatic@70
     python -m benchmarks.pipeline_rounds --device cpu --ranks 2 --ways 1f1b:automatic --output build/results
 
-A way is a schedule and a split, as `pipeline_gpt` takes them; each run of one is a torchrun of it, with its own profile.
+A way is a schedule and a split, as `pipeline_gpt` takes them. Each run of one is a torchrun of it that profiles anew.
 Round r begins with way r. The file keeps the ways of earlier commands until they are run again.
 """
 

@@ -230,6 +230,8 @@ def _profile(
     here = next((place.device for place in places if place.is_local(own_rank())), None)
     if settings.device is None and here is not None and "meta" not in (here.type, device_of(model.model).type):
         settings = replace(settings, device=here)
+    if settings.accumulate is None:
+        settings = replace(settings, accumulate=config.cost.microbatches > 1)
     return profile(model, *args, optimizer=optimizer, config=settings, **kwargs)
 
 

@@ -80,6 +80,8 @@ class _Stage:
 
     def backward(self, microbatch: int, kind: str) -> None:
         share = {"I": self.work.input_backward_share, "W": 1 - self.work.input_backward_share}.get(kind, 1.0)
+        if kind == "W" and self.again:
+            share = 1.0  # all of backward once more
         if kind != "W":
             self.waiting.remove(microbatch)
         for part in reversed(self.work.parts):

@@ -231,6 +231,37 @@ def weights_that_meet_values_twice(rank: int, world: int) -> None:
                 torch.testing.assert_close(value.grad, model.get_parameter(name).grad, msg=name)
 
 
+class SendsWeights(nn.Module):
+    """The second stage sends on a value that is made of a weight alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start = nn.Linear(4, 4)
+        self.sent, self.last = (nn.Parameter(torch.rand(4)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.start(x)
+        sent = torch.sin(self.sent)
+        x = torch.tanh(x) * self.last
+        return (x * sent).square().mean()
+
+
+def weights_that_are_sent_on(rank: int, world: int) -> None:
+    """Under zero bubble they meet what came in where the stage ends."""
+    torch.manual_seed(0)
+    model, x = SendsWeights(), torch.rand(8, 4)
+    traced = fx.symbolic_trace(model)
+    stage_of = {"start": 0, "sin": 1, "tanh": 1, "mul": 1, "mul_1": 2, "square": 2, "mean": 3}
+    stages = split(traced, stage_of, model=model)
+    with Pipeline(stages, config=PipelineConfig(schedule="zero_bubble", microbatches=4)) as pipeline:
+        pipeline.step(x)
+        for part in x.chunk(4):
+            (model(part) / 4).backward()
+        for stage in pipeline.stages:
+            for name, value in stage.named_parameters():
+                torch.testing.assert_close(value.grad, model.get_parameter(name).grad, msg=name)
+
+
 def losses_of_other_types(rank: int, world: int) -> None:
     """A model's loss has the model's type."""
     batch = torch.rand(8, 4, generator=torch.Generator().manual_seed(0))
@@ -326,6 +357,7 @@ def all_is_well(rank: int, world: int) -> None:
         weight_shared_by_all_stages(rank, world)
         losses_of_other_types(rank, world)
         weights_that_meet_values_twice(rank, world)
+        weights_that_are_sent_on(rank, world)
 
 
 def dies_with_a_child(rank: int, world: int) -> None:

@@ -57,6 +57,29 @@ class Counting(nn.Module):
         return self.linear(x)
 
 
+class SeesGradients(nn.Module):
+    """Notes with each forward whether a gradient was there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.seen: list[bool] = []
+        self.register_forward_pre_hook(lambda *_: self.seen.append(self.weight.grad is not None))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.weight).sum()
+
+
+@pytest.mark.parametrize("accumulate", [None, False, True])
+def test_whole_steps_add_to_gradients_if_asked_to(accumulate: bool | None) -> None:
+    model = SeesGradients()
+    model.weight.grad = own = torch.full((4,), 3.0)
+    profile(model, torch.ones(2, 4), config=replace(QUICK, accumulate=accumulate))
+    assert model.seen[-3:] == [bool(accumulate)] * 3
+    assert model.weight.grad is own
+    assert torch.equal(own, torch.full((4,), 3.0))
+
+
 @pytest.mark.parametrize(("build", "args", "pieces"), CASES)
 def test_nodes_are_in_topological_order_and_timed(build: Any, args: Any, pieces: bool) -> None:
     found = profile(build(), *args, config=ProfileConfig(warmup_runs=0, timed_runs=2, pieces=pieces))

@@ -34,6 +34,11 @@ struct PolicyOptions {
   size_t soon_share = 4;
   size_t soon_share_without_backward = 16;
 
+  /// Of a page-out that must copy, where one without a copy costs 1, when memory in one piece is
+  /// made. A step's copies go both ways at once; without backwards none is needed at all.
+  size_t copy_cost = 2;
+  size_t copy_cost_without_backward = 16;
+
   /// Ops for which an order of what goes out serves: see Note [The order that is kept].
   uint64_t ops_to_keep_order = 16;
 

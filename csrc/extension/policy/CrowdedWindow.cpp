@@ -21,10 +21,10 @@ Places places_of_movable(const std::vector<Victim>& victims) {
   return places;
 }
 
-/// What is needed soon costs twice as much, and so does what must be copied.
-size_t cost_of(const std::vector<Victim>& victims, size_t place, size_t nbytes) {
+/// What is needed soon costs twice as much.
+size_t cost_of(const std::vector<Victim>& victims, size_t place, size_t nbytes, size_t copy_cost) {
   const size_t soon = place >= victims.size() / 2 ? 2 : 1;
-  return soon * (victims[place].entity->keeps_copy() ? 1 : 2) * nbytes;
+  return soon * (victims[place].entity->keeps_copy() ? 1 : copy_cost) * nbytes;
 }
 
 struct Candidate {
@@ -36,7 +36,8 @@ std::vector<Candidate> candidates_in(
     const std::vector<std::vector<AllocatorBlock>>& segments,
     const std::vector<Victim>& victims,
     const Places& movable,
-    size_t nbytes) {
+    size_t nbytes,
+    size_t copy_cost) {
   std::vector<Candidate> found;
   for (const auto& blocks : segments) {
     std::vector<WindowBlock> segment;
@@ -46,7 +47,7 @@ std::vector<Candidate> candidates_in(
           {block.nbytes,
            block.free            ? 0
            : at == movable.end() ? WindowBlock::kImmovable
-                                 : cost_of(victims, at->second, block.nbytes)});
+                                 : cost_of(victims, at->second, block.nbytes, copy_cost)});
     }
     for (const FreeWindow& window : shortest_windows(segment, nbytes)) {
       found.push_back({&blocks, window});
@@ -82,15 +83,34 @@ bool fits_elsewhere(const Candidate& candidate, std::multiset<size_t> holes) {
   return true;
 }
 
+std::vector<EntityPtr> entities_in(
+    const Candidate& candidate,
+    const std::vector<Victim>& victims,
+    const Places& movable) {
+  std::vector<EntityPtr> found;
+  for (size_t i = candidate.window.first; i < candidate.window.last; ++i) {
+    const AllocatorBlock& block = (*candidate.segment)[i];
+    if (!block.free) {
+      found.push_back(victims[movable.at(block.address)].entity);
+    }
+  }
+  std::sort(found.begin(), found.end(), [](const EntityPtr& a, const EntityPtr& b) {
+    return a->nbytes() > b->nbytes();
+  });
+  return found;
+}
+
 } // namespace
 
 CrowdedWindow find_crowded_window(
     const std::vector<std::vector<AllocatorBlock>>& segments,
     const std::vector<Victim>& victims,
-    size_t nbytes) {
+    size_t nbytes,
+    size_t copy_cost) {
   constexpr size_t kMostToTry = 64; // each costs microseconds
   const Places movable = places_of_movable(victims);
-  const std::vector<Candidate> candidates = candidates_in(segments, victims, movable, nbytes);
+  const std::vector<Candidate> candidates =
+      candidates_in(segments, victims, movable, nbytes, copy_cost);
   CrowdedWindow found;
   if (candidates.empty()) {
     return found;
@@ -113,14 +133,8 @@ CrowdedWindow find_crowded_window(
   const AllocatorBlock& end = blocks[best.window.last - 1];
   found.begin = reinterpret_cast<uintptr_t>(blocks[best.window.first].address);
   found.end = reinterpret_cast<uintptr_t>(end.address) + end.nbytes;
-  for (size_t i = best.window.first; i < best.window.last; ++i) {
-    if (!blocks[i].free) {
-      found.inside.push_back(victims[movable.at(blocks[i].address)].entity);
-    }
-  }
-  std::sort(found.inside.begin(), found.inside.end(), [](const EntityPtr& a, const EntityPtr& b) {
-    return a->nbytes() > b->nbytes();
-  });
+  found.inside = entities_in(best, victims, movable);
+  found.cheapest = entities_in(candidates.front(), victims, movable);
   return found;
 }
 

@@ -11,7 +11,8 @@ namespace torch_lms {
 
 /// Addresses that would be one free block, but for the entities that lie there.
 struct CrowdedWindow {
-  std::vector<EntityPtr> inside; ///< Empty if there is no such window.
+  std::vector<EntityPtr> inside; ///< Empty if there is no such window. The largest come first.
+  std::vector<EntityPtr> cheapest; ///< In the window that costs least to empty by page-outs.
   uintptr_t begin = 0;
   uintptr_t end = 0;
 
@@ -22,11 +23,13 @@ struct CrowdedWindow {
 };
 
 /// The window of at least `nbytes` that costs least to empty among those whose storages find place
-/// elsewhere on the device; if there is none, the cheapest. The largest storages come first.
-/// `segments`: of `Device::blocks`; `victims`: what may go, by its next use; the very next stay.
+/// elsewhere on the device; if there is none, the cheapest.
+/// `segments`: of `Device::blocks`; `victims`: what may go, by its next use; the very next stay;
+/// `copy_cost`: of a page-out that must copy, where one without a copy costs 1.
 CrowdedWindow find_crowded_window(
     const std::vector<std::vector<AllocatorBlock>>& segments,
     const std::vector<Victim>& victims,
-    size_t nbytes);
+    size_t nbytes,
+    size_t copy_cost);
 
 } // namespace torch_lms

@@ -14,6 +14,16 @@ namespace {
 using Clock = Pageouts::Clock;
 using Progress = Pageouts::Progress;
 
+/// What could not be moved, if it leaves without a copy; else it was chosen for being movable
+/// alone.
+const std::vector<EntityPtr>& to_page_out(const CrowdedWindow& window) {
+  const bool drops =
+      std::all_of(window.inside.begin(), window.inside.end(), [](const EntityPtr& entity) {
+        return entity->keeps_copy();
+      });
+  return drops ? window.inside : window.cheapest;
+}
+
 } // namespace
 
 void LargePieces::make_contiguous(Device& device, size_t nbytes) {
@@ -39,7 +49,7 @@ void LargePieces::make_contiguous(Device& device, size_t nbytes) {
            (pageouts_.wait(&progress, deadline) == Progress::kMoved ||
             state_.pager.requests().cancel_last_prefetch())) {
     }
-    if (!device.has_contiguous(nbytes) && pageouts_.page_out(device, window.inside) == 0 &&
+    if (!device.has_contiguous(nbytes) && pageouts_.page_out(device, to_page_out(window)) == 0 &&
         !moved) {
       return;
     }
@@ -49,7 +59,10 @@ void LargePieces::make_contiguous(Device& device, size_t nbytes) {
 CrowdedWindow LargePieces::crowded_window(Device& device, size_t nbytes) {
   const auto victims =
       state_.watch_of(device).resident_by_next_use(state_.cycles, wakefulness_.eligible_from());
-  return find_crowded_window(device.blocks(), victims, nbytes);
+  const bool has_backward = state_.cycles.shape().length != 0;
+  const size_t copy_cost =
+      has_backward ? state_.options.copy_cost : state_.options.copy_cost_without_backward;
+  return find_crowded_window(device.blocks(), victims, nbytes, copy_cost);
 }
 
 /// Moves what lies in a window to other places of the device: that costs next to nothing. What

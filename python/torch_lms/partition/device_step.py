@@ -14,8 +14,10 @@ more. So what is found for a step in which the device has to wait is what it tak
 
 Note [Two graph tasks]: zero bubble's two parts of a backward are two of autograd's graph tasks, and checkpoints compute
 a segment again in each. What enters it, and what the first one did not use, is there until the second has ended,
-beside the second's own. The simulator knows none of this: the second replay's time is added to the second part, and
-the most that all this may take to the memory. The first stage, which has no gradients of inputs, in truth replays once.
+beside the second's own. And where anything is computed again the second task goes through the first one's backward
+once more (Note [Groups of weights] in ``pipeline.torch_backend``), for which it has a longer op. The simulator knows
+nothing of the rest: the second replay's time is added to the second part, and the most that all this may take to the
+memory. The first stage, which has no gradients of inputs, in truth does all this once.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from torch_lms.partition.relief import Choice, MemoryRelief, StageNeed, StageRel
 from torch_lms.plan.decision import RECOMPUTE, SWAP, Decision
 from torch_lms.plan.simulator import simulate
 from torch_lms.plan.trace import Link, Recipe, Trace, TraceOp, TraceStorage
-from torch_lms.schedules.actions import FORWARD, INPUT_BACKWARD, KINDS, WEIGHT_BACKWARD, Action
+from torch_lms.schedules.actions import BACKWARD, FORWARD, INPUT_BACKWARD, KINDS, WEIGHT_BACKWARD, Action
 
 __all__ = ["DeviceStep", "Part", "Priced", "RelievedDevice", "StageWork", "relieve"]
 
@@ -113,6 +115,7 @@ class DeviceStep:
             for part in range(count) if action.kind == FORWARD else range(count, -1, -1):
                 self._place[action, part] = len(self._place)
         self._storage: dict[tuple[int, int, int], int] = {}  # by stage, microbatch and segment
+        self._traces: dict[frozenset[int], Trace] = {}
         self._prices: dict[Choice, Priced] = {}
 
     @cached_property
@@ -124,9 +127,15 @@ class DeviceStep:
                 found[action.stage].append(action)
         return found
 
-    @cached_property
-    def _trace(self) -> Trace:
+    def _trace_with(self, again: frozenset[int]) -> Trace:
+        """Of the step in which some stages compute segments again."""
+        if again not in self._traces:
+            self._traces[again] = self._trace(again)
+        return self._traces[again]
+
+    def _trace(self, again: frozenset[int]) -> Trace:
         times_us = {(stage, kind): work.times_us(kind) for stage, work in self.works.items() for kind in KINDS}
+        times_us |= {(stage, WEIGHT_BACKWARD): self.works[stage].times_us(BACKWARD) for stage in again}
         ops = [
             TraceOp(
                 name=str(action),
@@ -185,8 +194,8 @@ class DeviceStep:
         return self._prices[choice]
 
     def _price(self, choice: Choice) -> Priced:
-        trace = self._trace
-        timeline = simulate(trace, self._decisions(choice))
+        again = frozenset(one.stage for one in choice if not one.swapped)
+        timeline = simulate(self._trace_with(again), self._decisions(choice))
         more_us, began_us = {}, 0.0
         twice_us, twice_bytes = self._again_in_weights(choice)
         for action in self._actions:

@@ -61,6 +61,9 @@ class ProfileConfig:
         sources: where the graph may come from, see `torch_lms.profile.tracing.trace`.
         autocast: the type that ``torch.autocast`` gives the forward, such as ``torch.bfloat16``; None for none of it.
             On the meta device, which knows no autocast, sizes are those without.
+        accumulate: whether timed backwards add to gradients that are there, as those of all microbatches of a step do
+            but the first; not where a model is profiled in pieces. None means no, or what a pipeline's microbatches
+            say.
 
     Raises:
         ValueError: for a number of runs that is out of range.
@@ -74,6 +77,7 @@ class ProfileConfig:
     progress: bool | None = None
     sources: tuple[str, ...] = SOURCES
     autocast: torch.dtype | None = None
+    accumulate: bool | None = None
 
     def __post_init__(self) -> None:
         if self.warmup_runs < 0 or self.timed_runs < 1:
@@ -246,8 +250,9 @@ class _ProfileRun:
             for _ in range(runs):
                 step = partial(time_step, self.model, self.sample, self._inputs(), clock, self._precision())
                 self.steps.append(run_or_explain(self.model, self.sample, step))
-                self._forget_gradients()
+                self._end_backward()
                 advance()
+        self._forget_gradients()
         del self.steps[:warmup]
 
     def _time_nodes(self, timer: RunTimer, keep: bool) -> None:
@@ -257,8 +262,12 @@ class _ProfileRun:
             run_or_explain(self.model, self.sample, partial(timer.backward, backward))
         elif _NO_BACKWARD not in self.notes:
             self.notes.append(_NO_BACKWARD)
-        self._forget_gradients()
+        self._end_backward()
         timer.finish_run(keep)
+
+    def _end_backward(self) -> None:
+        if not self.config.accumulate:
+            self._forget_gradients()
 
     def _forget_gradients(self) -> None:
         for parameter in self.model.parameters():

@@ -25,7 +25,7 @@ from torch_lms.partition.relief import StageRelief
 from torch_lms.stages.giving_up import Swaps, recomputed
 from torch_lms.stages.stage_code import StageCode, generate
 
-__all__ = ["generate_with_relief"]
+__all__ = ["generate_with_relief", "recomputes"]
 
 _CALLED = re.compile(r"self\._(recomputed|swapped)_(\d+)\(")
 _SIGNATURE = re.compile(r"^def forward\(.*:\n", re.MULTILINE)
@@ -58,6 +58,11 @@ def generate_with_relief(graph: fx.Graph, relief: StageRelief, title: str) -> St
     if relief.swapped:
         forward = _SIGNATURE.sub(lambda found: f"{found[0]}    swaps = Swaps(self)\n", forward, count=1)
     return StageCode("\n".join([*functions, forward]), names, title)
+
+
+def recomputes(source: str) -> bool:
+    """Whether a stage with this code computes segments again in its backward."""
+    return f"{_CALLS['recomputed']}(segment_" in source
 
 
 @dataclass

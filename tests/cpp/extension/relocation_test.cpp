@@ -95,7 +95,8 @@ TEST(a_window_is_made_of_what_costs_least_and_emptied) {
   const CrowdedWindow window = find_crowded_window(
       {{used(tensors[5]), used(tensors[6])}, {used(tensors[0]), free}, {used(tensors[7]), free}},
       victims,
-      2 * nbytes);
+      2 * nbytes,
+      2);
   REQUIRE(window.inside.size() == 1);
   CHECK(window.inside[0] == victims[0].entity);
   CHECK(window.holds(address_of(tensors[0])));
@@ -105,8 +106,8 @@ TEST(a_window_is_made_of_what_costs_least_and_emptied) {
   REQUIRE(lms().pager.requests().relocate(window.inside[0], outside));
   CHECK(!window.holds(address_of(tensors[0])));
   CHECK(holds(tensors[0], 0));
-  CHECK(find_crowded_window({{used(tensors[7])}}, victims, nbytes).inside.empty());
-  CHECK(find_crowded_window({}, victims, nbytes).inside.empty());
+  CHECK(find_crowded_window({{used(tensors[7])}}, victims, nbytes, 2).inside.empty());
+  CHECK(find_crowded_window({}, victims, nbytes, 2).inside.empty());
 }
 
 TEST(a_window_is_preferred_whose_storages_find_place_elsewhere) {
@@ -134,15 +135,39 @@ TEST(a_window_is_preferred_whose_storages_find_place_elsewhere) {
       {used(tensors[5]), free(5, small), used(tensors[6]), used(tensors[7])},
       {used(tensors[1]), free(1, small)},
       {free(2, 2 * small)}};
-  const CrowdedWindow window = find_crowded_window(segments, victims, 4 * small);
+  const CrowdedWindow window = find_crowded_window(segments, victims, 4 * small, 2);
   REQUIRE(window.inside.size() == 3);
   CHECK(window.inside[0] == victims[5].entity);
   CHECK(window.inside[2] == victims[7].entity);
   CHECK(window.holds(address_of(tensors[5])));
+  REQUIRE(window.cheapest.size() == 1); // if they cannot be moved after all
+  CHECK(window.cheapest[0] == victims[0].entity);
   // Nothing finds place: the cheapest window.
-  const CrowdedWindow none = find_crowded_window({{used(tensors[0])}}, victims, 4 * small);
+  const CrowdedWindow none = find_crowded_window({{used(tensors[0])}}, victims, 4 * small, 2);
   REQUIRE(none.inside.size() == 1);
   CHECK(none.inside[0] == victims[0].entity);
+}
+
+TEST(a_window_that_leaves_without_copies_is_cheaper_the_more_a_copy_costs) {
+  const Settled settled;
+  const OpCallbacks::Request request{lms().callbacks};
+  const std::vector<at::Tensor> tensors = {tensor_of(0), tensor_of(1), tensor_of(2), tensor_of(3)};
+  REQUIRE(go_out(tensors[2]));
+  CHECK(holds(tensors[2], 2)); // it is back, and keeps its copy
+  std::vector<Victim> victims;
+  for (const at::Tensor& tensor : tensors) {
+    victims.push_back({100 - victims.size(), entity_of_tensor(tensor)});
+  }
+  REQUIRE(victims[2].entity->keeps_copy()); // in the later half: what is needed soon costs twice
+  REQUIRE(!victims[0].entity->keeps_copy());
+  const size_t nbytes = tensors[0].nbytes();
+  const std::vector<std::vector<AllocatorBlock>> segments = {
+      {used(tensors[0])}, {used(tensors[2])}, {used(tensors[3])}};
+  const auto cheapest = [&](size_t copy_cost) {
+    return find_crowded_window(segments, victims, nbytes, copy_cost).cheapest;
+  };
+  CHECK(cheapest(1) == std::vector<EntityPtr>{victims[0].entity});
+  CHECK(cheapest(3) == std::vector<EntityPtr>{victims[2].entity});
 }
 
 } // namespace
