@@ -391,7 +391,9 @@ def worst_off(row: Mapping[str, Any], stages: int, key: str) -> float:
         stages: how many it has.
         key: ``ms`` or ``peak_gib``.
     """
-    pairs = [(row[f"stage{stage}_predicted_{key}"], row[f"stage{stage}_{key}"]) for stage in range(stages)]
+    pairs = [
+        (float(row[f"stage{stage}_predicted_{key}"]), float(row[f"stage{stage}_{key}"])) for stage in range(stages)
+    ]
     return max(abs(predicted / measured - 1) for predicted, measured in pairs)
 
 

@@ -17,13 +17,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.pipeline_gpt import AUTOMATIC
+from benchmarks.pipeline_gpt import AUTOMATIC, worst_off
 from benchmarks.pipeline_models import MODELS
 from benchmarks.results import Check, Result, command, commit
 
@@ -69,25 +69,19 @@ def run_once(given: argparse.Namespace, schedule: str, split: str) -> Row:
 def add_up(schedule: str, split: str, runs: Sequence[Row]) -> Row:
     """The row of a way: medians over its rounds, and of each figure what the rounds said."""
     steps_ms = [run["step_ms"] for run in runs]
-    row = {"key": f"{schedule}:{split}", "schedule": schedule, "split": split, "rounds": len(runs)}
+    predicted_ms = [run["predicted_ms"] for run in runs]
+    row: Row = {"key": f"{schedule}:{split}", "schedule": schedule, "split": split, "rounds": len(runs)}
     row |= {"step_ms": statistics.median(steps_ms), "least_ms": min(steps_ms), "most_ms": max(steps_ms)}
-    row |= {"step_ms_all": steps_ms, "predicted_ms_all": [run["predicted_ms"] for run in runs]}
-    row |= {"predicted_ms": statistics.median(row["predicted_ms_all"])}
+    row |= {"step_ms_all": steps_ms, "predicted_ms_all": predicted_ms, "predicted_ms": statistics.median(predicted_ms)}
     row |= {name: runs[-1][name] for name in ("cap_gib", "recomputed", "swapped", "loss")}
     stages = sum(name.endswith("_nodes") for name in runs[-1])
-    row |= {"stage_off": statistics.median(off(run, stages, "ms") for run in runs)}
+    row |= {"stage_off": statistics.median(worst_off(run, stages, "ms") for run in runs)}
     peaks = [run[f"stage{stage}_peak_gib"] for run in runs for stage in range(stages)]
     if None not in peaks:
         row["peak_gib"] = max(peaks)
         row["predicted_gib"] = max(run[f"stage{stage}_predicted_peak_gib"] for run in runs for stage in range(stages))
-        row["peak_off"] = statistics.median(off(run, stages, "peak_gib") for run in runs)
+        row["peak_off"] = statistics.median(worst_off(run, stages, "peak_gib") for run in runs)
     return row | {"commit": commit(), "command": command()}
-
-
-def off(run: Mapping[str, Any], stages: int, key: str) -> float:
-    """The largest part by which a stage's prediction differs from what was measured."""
-    pairs = [(run[f"stage{stage}_predicted_{key}"], run[f"stage{stage}_{key}"]) for stage in range(stages)]
-    return max(abs(predicted / measured - 1) for predicted, measured in pairs)
 
 
 def judge(rows: Sequence[Row]) -> Iterator[Check]:

@@ -77,6 +77,36 @@ def test_segments_lie_between_narrow_borders() -> None:
     assert found[0].entering_bytes == 0  # the model's input is there anyway
 
 
+def pairs(last_saves: tuple[str, ...]) -> CostGraph:
+    """Blocks of two nodes: ``a`` saves what it gives to ``b``, which saves that, and perhaps more."""
+    nodes = [CostNode(name="x", kind="placeholder", output_bytes=10, output_storages=("x",))]
+    storages = {"x": 10}
+    for block in range(4):
+        a, b = f"a{block}", f"b{block}"
+        own = tuple(f"{b}{name}" for name in last_saves)
+        storages |= dict.fromkeys((a, b, *own), 300)
+        before = nodes[-1].name
+        nodes += [
+            CostNode(name=a, inputs=(before,), forward_us=10.0, output_bytes=400, output_storages=(a,), saved=(a,)),
+            CostNode(name=b, inputs=(a,), forward_us=5.0, output_bytes=10, output_storages=(b,), saved=(a, *own)),
+        ]
+    return CostGraph(nodes=tuple(nodes), storage_bytes=storages)
+
+
+@pytest.mark.parametrize(
+    ("last_saves", "again_us"),
+    [
+        ((), 10.0),  # what comes in is saved before it runs
+        (("",), 15.0),  # its output
+        ((".inner",), 15.0),  # what it makes inside, as a whole module does
+    ],
+)
+def test_the_last_node_runs_again_if_it_saves_more_than_came_in(last_saves: tuple[str, ...], again_us: float) -> None:
+    found = find_segments(Units(pairs(last_saves)))
+    assert [one.names for one in found] == [(f"a{block}", f"b{block}") for block in range(4)]
+    assert {one.again_us for one in found} == {again_us}
+
+
 @given(st.integers(0, 10_000), st.integers(2, 60))
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 def test_segments_are_runs_of_the_graph_that_do_not_overlap(seed: int, nodes: int) -> None:

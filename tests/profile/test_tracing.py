@@ -114,6 +114,14 @@ def test_tensors_that_the_model_makes_are_new_in_each_run(source: str) -> None:
     assert torch.equal(graph_module(torch.ones(2, 4)), first)
 
 
+@needs_export
+def test_a_model_on_another_device_than_the_sample_is_traced_op_by_op() -> None:
+    model = TiedLM().to("meta")
+    found = trace(model, (IDS,), sources=["export"])
+    assert found.level == "operator"
+    assert all(tensor.is_meta for tensor in found.sample.tensors)
+
+
 def test_a_symbol_is_a_tensor_to_the_model() -> None:
     x = torch.ones(2, 4)
     graph_module = graph_of(trace(Asking(), (x,), sources=["symbolic"]))

@@ -18,6 +18,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from functools import lru_cache
 
 import numpy as np
@@ -121,11 +122,18 @@ class _Halving:
         return None if crossing[best] > total * _WIDEST_BORDER else int(first + cuts[best])
 
 
-def _again_us(nodes: Sequence[CostNode]) -> float:
-    """Up to the last node that saves something: without it if that is what comes in, which is saved before it runs."""
+def _again_us(nodes: Sequence[CostNode], outputs: AbstractSet[str]) -> float:
+    """Up to the last node that saves something: without it if that is what comes in, which is saved before it runs.
+
+    Args:
+        nodes: of the segment, in order.
+        outputs: ids of the storages that nodes give to others: what else a node saves is made while it runs, as within
+            a whole module.
+    """
     last = max((index for index, node in enumerate(nodes) if node.saved), default=-1)
     counted = nodes[: last + 1]
-    if counted and counted[-1].output_storages and not set(counted[-1].saved) & set(counted[-1].output_storages):
+    ends = counted[-1] if counted else None
+    if ends and ends.output_storages and set(ends.saved) <= outputs - set(ends.output_storages):
         counted = counted[:-1]
     return sum(node.forward_us for node in counted)
 
@@ -136,6 +144,7 @@ class _Parts:
     def __init__(self, units: Units, order: Ints, parts: list[tuple[int, int]]) -> None:
         self._units = units
         self._place = {node.name: index for index, node in enumerate(units.graph.nodes)}
+        self._outputs = {id_ for node in units.graph.nodes for id_ in node.output_storages}
         self._members = [order[first:end] for first, end in parts]
         self._part_of = {int(unit): index for index, own in enumerate(self._members) for unit in own}
         self._saved = [{id_ for unit in own for id_ in units.nodes[unit].saved} for own in self._members]
@@ -170,7 +179,7 @@ class _Parts:
         return Segment(
             names=names,
             units=tuple(own),
-            again_us=_again_us([units.graph.nodes[self._place[name]] for name in names]),
+            again_us=_again_us([units.graph.nodes[self._place[name]] for name in names], self._outputs),
             saved_bytes=float(sum(sizes[id_] for id_ in given_up)),
             entering_bytes=float(sum(unsaved)),
             recomputable=recomputable,

@@ -77,7 +77,8 @@ def trace(
 
     Args:
         model: on any device, the meta device included.
-        sample_args: what it is called with. Tensors become arguments of the graph, all else is constant in it.
+        sample_args: what it is called with, on any device. Tensors become arguments of the graph, all else is constant
+            in it.
         sample_kwargs: the same by name.
         sources: where the graph may come from; without ``"runtime"`` there is a graph or an error.
 
@@ -89,7 +90,15 @@ def trace(
     unknown = sorted(set(sources) - set(SOURCES))
     if unknown:
         raise ProfileError(f"expected sources among {', '.join(SOURCES)}, found {unknown}; leave them out")
-    return trace_sample(model, bind_sample(model, sample_args, sample_kwargs or {}), sources=sources)
+    return trace_sample(model, _beside(model, bind_sample(model, sample_args, sample_kwargs or {})), sources=sources)
+
+
+def _beside(model: nn.Module, sample: Sample) -> Sample:
+    """The sample where the model is, which may be profiled elsewhere: torch.export takes no two devices."""
+    places = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    if len(places) != 1 or any(tensor.is_meta for tensor in sample.tensors):
+        return sample
+    return sample.to(places.pop())
 
 
 def trace_sample(model: nn.Module, sample: Sample, *, sources: Collection[str] = SOURCES) -> TracedModel:
