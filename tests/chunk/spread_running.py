@@ -48,6 +48,10 @@ def refusals(rank: int, world: int) -> None:
         "expected a mesh of one dimension",
         lambda: torch_lms.chunked(model := Normed(), ADAMW(model.parameters()), mesh=mesh),
     )
+    refused(
+        "expected a DeviceMesh, found 3",
+        lambda: torch_lms.chunked(model := Normed(), ADAMW(model.parameters()), mesh=3),  # type: ignore[arg-type]
+    )
     model, optimizer = chunked(Checkpointed(reentrant=False))
     batch = narrow_batch(rank)
     refused("call the module that owns it", lambda: model.first.weight.sum().item())

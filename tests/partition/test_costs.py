@@ -219,7 +219,7 @@ def test_one_transfer_at_a_time_goes_over_a_link() -> None:
         (lambda: CostModel(input_backward_share=1.5), "share of backward from 0 to 1, found 1.5"),
         (lambda: DataParallel(ranks=0), "at least 1 data-parallel rank, found 0"),
         (lambda: DataParallel(bucket_bytes=0), "buckets of at least 1 byte, found 0"),
-        (lambda: DeviceSpec(name="d", speed=0.0), "positive speed of d"),
+        (lambda: DeviceSpec(name="d", speed=0.0), "positive and finite speed of d"),
         (lambda: DeviceSpec(name="d", memory_cap_bytes=0), "positive memory cap of d"),
         (lambda: LinkSpec(bytes_per_us=0.0), "positive rate"),
         (lambda: CostGraph(nodes=(CostNode(name="a"), CostNode(name="a"))), "'a' twice"),

@@ -78,6 +78,7 @@ def test_errors_end_with_status_1(words: list[str], told: str, capsys: pytest.Ca
     [
         ["--optimizer=magic"],
         ["--runs=0"],
+        ["--limit=-3"],
         ["--json=/no/such/folder/p.json"],
         ["--model=llama"],
         ["--model=my_models:small", "--device=cuda:77"],

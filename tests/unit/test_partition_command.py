@@ -85,7 +85,8 @@ def test_a_device_may_be_named_for_several_stages(
         (["--stages=2", "--speed=1,2,3"], 2, "expected 1 or 2 values for --speed, found 3"),
         (["--devices=a,a,b,b", "--schedule=interleaved"], 1, "expected the 2 devices in turn"),
         ([], 2, "expected --devices or --stages"),
-        (["--devices=cuda:0,cuda:0,cpu", "--speed=0"], 1, "expected a positive speed"),
+        (["--devices=cuda:0,cuda:0,cpu", "--speed=0"], 1, "expected a positive and finite speed"),
+        (["--stages=2", "--speed=inf"], 1, "expected a positive and finite speed"),
     ],
 )
 def test_partition_refuses_what_cannot_be(
@@ -108,6 +109,13 @@ def test_a_profile_that_is_not_there_is_told(tmp_path: Path, capsys: pytest.Capt
 def test_a_link_without_a_rate_is_none(profile: Path, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["partition", str(profile), "--stages", "2", *words]) == 1
     assert "expected a positive rate" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("latency", ["nan", "inf", "-1"])
+def test_a_link_has_a_latency(profile: Path, latency: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--link-gb-per-s", "1", f"--link-latency-us={latency}"]
+    assert main(["partition", str(profile), "--stages", "2", *words]) == 1
+    assert "a finite latency of at least 0" in " ".join(capsys.readouterr().err.split())
 
 
 def test_files_that_cannot_be_written_are_told(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -75,10 +75,12 @@ def ranks_of(mesh: DeviceMesh | None) -> Ranks:
     """Of one dimension of a mesh.
 
     Raises:
-        ChunkError: for a mesh of several dimensions.
+        ChunkError: for what is no mesh, or has several dimensions.
     """
     if mesh is None:
         return ALONE
+    if not hasattr(mesh, "get_local_rank"):
+        raise ChunkError(f"expected a DeviceMesh, found {mesh!r}; pass one dimension of one: mesh['dp']")
     if mesh.ndim != 1:
         raise ChunkError(
             f"expected a mesh of one dimension, whose ranks are to share the model's data, found {mesh.ndim}; "

@@ -33,6 +33,8 @@ def run_profile(given: argparse.Namespace, console: Console) -> int:
         ValueError: for words that make no sense, or a device that is not there.
     """
     check_folders(given.json)
+    if given.limit is not None and given.limit < 1:
+        raise ValueError(f"expected at least 1 node for --limit, found {given.limit}; leave it out for all")
     config = ProfileConfig(
         warmup_runs=given.warmup,
         timed_runs=given.runs,

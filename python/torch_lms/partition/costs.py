@@ -7,6 +7,7 @@ the exact ones put time first and keep memory under each device's cap, with a bu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -239,9 +240,9 @@ class DeviceSpec:
     speed: float = 1.0
 
     def __post_init__(self) -> None:
-        if not self.speed > 0:
+        if not 0 < self.speed < math.inf:
             raise PartitionError(
-                f"expected a positive speed of {self.name}, found {self.speed}; 1 is the profiled device"
+                f"expected a positive and finite speed of {self.name}, found {self.speed}; 1 is the profiled device"
             )
         if self.memory_cap_bytes is not None and self.memory_cap_bytes <= 0:
             raise PartitionError(

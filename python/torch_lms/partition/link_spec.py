@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +19,8 @@ class LinkSpec:
     latency_us: float = 0.0
 
     def __post_init__(self) -> None:
-        if not self.bytes_per_us > 0 or self.latency_us < 0:
-            raise PartitionError(f"expected a positive rate and a latency of at least 0, found {self}")
+        if not self.bytes_per_us > 0 or not 0 <= self.latency_us < math.inf:
+            raise PartitionError(f"expected a positive rate and a finite latency of at least 0, found {self}")
 
     def transfer_us(self, nbytes: Any) -> Any:
         """The time for that many bytes, a number or an array; nothing is sent where there are none."""
