@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -115,35 +116,42 @@ def measure(
         _relieved(device, step, memory, rows, usable[device], model, simulated=simulated)
         for device in range(len(usable))
     ]
-    of_stage = {stage: found[device] for device, own in enumerate(step.stages_of) for stage in own}
-    relief = tuple(of_stage[stage].stage_relief[stage] for stage in range(stages))
     more_us = {action: added_us for one in found for action, added_us in one.more_us.items()}
-    rows[SEND, :-1] = [link.transfer_us(nbytes) for link, nbytes in zip(links, cut_forward, strict=True)]
-    rows[BACK, :-1] = [link.transfer_us(nbytes) for link, nbytes in zip(links, cut_backward, strict=True)]
+    for row, nbytes_over in ((SEND, cut_forward), (BACK, cut_backward)):
+        rows[row, :-1] = [link.transfer_us(nbytes) for link, nbytes in zip(links, nbytes_over, strict=True)]
     rows[REDUCE] = model.data_parallel.all_reduce_us(memory.gradients)
     rows[TAIL] = model.data_parallel.tail_us(memory.gradients, rows[REDUCE], rows[BACKWARDS])
     rows[UPDATE] = [model.update_us(nbytes) for nbytes in memory.states]
     step_us, _ = step.path(rows, more_us)
     for action, added_us in more_us.items():
         rows[FORWARDS if action.kind == FORWARD else BACKWARDS, action.stage] += added_us / model.microbatches
-    work = rows[FORWARDS] + rows[BACKWARDS]
     return Figures(
-        stage_forward_us=tuple(rows[FORWARDS].tolist()),
-        stage_backward_us=tuple(rows[BACKWARDS].tolist()),
-        stage_time_us=tuple(work.tolist()),
-        stage_memory_bytes=tuple(of_stage[stage].stage_memory_bytes[stage] for stage in range(stages)),
+        **_of_stages(step, rows, found),
         cut_forward_bytes=tuple(map(int, cut_forward)),
         cut_backward_bytes=tuple(map(int, cut_backward)),
-        cut_forward_us=tuple(rows[SEND, :-1].tolist()),
-        cut_backward_us=tuple(rows[BACK, :-1].tolist()),
         device_names=tuple(dict.fromkeys(device.name for device in devices)),
         device_stages=step.stages_of,
-        device_time_us=tuple(float(work[list(own)].sum()) for own in step.stages_of),
         device_memory_bytes=tuple(one.memory_bytes for one in found),
         usable_bytes=tuple(usable),
         step=Step(step_us=step_us, bubble=_bubble(step, rows, model.microbatches, step_us)),
-        stage_relief=relief if any(relief) else (),
     )
+
+
+def _of_stages(step: TrainingStep, rows: Array, found: Sequence[RelievedDevice]) -> dict[str, Any]:
+    """What `Figures` says of stages and borders, and the times of devices, which are their sums."""
+    of_stage = {stage: found[device] for device, own in enumerate(step.stages_of) for stage in own}
+    relief = tuple(of_stage[stage].stage_relief[stage] for stage in sorted(of_stage))
+    work = rows[FORWARDS] + rows[BACKWARDS]
+    return {
+        "stage_forward_us": tuple(rows[FORWARDS].tolist()),
+        "stage_backward_us": tuple(rows[BACKWARDS].tolist()),
+        "stage_time_us": tuple(work.tolist()),
+        "stage_memory_bytes": tuple(of_stage[stage].stage_memory_bytes[stage] for stage in sorted(of_stage)),
+        "cut_forward_us": tuple(rows[SEND, :-1].tolist()),
+        "cut_backward_us": tuple(rows[BACK, :-1].tolist()),
+        "device_time_us": tuple(float(work[list(own)].sum()) for own in step.stages_of),
+        "stage_relief": relief if any(relief) else (),
+    }
 
 
 def _relieved(
