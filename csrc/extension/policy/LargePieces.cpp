@@ -1,6 +1,7 @@
 #include <extension/policy/LargePieces.h>
 
 #include <algorithm>
+#include <numeric>
 
 #include <ATen/record_function.h>
 #include <entity/Error.h>
@@ -14,14 +15,18 @@ namespace {
 using Clock = Pageouts::Clock;
 using Progress = Pageouts::Progress;
 
-/// What could not be moved, if it leaves without a copy; else it was chosen for being movable
-/// alone.
-const std::vector<EntityPtr>& to_page_out(const CrowdedWindow& window) {
-  const bool drops =
-      std::all_of(window.inside.begin(), window.inside.end(), [](const EntityPtr& entity) {
-        return entity->keeps_copy();
+size_t pageout_cost(const std::vector<EntityPtr>& entities, size_t copy_cost) {
+  return std::accumulate(
+      entities.begin(), entities.end(), size_t{0}, [&](size_t sum, const EntityPtr& entity) {
+        return sum + (entity->keeps_copy() ? 1 : copy_cost) * entity->nbytes();
       });
-  return drops ? window.inside : window.cheapest;
+}
+
+/// What could not be moved, unless another window costs less: it was chosen for being movable.
+const std::vector<EntityPtr>& to_page_out(const CrowdedWindow& window, size_t copy_cost) {
+  const bool stays =
+      pageout_cost(window.inside, copy_cost) <= pageout_cost(window.cheapest, copy_cost);
+  return stays ? window.inside : window.cheapest;
 }
 
 } // namespace
@@ -49,8 +54,8 @@ void LargePieces::make_contiguous(Device& device, size_t nbytes) {
            (pageouts_.wait(&progress, deadline) == Progress::kMoved ||
             state_.pager.requests().cancel_last_prefetch())) {
     }
-    if (!device.has_contiguous(nbytes) && pageouts_.page_out(device, to_page_out(window)) == 0 &&
-        !moved) {
+    if (!device.has_contiguous(nbytes) &&
+        pageouts_.page_out(device, to_page_out(window, copy_cost())) == 0 && !moved) {
       return;
     }
   }
@@ -59,10 +64,12 @@ void LargePieces::make_contiguous(Device& device, size_t nbytes) {
 CrowdedWindow LargePieces::crowded_window(Device& device, size_t nbytes) {
   const auto victims =
       state_.watch_of(device).resident_by_next_use(state_.cycles, wakefulness_.eligible_from());
+  return find_crowded_window(device.blocks(), victims, nbytes, copy_cost());
+}
+
+size_t LargePieces::copy_cost() {
   const bool has_backward = state_.cycles.shape().length != 0;
-  const size_t copy_cost =
-      has_backward ? state_.options.copy_cost : state_.options.copy_cost_without_backward;
-  return find_crowded_window(device.blocks(), victims, nbytes, copy_cost);
+  return has_backward ? state_.options.copy_cost : state_.options.copy_cost_without_backward;
 }
 
 /// Moves what lies in a window to other places of the device: that costs next to nothing. What

@@ -24,6 +24,7 @@ class LargePieces {
 
  private:
   CrowdedWindow crowded_window(Device& device, size_t nbytes);
+  size_t copy_cost();
   bool move_aside(CrowdedWindow& window);
   bool hold_placeholder(Device& device, size_t nbytes);
 
