@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 
 from benchmarks.pipeline_gpt import ByHand
 from benchmarks.pipeline_models import MODELS
+from benchmarks.pipeline_rounds import judge
 from tests.pipeline.ranks import ROOT, torchrun
 from torch_lms.errors import PartitionError
 from torch_lms.partition.costs import CostGraph, CostNode, DeviceSpec
@@ -64,6 +67,36 @@ def test_two_ranks_run_all_splits(model: str, words: list[str], file: str, split
             assert row[f"stage{stage}_predicted_ms"] > 0
             assert row[f"stage{stage}_predicted_peak_gib"] > 0
             assert row[f"stage{stage}_peak_gib"] is None  # the CPU does not count
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not is_available(), reason="the benchmark's models need a newer PyTorch")
+def test_rounds_of_fresh_processes_are_added_up(tmp_path: Path) -> None:
+    words = ["--device=cpu", "--ranks=2", "--rounds=2", "--steps=1", "--profile-runs=1", f"--output={tmp_path}"]
+    line = [sys.executable, "-m", "benchmarks.pipeline_rounds", *words, "--ways=1f1b:automatic"]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "pipeline_rounds_gpt_cpu.json").read_text())
+    (row,) = found["rows"]
+    assert (row["key"], row["rounds"], len(row["step_ms_all"])) == ("1f1b:automatic", 2, 2)
+    assert row["least_ms"] <= row["step_ms"] <= row["most_ms"]
+    assert row["predicted_ms"] > 0
+
+
+def test_rounds_are_judged_by_schedule() -> None:
+    def row(key: str, step_ms: float, predicted_ms: float, cap_gib: float | None = None) -> dict[str, Any]:
+        schedule, _, split = key.partition(":")
+        own = {"key": key, "schedule": schedule, "split": split, "step_ms": step_ms, "predicted_ms": predicted_ms}
+        return {**own, "stage_off": 0.01, "peak_off": 0.06, "peak_gib": 9.0, "cap_gib": cap_gib}
+
+    rows = [row("1f1b:automatic", 100, 99), row("1f1b:2/2", 98, 98), row("1f1b:automatic@70", 116, 100, 8.0)]
+    found = {check.what: (check.measured, check.ok) for check in judge([*rows, row("zero_bubble:automatic", 103, 95)])}
+    assert found["1f1b: automatic over the best by hand"] == (1.02, False)
+    assert found["1f1b:automatic@70: over the step without a cap"] == (1.16, False)
+    assert found["1f1b:automatic@70: peak over its cap"] == (1.125, False)
+    assert found["1f1b:automatic: predicted step off"] == (0.01, True)
+    assert found["1f1b:automatic: predicted peaks off"] == (0.06, False)
+    assert found["fastest schedule"] == ("1f1b", False)
 
 
 def chain(*modules: str) -> PartitionProblem:
