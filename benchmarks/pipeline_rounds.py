@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.equal_peak import at_most
 from benchmarks.pipeline_gpt import AUTOMATIC, worst_off
 from benchmarks.pipeline_models import MODELS
 from benchmarks.results import Check, Result, command, commit
@@ -106,11 +107,6 @@ def judge(rows: Sequence[Row]) -> Iterator[Check]:
         preferred = min(automatic.values(), key=lambda row: row["predicted_ms"])["schedule"]
         fastest = min(automatic.values(), key=lambda row: row["step_ms"])["schedule"]
         yield Check(what="fastest schedule", target=preferred, measured=fastest, ok=preferred == fastest)
-
-
-def at_most(what: str, measured: float, most: float) -> Check:
-    """A check of an upper bound, to three digits."""
-    return Check(what=what, target=f"at most {most}", measured=round(measured, 3), ok=round(measured, 3) <= most)
 
 
 def parse_args() -> argparse.Namespace:

@@ -91,7 +91,7 @@ def test_rounds_are_judged_by_schedule() -> None:
 
     rows = [row("1f1b:automatic", 100, 99), row("1f1b:2/2", 98, 98), row("1f1b:automatic@70", 116, 100, 8.0)]
     found = {check.what: (check.measured, check.ok) for check in judge([*rows, row("zero_bubble:automatic", 103, 95)])}
-    assert found["1f1b: automatic over the best by hand"] == (1.02, False)
+    assert found["1f1b: automatic over the best by hand"] == (1.0204, False)
     assert found["1f1b:automatic@70: over the step without a cap"] == (1.16, False)
     assert found["1f1b:automatic@70: peak over its cap"] == (1.125, False)
     assert found["1f1b:automatic: predicted step off"] == (0.01, True)
