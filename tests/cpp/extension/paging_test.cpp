@@ -422,26 +422,6 @@ TEST(other_observers_of_the_program_see_their_pairs) {
 
 // --- copies that the host keeps ---------------------------------------------------------------
 
-/// Comes in with a copy that is kept.
-at::Tensor kept_tensor(int64_t value) {
-  const at::Tensor tensor = tensor_of(value);
-  REQUIRE(go_out(tensor));
-  CHECK(holds(tensor, value));
-  const EntityPtr entity = lms().pager.find(*tensor.storage().unsafeGetStorageImpl());
-  REQUIRE(entity != nullptr && entity->keeps_copy());
-  return tensor;
-}
-
-struct KeepsCopies {
-  KeepsCopies() {
-    Program::get();
-    lms().pager.kept_copies().keep(true);
-  }
-  ~KeepsCopies() {
-    lms().pager.kept_copies().keep(false);
-  }
-};
-
 bool drops(const at::Tensor& tensor) {
   const int64_t before = lms().pager.stats().dropped_bytes.load();
   const int64_t copied = lms().pager.stats().pageouts.load();

@@ -111,6 +111,27 @@ inline bool go_out(const at::Tensor& tensor) {
   return state(tensor) == "paged_out";
 }
 
+/// While one lives, storages that come in keep their copies on the host.
+struct KeepsCopies {
+  KeepsCopies() {
+    Program::get();
+    lms().pager.kept_copies().keep(true);
+  }
+  ~KeepsCopies() {
+    lms().pager.kept_copies().keep(false);
+  }
+};
+
+/// Comes in with a copy that is kept.
+inline at::Tensor kept_tensor(int64_t value) {
+  const at::Tensor tensor = tensor_of(value);
+  REQUIRE(go_out(tensor));
+  CHECK(holds(tensor, value));
+  const torch_lms::EntityPtr entity = lms().pager.find(*tensor.storage().unsafeGetStorageImpl());
+  REQUIRE(entity != nullptr && entity->keeps_copy());
+  return tensor;
+}
+
 inline int64_t prefetch(const at::Tensor& tensor) {
   return lms().manual.prefetch({tensor.storage()}, true);
 }
