@@ -1,4 +1,4 @@
-"""Zero bubble's groups of weights run by themselves where they can: merged, they go through the inputs' backward again."""
+"""Zero bubble's groups of weights run by themselves where they can: as one, they go through the inputs' part again."""
 
 from __future__ import annotations
 
