@@ -200,6 +200,29 @@ def weight_shared_by_all_stages(rank: int, world: int) -> None:
                 torch.testing.assert_close(value.grad, model.get_parameter(name).grad)
 
 
+def gradients_under_zero_bubble(
+    model: nn.Module, x: torch.Tensor, stage_of: Callable[[str], int], microbatches: int
+) -> None:
+    """They are the model's own, for each weight of this rank's stages.
+
+    Args:
+        model: what `fx.symbolic_trace` takes.
+        x: its argument.
+        stage_of: the stage of a node, by its name.
+        microbatches: that the argument is cut into.
+    """
+    traced = fx.symbolic_trace(model)
+    nodes = [node.name for node in traced.graph.nodes if node.op.startswith("call_")]
+    stages = split(traced, {name: stage_of(name) for name in nodes}, model=model)
+    with Pipeline(stages, config=PipelineConfig(schedule="zero_bubble", microbatches=microbatches)) as pipeline:
+        pipeline.step(x)
+        for part in x.chunk(microbatches):
+            (model(part) / microbatches).backward()
+        for stage in pipeline.stages:
+            for name, value in stage.named_parameters():
+                torch.testing.assert_close(value.grad, model.get_parameter(name).grad, msg=name)
+
+
 class MeetTwice(nn.Module):
     """In the last stage `both` meets what came in twice, each time beside a weight of its own."""
 
@@ -218,17 +241,7 @@ class MeetTwice(nn.Module):
 def weights_that_meet_values_twice(rank: int, world: int) -> None:
     """Under zero bubble each counts once: PyTorch puts `both` into two groups of weights."""
     torch.manual_seed(0)
-    model, x = MeetTwice(), torch.rand(4, 4)
-    traced = fx.symbolic_trace(model)
-    nodes = [node.name for node in traced.graph.nodes if node.op.startswith("call_")]
-    stages = split(traced, {name: int(name != "start") for name in nodes}, model=model)
-    with Pipeline(stages, config=PipelineConfig(schedule="zero_bubble", microbatches=2)) as pipeline:
-        pipeline.step(x)
-        for part in x.chunk(2):
-            (model(part) / 2).backward()
-        for stage in pipeline.stages:
-            for name, value in stage.named_parameters():
-                torch.testing.assert_close(value.grad, model.get_parameter(name).grad, msg=name)
+    gradients_under_zero_bubble(MeetTwice(), torch.rand(4, 4), lambda name: int(name != "start"), microbatches=2)
 
 
 class SendsWeights(nn.Module):
@@ -249,17 +262,8 @@ class SendsWeights(nn.Module):
 def weights_that_are_sent_on(rank: int, world: int) -> None:
     """Under zero bubble they meet what came in where the stage ends."""
     torch.manual_seed(0)
-    model, x = SendsWeights(), torch.rand(8, 4)
-    traced = fx.symbolic_trace(model)
     stage_of = {"start": 0, "sin": 1, "tanh": 1, "mul": 1, "mul_1": 2, "square": 2, "mean": 3}
-    stages = split(traced, stage_of, model=model)
-    with Pipeline(stages, config=PipelineConfig(schedule="zero_bubble", microbatches=4)) as pipeline:
-        pipeline.step(x)
-        for part in x.chunk(4):
-            (model(part) / 4).backward()
-        for stage in pipeline.stages:
-            for name, value in stage.named_parameters():
-                torch.testing.assert_close(value.grad, model.get_parameter(name).grad, msg=name)
+    gradients_under_zero_bubble(SendsWeights(), torch.rand(8, 4), stage_of.__getitem__, microbatches=4)
 
 
 def losses_of_other_types(rank: int, world: int) -> None:

@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from torch_lms.errors import LmsError, ProfileError
 
-__all__ = ["device_of", "find_device", "fits", "made_on"]
+__all__ = ["device_of", "devices_of", "find_device", "fits", "made_on"]
 
 
 def find_device(name: Any, error: type[LmsError] = ProfileError) -> torch.device:
@@ -46,13 +46,18 @@ def find_device(name: Any, error: type[LmsError] = ProfileError) -> torch.device
     return device
 
 
+def devices_of(model: nn.Module) -> set[torch.device]:
+    """The devices of a model's parameters and buffers."""
+    return {tensor.device for tensor in [*model.parameters(), *model.buffers()]}
+
+
 def device_of(model: nn.Module) -> torch.device:
     """The device of a model's parameters and buffers; the CPU if it has none.
 
     Raises:
         ProfileError: if they are on several.
     """
-    found = {tensor.device for tensor in [*model.parameters(), *model.buffers()]}
+    found = devices_of(model)
     if len(found) > 1:
         names = ", ".join(sorted(map(str, found)))
         raise ProfileError(f"expected a model on one device, found {type(model).__name__} on {names}; move it to one")

@@ -20,6 +20,7 @@ from torch import fx, nn
 from torch_lms._torch_compat import has_export, named_parameters_with_ties
 from torch_lms.errors import ProfileError
 from torch_lms.profile.arguments import Sample, bind_sample
+from torch_lms.profile.devices import devices_of
 from torch_lms.profile.exported import Shapes, export_graph
 from torch_lms.profile.huggingface import as_in_training
 from torch_lms.profile.recorded import record_graph
@@ -95,7 +96,7 @@ def trace(
 
 def _beside(model: nn.Module, sample: Sample) -> Sample:
     """The sample where the model is, which may be profiled elsewhere: torch.export takes no two devices."""
-    places = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    places = devices_of(model)
     if len(places) != 1 or any(tensor.is_meta for tensor in sample.tensors):
         return sample
     return sample.to(places.pop())
