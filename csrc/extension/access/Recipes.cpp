@@ -31,6 +31,10 @@ class Ingredients {
   void bring(const EntityPtr& entity) {
     pinned_.reserve(pinned_.size() + 1);
     served_.reserve(served_.size() + 1);
+    storages_.push_back(entity->hold());
+    if (storages_.back() == nullptr) {
+      return; // what it was for has been made, or is gone, too
+    }
     entity->pin(); // before it comes in: making room for it must not push it out
     pinned_.push_back(entity);
     const Place place = pager_.use(entity);
@@ -44,6 +48,7 @@ class Ingredients {
 
  private:
   Pager& pager_;
+  std::vector<KeepAlive> storages_;
   std::vector<EntityPtr> pinned_;
   std::vector<EntityPtr> served_;
   KeptWatch kept_watch_;
@@ -326,7 +331,8 @@ void Recipes::invalidate_readers(const c10::StorageImpl& storage) {
     }
   }
   for (const EntityPtr& entity : dropped) {
-    if (entity->state() == EntityState::kDropped || entity->state() == EntityState::kPagingIn) {
+    const KeepAlive storage = entity->hold(); // it may be another thread's, who lets go of it
+    if (storage != nullptr && entity->state() != EntityState::kResident) {
       entity->pin();
       if (pager_.use(entity) == Place::kHost) {
         entity->end_service();

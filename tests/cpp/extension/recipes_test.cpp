@@ -1,6 +1,9 @@
 // Storages that are dropped and made again: in chains, before what they are made from is written,
 // by several threads at once, and where their op fails.
 
+#include <atomic>
+#include <thread>
+
 #include <ATen/ops/_weight_norm_interface.h>
 #include <ATen/ops/dropout.h>
 #include <ATen/ops/empty_like.h>
@@ -607,6 +610,39 @@ TEST(a_write_and_a_drop_at_once_lose_nothing) {
     CHECK(holds(made.tensor, 15));
     CHECK(holds(input, 4));
   }
+}
+
+TEST(it_stays_while_it_is_made_for_who_does_not_use_it) {
+  const Observed observed;
+  const at::Tensor input = tensor_of(3);
+  Made made = made_by([&] { return input.mul(5); });
+  REQUIRE(made.drop());
+  KeepAlive last = made.entity->hold();
+  made.tensor = at::Tensor();
+  std::atomic<bool> let_go{false};
+  std::thread owner;
+  {
+    const Asked asked(SIZE_MAX, [&](Device&, size_t nbytes) {
+      if (nbytes < made.entity->nbytes()) {
+        return true; // the factor
+      }
+      CHECK(!owner.joinable());
+      owner = std::thread([&] {
+        last = nullptr;
+        let_go = true;
+      });
+      while (!let_go && !made.entity->gone()) {
+      }
+      CHECK(!made.entity->gone());
+      return true;
+    });
+    input.zero_(); // what reads it comes back
+  }
+  REQUIRE(owner.joinable());
+  owner.join();
+  CHECK(made.entity->gone());
+  CHECK_EQ(recomputations(), 1);
+  CHECK(holds(input, 0));
 }
 
 TEST(the_end_of_paging_brings_it_back) {

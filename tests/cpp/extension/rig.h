@@ -2,6 +2,7 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -175,25 +176,28 @@ struct Settled {
   }
 };
 
-/// Fails when an op has memory brought in for it, as often as it says.
-class NoMemory {
+/// Asks `answer` at each allocation while it lives, whether there are `nbytes`.
+class Asked {
  public:
-  explicit NoMemory(size_t free_bytes) {
-    torch_lms::Device& device = Program::get().device();
-    device.limit(device.use().allocated_bytes + free_bytes, room_);
+  using Answer = std::function<bool(torch_lms::Device& device, size_t nbytes)>;
+
+  Asked(size_t limit_bytes, Answer answer) : room_(std::move(answer)) {
+    Program::get().device().limit(limit_bytes, room_);
   }
-  ~NoMemory() {
+  ~Asked() {
     Program::get().device().unlimit();
     if (Program::get().async == nullptr) {
       static_cast<torch_lms::CpuDevice&>(Program::get().device()).count();
     }
   }
+  Asked(const Asked&) = delete;
+  Asked& operator=(const Asked&) = delete;
 
  private:
-  struct NoRoomAtAll final : torch_lms::Room {
+  struct AskingRoom final : torch_lms::Room {
+    explicit AskingRoom(Asked::Answer answer) : fits(std::move(answer)) {}
     Answer make_room(torch_lms::Device& device, size_t nbytes) override {
-      return device.use().allocated_bytes + nbytes > device.limit_bytes() ? Answer::kRefuse
-                                                                          : Answer::kFits;
+      return fits(device, nbytes) ? Answer::kFits : Answer::kRefuse;
     }
     void make_contiguous(torch_lms::Device&, size_t) override {}
     void allocation_begins(torch_lms::Device&) override {}
@@ -206,8 +210,23 @@ class NoMemory {
     std::string explain(torch_lms::Device&, size_t) override {
       return "no room in a test";
     }
+    Asked::Answer fits;
   };
-  NoRoomAtAll room_;
+  AskingRoom room_;
+};
+
+/// Fails when an op has memory brought in for it, as often as it says.
+class NoMemory {
+ public:
+  explicit NoMemory(size_t free_bytes)
+      : asked_(
+            Program::get().device().use().allocated_bytes + free_bytes,
+            [](torch_lms::Device& device, size_t nbytes) {
+              return device.use().allocated_bytes + nbytes <= device.limit_bytes();
+            }) {}
+
+ private:
+  const Asked asked_;
 };
 
 /// A record of an op that PyTorch does not know.
