@@ -197,6 +197,7 @@ class _Steps:
         start = time.perf_counter()
         most_steps = self.run.most_steps * (100 if self.run.tiny else 1)  # a planner takes as long for a tiny program
         row: dict[str, Any] = {"planned_after_steps": None, "followed_after_steps": None, "signatures": []}
+        row["planning_all"] = []  # for each step, whether the planner was at work after it
         followed_at_s = 0.0
         settled = 0  # steps
         with _Refusals() as refusals:
@@ -209,7 +210,8 @@ class _Steps:
                 and time.perf_counter() - start < self.run.most_seconds
             ):
                 self.one()
-                settled = settled + 1 if core.follows_timed_plan() and not is_planning() else 0
+                row["planning_all"].append(is_planning())
+                settled = settled + 1 if core.follows_timed_plan() and not row["planning_all"][-1] else 0
                 plan = torch_lms.current_plan()
                 if plan is not None and plan.signature not in row["signatures"]:
                     row["signatures"].append(plan.signature)

@@ -1,6 +1,7 @@
 #include <extension/policy/CrowdedWindow.h>
 
 #include <algorithm>
+#include <numeric>
 #include <set>
 #include <unordered_map>
 
@@ -21,10 +22,21 @@ Places places_of_movable(const std::vector<Victim>& victims) {
   return places;
 }
 
+size_t pageout_cost(const Entity& entity, size_t copy_cost) {
+  return (entity.keeps_copy() ? 1 : copy_cost) * entity.nbytes();
+}
+
+size_t pageout_cost(const std::vector<EntityPtr>& entities, size_t copy_cost) {
+  return std::accumulate(
+      entities.begin(), entities.end(), size_t{0}, [&](size_t sum, const EntityPtr& entity) {
+        return sum + pageout_cost(*entity, copy_cost);
+      });
+}
+
 /// What is needed soon costs twice as much.
-size_t cost_of(const std::vector<Victim>& victims, size_t place, size_t nbytes, size_t copy_cost) {
+size_t cost_of(const std::vector<Victim>& victims, size_t place, size_t copy_cost) {
   const size_t soon = place >= victims.size() / 2 ? 2 : 1;
-  return soon * (victims[place].entity->keeps_copy() ? 1 : copy_cost) * nbytes;
+  return soon * pageout_cost(*victims[place].entity, copy_cost);
 }
 
 struct Candidate {
@@ -47,7 +59,7 @@ std::vector<Candidate> candidates_in(
           {block.nbytes,
            block.free            ? 0
            : at == movable.end() ? WindowBlock::kImmovable
-                                 : cost_of(victims, at->second, block.nbytes, copy_cost)});
+                                 : cost_of(victims, at->second, copy_cost)});
     }
     for (const FreeWindow& window : shortest_windows(segment, nbytes)) {
       found.push_back({&blocks, window});
@@ -101,6 +113,10 @@ std::vector<EntityPtr> entities_in(
 }
 
 } // namespace
+
+const std::vector<EntityPtr>& CrowdedWindow::to_page_out(size_t copy_cost) const {
+  return pageout_cost(inside, copy_cost) <= pageout_cost(cheapest, copy_cost) ? inside : cheapest;
+}
 
 CrowdedWindow find_crowded_window(
     const std::vector<std::vector<AllocatorBlock>>& segments,

@@ -20,6 +20,10 @@ struct CrowdedWindow {
     const auto at = reinterpret_cast<uintptr_t>(address);
     return begin <= at && at < end;
   }
+
+  /// What is left inside, unless another window costs less by now: this one was chosen for being
+  /// movable. `copy_cost` as for `find_crowded_window`.
+  const std::vector<EntityPtr>& to_page_out(size_t copy_cost) const;
 };
 
 /// The window of at least `nbytes` that costs least to empty among those whose storages find place

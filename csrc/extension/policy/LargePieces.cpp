@@ -1,7 +1,6 @@
 #include <extension/policy/LargePieces.h>
 
 #include <algorithm>
-#include <numeric>
 
 #include <ATen/record_function.h>
 #include <entity/Error.h>
@@ -14,20 +13,6 @@ namespace {
 
 using Clock = Pageouts::Clock;
 using Progress = Pageouts::Progress;
-
-size_t pageout_cost(const std::vector<EntityPtr>& entities, size_t copy_cost) {
-  return std::accumulate(
-      entities.begin(), entities.end(), size_t{0}, [&](size_t sum, const EntityPtr& entity) {
-        return sum + (entity->keeps_copy() ? 1 : copy_cost) * entity->nbytes();
-      });
-}
-
-/// What could not be moved, unless another window costs less: it was chosen for being movable.
-const std::vector<EntityPtr>& to_page_out(const CrowdedWindow& window, size_t copy_cost) {
-  const bool stays =
-      pageout_cost(window.inside, copy_cost) <= pageout_cost(window.cheapest, copy_cost);
-  return stays ? window.inside : window.cheapest;
-}
 
 } // namespace
 
@@ -55,7 +40,7 @@ void LargePieces::make_contiguous(Device& device, size_t nbytes) {
             state_.pager.requests().cancel_last_prefetch())) {
     }
     if (!device.has_contiguous(nbytes) &&
-        pageouts_.page_out(device, to_page_out(window, copy_cost())) == 0 && !moved) {
+        pageouts_.page_out(device, window.to_page_out(copy_cost())) == 0 && !moved) {
       return;
     }
   }
