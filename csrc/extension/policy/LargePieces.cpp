@@ -32,12 +32,16 @@ void LargePieces::make_contiguous(Device& device, size_t nbytes) {
   uint64_t progress = state_.pager.out_queue().progress();
   for (int tries = 0; tries < state_.options.contiguous_tries && !device.has_contiguous(nbytes);
        ++tries) {
-    CrowdedWindow window = crowded_window(device, nbytes);
-    const bool moved = move_aside(window);
+    const std::vector<Victim> victims = victims_on(device);
+    CrowdedWindow window = find_crowded_window(device.blocks(), victims, nbytes, copy_cost());
+    bool moved = move_aside(window);
     // What is on its way out anyway may be enough.
     while (!device.has_contiguous(nbytes) && Clock::now() < deadline &&
            (pageouts_.wait(&progress, deadline) == Progress::kMoved ||
             state_.pager.requests().cancel_last_prefetch())) {
+    }
+    if (!device.has_contiguous(nbytes)) {
+      moved |= trade_places(device, window, victims);
     }
     if (!device.has_contiguous(nbytes) &&
         pageouts_.page_out(device, window.to_page_out(copy_cost())) == 0 && !moved) {
@@ -46,10 +50,8 @@ void LargePieces::make_contiguous(Device& device, size_t nbytes) {
   }
 }
 
-CrowdedWindow LargePieces::crowded_window(Device& device, size_t nbytes) {
-  const auto victims =
-      state_.watch_of(device).resident_by_next_use(state_.cycles, wakefulness_.eligible_from());
-  return find_crowded_window(device.blocks(), victims, nbytes, copy_cost());
+std::vector<Victim> LargePieces::victims_on(Device& device) {
+  return state_.watch_of(device).resident_by_next_use(state_.cycles, wakefulness_.eligible_from());
 }
 
 size_t LargePieces::copy_cost() {
@@ -70,6 +72,40 @@ bool LargePieces::move_aside(CrowdedWindow& window) {
   return moved;
 }
 
+/// What lies in a window, and could not be moved, would have to be copied out. It costs less to let
+/// go of something elsewhere that leaves without a copy, and to move it there. Does so for all of
+/// it or for nothing, and returns whether anything has been moved.
+bool LargePieces::trade_places(
+    Device& device,
+    CrowdedWindow& window,
+    const std::vector<Victim>& victims) {
+  const auto soon = victims.end() - static_cast<std::ptrdiff_t>(victims.size() / 8);
+  std::vector<EntityPtr> places;
+  const auto makes_place_for = [&](const EntityPtr& entity, const EntityPtr& other) {
+    return other->keeps_copy() && other->nbytes() >= entity->nbytes() &&
+           other->nbytes() < copy_cost() * entity->nbytes() &&
+           !window.holds(other->device_address()) &&
+           std::find(places.begin(), places.end(), other) == places.end();
+  };
+  for (const EntityPtr& entity : window.inside) {
+    if (entity->keeps_copy()) {
+      continue;
+    }
+    EntityPtr best;
+    for (auto victim = victims.begin(); victim != soon; ++victim) {
+      if ((best == nullptr || victim->entity->nbytes() < best->nbytes()) &&
+          makes_place_for(entity, victim->entity)) {
+        best = victim->entity;
+      }
+    }
+    if (best == nullptr) {
+      return false;
+    }
+    places.push_back(std::move(best));
+  }
+  return pageouts_.page_out(device, places) != 0 && move_aside(window);
+}
+
 void LargePieces::hold_placeholders(Device& device) {
   while (const size_t nbytes = state_.placeholders.missing_bytes()) {
     if (device.capturing() || device.use().allocated_bytes + nbytes > device.limit_bytes() ||
@@ -82,7 +118,8 @@ void LargePieces::hold_placeholders(Device& device) {
 bool LargePieces::hold_placeholder(Device& device, size_t nbytes) {
   const WithoutGil no_gil;
   if (!device.has_contiguous(nbytes) && wakefulness_.may_vacate()) {
-    CrowdedWindow window = crowded_window(device, nbytes);
+    CrowdedWindow window =
+        find_crowded_window(device.blocks(), victims_on(device), nbytes, copy_cost());
     move_aside(window);
   }
   try {

@@ -23,9 +23,10 @@ class LargePieces {
   void hold_placeholders(Device& device);
 
  private:
-  CrowdedWindow crowded_window(Device& device, size_t nbytes);
+  std::vector<Victim> victims_on(Device& device);
   size_t copy_cost();
   bool move_aside(CrowdedWindow& window);
+  bool trade_places(Device& device, CrowdedWindow& window, const std::vector<Victim>& victims);
   bool hold_placeholder(Device& device, size_t nbytes);
 
   PolicyState& state_;

@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <functional>
 #include <list>
 #include <memory>
 #include <mutex>
@@ -254,7 +255,6 @@ class FakeAllocator final : public c10::Allocator {
   }
 
   std::atomic<torch_lms::Room*> room{nullptr};
-  std::atomic<bool> fragmented{false};
 
   c10::DataPtr allocate(size_t nbytes) override {
     const c10::Device cpu(c10::kCPU);
@@ -411,6 +411,9 @@ class AsyncDevice final : public torch_lms::Device {
   }
   void note_busy_streams() override {}
   c10::DataPtr allocate(size_t nbytes, int64_t) override {
+    if (has_hole != nullptr && !has_hole()) {
+      throw torch_lms::NoRoom("the fake device has no hole that is large enough");
+    }
     return allocator.allocate(nbytes);
   }
   void keep_block_for_copy(const c10::DataPtr& data) override {
@@ -429,10 +432,10 @@ class AsyncDevice final : public torch_lms::Device {
     allocator.reset_peak();
   }
   bool has_contiguous(size_t) const override {
-    return !fragmented.load();
+    return is_fragmented == nullptr || !is_fragmented();
   }
   std::vector<std::vector<torch_lms::AllocatorBlock>> blocks() const override {
-    return {};
+    return shown_blocks != nullptr ? shown_blocks() : decltype(shown_blocks())();
   }
   std::shared_ptr<torch_lms::TimeMark> mark_time() override {
     return std::make_shared<TickMark>(ticks.load(), behind);
@@ -458,7 +461,10 @@ class AsyncDevice final : public torch_lms::Device {
   }
 
   std::atomic<bool> captures{false};
-  std::atomic<bool> fragmented{false};
+  // Set while no other thread allocates.
+  std::function<bool()> has_hole; ///< For what comes in, or is moved.
+  std::function<bool()> is_fragmented;
+  std::function<std::vector<std::vector<torch_lms::AllocatorBlock>>()> shown_blocks;
   std::atomic<int64_t> ticks{0}; ///< What its clock shows.
   std::atomic<int> leads{0};
   std::chrono::microseconds lead{1}; ///< How long the device says that it waits.

@@ -170,5 +170,48 @@ TEST(a_window_that_leaves_without_copies_is_cheaper_the_more_a_copy_costs) {
   CHECK(cheapest(3) == std::vector<EntityPtr>{victims[2].entity});
 }
 
+/// Automatic mode on a device whose memory in one piece is what the test says.
+struct Crowded : Settled {
+  explicit Crowded(AsyncDevice& device) : fake(device) {
+    lms().policy.enable(fake, size_t{64} << 20, 4096);
+  }
+  ~Crowded() {
+    fake.has_hole = nullptr;
+    fake.is_fragmented = nullptr;
+    fake.shown_blocks = nullptr;
+  }
+  AsyncDevice& fake;
+};
+
+TEST(what_would_be_copied_out_moves_to_where_something_leaves_without_a_copy) {
+  Program::get();
+  if (Program::get().async == nullptr) {
+    SKIP("the CPU's allocator has no windows");
+  }
+  const Crowded crowded(*Program::get().async);
+  const at::Tensor dirty = tensor_of(1);
+  const at::Tensor clean = kept_tensor(2);
+  REQUIRE(holds(dirty, 1) && holds(clean, 2));
+  const int64_t out = lms().pager.stats().pageouts.load();
+  const char* before = address_of(dirty);
+  constexpr size_t kFree = size_t{1} << 20;
+  const bool behind = address_of(clean) < before; // where there is nothing of the other's
+  crowded.fake.shown_blocks = [&] {
+    std::vector<AllocatorBlock> window{used(dirty)};
+    const char* free = behind ? before + dirty.nbytes() : before - kFree;
+    window.insert(behind ? window.end() : window.begin(), {free, kFree, true});
+    return std::vector<std::vector<AllocatorBlock>>{window, {used(clean)}};
+  };
+  crowded.fake.is_fragmented = [&] { return address_of(dirty) == before; };
+  crowded.fake.has_hole = [&] { return state(clean) == "paged_out"; };
+  const at::Tensor large = tensor_of(4, (1 << 17) + 1); // the free block is too small for it
+  CHECK(address_of(dirty) != before);
+  CHECK_EQ(state(dirty), "resident");
+  CHECK_EQ(state(clean), "paged_out");
+  CHECK_EQ(lms().pager.stats().pageouts.load(), out);
+  crowded.fake.has_hole = nullptr;
+  CHECK(holds(dirty, 1) && holds(clean, 2) && holds(large, 4));
+}
+
 } // namespace
 } // namespace torch_lms
