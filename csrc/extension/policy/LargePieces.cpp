@@ -1,6 +1,7 @@
 #include <extension/policy/LargePieces.h>
 
 #include <algorithm>
+#include <numeric>
 
 #include <ATen/record_function.h>
 #include <entity/Error.h>
@@ -73,37 +74,35 @@ bool LargePieces::move_aside(CrowdedWindow& window) {
 }
 
 /// What lies in a window, and could not be moved, would have to be copied out. It costs less to let
-/// go of something elsewhere that leaves without a copy, and to move it there. Does so for all of
-/// it or for nothing, and returns whether anything has been moved.
-bool LargePieces::trade_places(
-    Device& device,
-    CrowdedWindow& window,
-    const std::vector<Victim>& victims) {
-  const auto soon = victims.end() - static_cast<std::ptrdiff_t>(victims.size() / 8);
-  std::vector<EntityPtr> places;
-  const auto makes_place_for = [&](const EntityPtr& entity, const EntityPtr& other) {
-    return other->keeps_copy() && other->nbytes() >= entity->nbytes() &&
-           other->nbytes() < copy_cost() * entity->nbytes() &&
-           !window.holds(other->device_address()) &&
-           std::find(places.begin(), places.end(), other) == places.end();
+/// go, elsewhere, of what leaves without a copy, and to move it there. Returns whether anything has
+/// been moved.
+bool LargePieces::trade_places(Device& device, CrowdedWindow& window, std::vector<Victim> victims) {
+  const auto stays = [&](const Victim& victim) {
+    return !victim.entity->keeps_copy() || window.holds(victim.entity->device_address());
   };
-  for (const EntityPtr& entity : window.inside) {
+  victims.resize(victims.size() - victims.size() / 8); // what is needed very next
+  victims.erase(std::remove_if(victims.begin(), victims.end(), stays), victims.end());
+  bool moved = false;
+  for (const EntityPtr& entity : std::vector<EntityPtr>(window.inside)) {
     if (entity->keeps_copy()) {
       continue;
     }
-    EntityPtr best;
-    for (auto victim = victims.begin(); victim != soon; ++victim) {
-      if ((best == nullptr || victim->entity->nbytes() < best->nbytes()) &&
-          makes_place_for(entity, victim->entity)) {
-        best = victim->entity;
+    auto segments = device.blocks();
+    for (auto& blocks : segments) {
+      for (AllocatorBlock& block : blocks) {
+        block.free &= !window.holds(block.address);
       }
     }
-    if (best == nullptr) {
-      return false;
+    const auto place = find_crowded_window(segments, victims, entity->nbytes(), 1).cheapest;
+    const auto add = [](size_t sum, const EntityPtr& one) { return sum + one->nbytes(); };
+    if (std::accumulate(place.begin(), place.end(), size_t{0}, add) >=
+            copy_cost() * entity->nbytes() ||
+        pageouts_.page_out(device, place) == 0 || !move_aside(window)) {
+      return moved;
     }
-    places.push_back(std::move(best));
+    moved = true;
   }
-  return pageouts_.page_out(device, places) != 0 && move_aside(window);
+  return moved;
 }
 
 void LargePieces::hold_placeholders(Device& device) {

@@ -26,7 +26,7 @@ class LargePieces {
   std::vector<Victim> victims_on(Device& device);
   size_t copy_cost();
   bool move_aside(CrowdedWindow& window);
-  bool trade_places(Device& device, CrowdedWindow& window, const std::vector<Victim>& victims);
+  bool trade_places(Device& device, CrowdedWindow& window, std::vector<Victim> victims);
   bool hold_placeholder(Device& device, size_t nbytes);
 
   PolicyState& state_;

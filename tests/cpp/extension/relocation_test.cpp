@@ -189,8 +189,8 @@ TEST(what_would_be_copied_out_moves_to_where_something_leaves_without_a_copy) {
     SKIP("the CPU's allocator has no windows");
   }
   const Crowded crowded(*Program::get().async);
-  const at::Tensor dirty = tensor_of(1);
-  const at::Tensor clean = kept_tensor(2);
+  const at::Tensor dirty = tensor_of(1, 10000);
+  const at::Tensor clean = kept_tensor(2); // smaller, but there is something free beside it
   REQUIRE(holds(dirty, 1) && holds(clean, 2));
   const int64_t out = lms().pager.stats().pageouts.load();
   const char* before = address_of(dirty);
@@ -200,7 +200,8 @@ TEST(what_would_be_copied_out_moves_to_where_something_leaves_without_a_copy) {
     std::vector<AllocatorBlock> window{used(dirty)};
     const char* free = behind ? before + dirty.nbytes() : before - kFree;
     window.insert(behind ? window.end() : window.begin(), {free, kFree, true});
-    return std::vector<std::vector<AllocatorBlock>>{window, {used(clean)}};
+    const AllocatorBlock beside{address_of(clean) + clean.nbytes(), clean.nbytes(), true};
+    return std::vector<std::vector<AllocatorBlock>>{window, {used(clean), beside}};
   };
   crowded.fake.is_fragmented = [&] { return address_of(dirty) == before; };
   crowded.fake.has_hole = [&] { return state(clean) == "paged_out"; };
