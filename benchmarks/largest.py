@@ -242,7 +242,7 @@ def main() -> None:
     if given.list:
         print("\n".join(keys))
         return
-    limit = "a tiny limit, on a CPU" if given.tiny else f"{given.limit_gib:g} GiB, one H200"
+    limit = "a tiny limit, on a CPU" if given.tiny else f"{given.limit_gib:g} GiB, one GPU"
     sweep = Sweep(
         Result(name="largest", title=f"The most that trains within {limit}", columns=COLUMNS), given, keys, judge
     )

@@ -87,7 +87,7 @@ def main() -> None:
     if given.list:
         print("\n".join(keys))
         return
-    title = "Models, tiny, on a CPU" if given.tiny else "Models, forward and backward, one H200"
+    title = "Models, tiny, on a CPU" if given.tiny else "Models, forward and backward, one GPU"
     result = Result(name="plan_models", title=title, columns=COLUMNS)
     sweep = Sweep(result, given, keys, judge, preload=["transformers"])
     for key in keys:

@@ -152,7 +152,7 @@ def main() -> None:
     if given.list:
         print("\n".join(entries))
         return
-    title = "GPT, tiny, on a CPU" if given.tiny else "GPT 1.3B, batch 16 x 2048, forward and backward, one H200"
+    title = "GPT, tiny, on a CPU" if given.tiny else "GPT 1.3B, batch 16 x 2048, forward and backward, one GPU"
     sweep = Sweep(Result(name="plans", title=title, columns=COLUMNS), given, list(entries), judge)
     for key, entry in entries.items():
         if not sweep.wants(key):
