@@ -175,12 +175,20 @@ class DeviceStep:
                 released=self._place[last, place],
                 recompute=again if one.recomputable else None,
             )
-        yield TraceStorage(
-            bytes=ceil(rest_bytes),
-            producer=self._place[forward, 0],
-            uses=(self._place[last, 0],) if self._place[last, 0] != self._place[forward, 0] else (),
-            released=self._place[last, 0],
-        )
+        yield from self._others(rest_bytes, forward, backward, last)
+
+    def _others(self, nbytes: float, forward: Action, backward: Action, last: Action) -> Iterator[TraceStorage]:
+        """All else of a microbatch, and what it has while it is half done; see Note [Half done] in ``moments``."""
+        work = self.works[backward.stage]
+        begin, end = self._place[forward, 0], self._place[last, 0]
+        freed = min(float(work.need.freed_bytes), nbytes) if last != backward else 0.0
+        lives = [(nbytes - freed, begin, end)]
+        if last != backward:
+            lives.append((freed, begin, self._place[backward, 0]))
+            lives.append((float(work.need.kept_bytes), self._place[backward, len(work.parts)], end))
+        for some, producer, released in lives:
+            uses = (released,) if released != producer else ()
+            yield TraceStorage(bytes=ceil(some), producer=producer, uses=uses, released=released)
 
     def only(self, stage: int) -> DeviceStep:
         """One of the stages, as if it were alone."""
