@@ -227,7 +227,7 @@ class _Memory:
             stage = stays_after.get(node.name)
             if stage is not None and stage == self._stage_of_unit[self._units.number_of(node.name)]:
                 left[stage].update(node.saved)
-        self.freed = self.held - _held(self._units, self._stage_of_unit, left)
+        self.freed = np.maximum(self.held - _held(self._units, self._stage_of_unit, left), 0.0)
         self.freed[0] = 0.0
 
     def need(self, stage: int, times_us: Array, step: TrainingStep) -> StageNeed:

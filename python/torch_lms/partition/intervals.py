@@ -76,7 +76,7 @@ def _half_done(sequence: UnitSequence, cuts: NDArray[np.int64], held: Array) -> 
     """What stages keep and free of a microbatch that is half done."""
     end, gradients = len(sequence), WeightGradients(sequence.units, sequence.position)
     kept = _sum(((one.after + 1, one.until, one.at + 1, end, one.nbytes) for one in gradients.meetings()), cuts)
-    kept += sequence.cut_backward_bytes[cuts][None, :]
+    kept += np.where(cuts < end, sequence.cut_backward_bytes[cuts], 0.0)[None, :]
     stays_after = gradients.stays_after()
     lasting: Uses = {}
     for node in sequence.units.graph.nodes:
@@ -84,7 +84,7 @@ def _half_done(sequence: UnitSequence, cuts: NDArray[np.int64], held: Array) -> 
             at = int(sequence.position[sequence.units.number_of(node.name)])
             lasting.setdefault(id_, {}).setdefault(at, end)
             lasting[id_][at] = min(lasting[id_][at], stays_after[node.name])
-    freed = held - _sum(_held(sequence, lasting), cuts)
+    freed = np.maximum(held - _sum(_held(sequence, lasting), cuts), 0.0)  # a value may be larger than its storage
     freed[cuts == 0] = 0.0
     return kept, freed
 
