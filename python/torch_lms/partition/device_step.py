@@ -185,7 +185,7 @@ class DeviceStep:
         lives = [(nbytes - freed, begin, end)]
         if last != backward:
             lives.append((freed, begin, self._place[backward, 0]))
-            lives.append((float(work.need.kept_bytes), self._place[backward, len(work.parts)], end))
+            lives.append((float(work.need.kept_bytes), self._place[backward, len(work.parts) - 1], end))
         for some, producer, released in lives:
             uses = (released,) if released != producer else ()
             yield TraceStorage(bytes=ceil(some), producer=producer, uses=uses, released=released)
