@@ -39,11 +39,13 @@ def bytes_of_microbatch(problem: PartitionProblem, placed: np.ndarray, stage: in
         return reaches(name, sources, lambda one: stages[one] < stage)
 
     crossing = [value for value in problem.units.values if _is_kept(problem, placed, value, stage)]
-    received = sum(
-        value.backward_bytes
+    crossings = [
+        (value.backward_bytes, border)
         for value in problem.units.values
-        if value.producer >= 0 and placed[value.producer] <= stage < max(_readers(problem, placed, value))
-    )
+        if value.producer >= 0
+        for border in range(placed[value.producer], max(_readers(problem, placed, value)))
+    ]
+    at_borders = sum(nbytes for nbytes, border in crossings if border in (stage - 1, stage))
 
     def held(those: Sequence[CostNode]) -> float:
         saved = {id_ for node in those for id_ in node.saved}
@@ -51,8 +53,8 @@ def bytes_of_microbatch(problem: PartitionProblem, placed: np.ndarray, stage: in
         return sum(graph.storage_bytes[id_] for id_ in saved) + other
 
     if stage == 0:
-        return held(own), received, held(own)
-    kept, lasting = float(received), []
+        return held(own), at_borders, held(own)
+    kept, lasting = float(at_borders), []
     for node in own:
         if node.name not in flows:
             continue

@@ -4,6 +4,8 @@ Note [A device's step as a trace]: an op of the trace is the forward or the back
 microbatch: of a segment that may be given up, or of a run of other units. Ops come in the order of the schedule's
 actions. A storage is what a segment saves of one microbatch, from its forward to its backward; another one is all else
 that the stage holds of it (Note [Stage memory] in ``costs``), from the begin of its forward to the end of its backward.
+Of a backward in two parts there are two more (Note [Half done] in ``moments``): what the first part frees, as far as
+it is of no segment, and the gradients that it keeps.
 What ``torch_lms.stages.giving_up`` does becomes decisions: a segment that is computed again is dropped when its forward
 is over and replayed before its backward; one that is swapped goes out then, and begins to come back with the backward
 of the swapped one before it, be that of this microbatch or of the one whose backward comes first. Nothing waits for

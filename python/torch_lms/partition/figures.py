@@ -218,6 +218,7 @@ class _Memory:
         """What a microbatch has that is half done; see Note [Half done] in ``moments``."""
         gradients = WeightGradients(self._units, self._stage_of_unit)
         self.kept[:-1] += cut_backward
+        self.kept[1:] += cut_backward
         for one in gradients.meetings():
             if one.after < one.at <= one.until:
                 self.kept[one.at] += one.nbytes

@@ -32,7 +32,7 @@ from torch_lms.schedules.rules import splits_backward
 __all__ = ["StageMatrices", "parameter_matrix", "stage_matrices"]
 
 Array = NDArray[np.float64]
-Uses = dict[str, dict[int, int]]  # of each thing by position, how far a stage goes in which the use counts
+Uses = Mapping[str, Mapping[int, int]]  # of each thing by position, how far a stage goes in which the use counts
 Rectangle = tuple[int, int, int, int, float]  # first and last a, first and last b, inclusive; bytes
 
 
@@ -76,9 +76,10 @@ def _half_done(sequence: UnitSequence, cuts: NDArray[np.int64], held: Array) -> 
     """What stages keep and free of a microbatch that is half done."""
     end, gradients = len(sequence), WeightGradients(sequence.units, sequence.position)
     kept = _sum(((one.after + 1, one.until, one.at + 1, end, one.nbytes) for one in gradients.meetings()), cuts)
-    kept += np.where(cuts < end, sequence.cut_backward_bytes[cuts], 0.0)[None, :]
+    crossing = np.where(cuts < end, sequence.cut_backward_bytes[cuts], 0.0)
+    kept += crossing[:, None] + crossing[None, :]
     stays_after = gradients.stays_after()
-    lasting: Uses = {}
+    lasting: dict[str, dict[int, int]] = {}
     for node in sequence.units.graph.nodes:
         for id_ in node.saved if node.name in stays_after else ():
             at = int(sequence.position[sequence.units.number_of(node.name)])

@@ -189,7 +189,7 @@ class TrainingStep:
 
     def memory_bytes(self, device: int, needs: Mapping[int, StageNeed]) -> Any:
         """What a device takes at the worst moment of its stages, in one partition or in many."""
-        peak = 0.0
+        peak: Any = 0.0
         for held, running in self.moments[device]:
             pairs = zip(self.stages_of[device], held, strict=True)
             flying = sum(needs[stage].bytes_of(count) for stage, count in pairs)

@@ -4,9 +4,9 @@ Note [Meetings]: the backward of inputs goes from a stage's outputs to the value
 gradient of its output if it has one of these values before it, and reads trainable parameters or what is made of
 nothing else in the stage. Its output's gradient is what was measured (`CostNode.kept_gradient_bytes`). What the stage
 saves stays where a later node of it reads trainable parameters, or the same one does; all else the backward of inputs
-frees, but for what crosses the borders. The gradients that came in at the border behind the stage stay as well: so the
-last node's, or a sum's, may count twice. The first stage has no gradients of inputs: its whole backward is that of
-weights, and all stays until then.
+frees, but for what crosses the borders. Of that the gradients are kept as well: those that came in from the stage
+behind, so that a last node's, or a last sum's, may count twice, and those that it has made for the stage before. The
+first stage has no gradients of inputs: its whole backward is that of weights, and all stays until then.
 
 Here a node's place is its position in an order, or the number of its stage; gradients go through no other nodes than
 those that need one.
