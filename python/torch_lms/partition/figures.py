@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -139,7 +139,18 @@ def measure(
     )
 
 
-def _of_stages(step: TrainingStep, rows: Array, found: Sequence[RelievedDevice]) -> dict[str, Any]:
+class _OfStages(TypedDict):
+    stage_forward_us: tuple[float, ...]
+    stage_backward_us: tuple[float, ...]
+    stage_time_us: tuple[float, ...]
+    stage_memory_bytes: tuple[int, ...]
+    cut_forward_us: tuple[float, ...]
+    cut_backward_us: tuple[float, ...]
+    device_time_us: tuple[float, ...]
+    stage_relief: tuple[StageRelief, ...]
+
+
+def _of_stages(step: TrainingStep, rows: Array, found: Sequence[RelievedDevice]) -> _OfStages:
     """What `Figures` says of stages and borders, and the times of devices, which are their sums."""
     of_stage = {stage: found[device] for device, own in enumerate(step.stages_of) for stage in own}
     relief = tuple(of_stage[stage].stage_relief[stage] for stage in sorted(of_stage))
