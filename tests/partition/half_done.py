@@ -13,8 +13,10 @@ from torch_lms.schedules import Action
 __all__ = ["bytes_of_microbatch", "peak_along"]
 
 
-def bytes_of_microbatch(problem: PartitionProblem, placed: np.ndarray, stage: int) -> tuple[float, float, float]:
-    """What is held, what is kept for the backward of weights, and what of the first stays until then."""
+def bytes_of_microbatch(problem: PartitionProblem, placed: np.ndarray, stage: int) -> tuple[float, float, float, float]:
+    """What is held, what is kept for the backward of weights, and what of the first stays until then; and the most of
+    gradients and working space while the inputs' backward goes from the last unit to the first.
+    """
     graph, stages = problem.graph, problem.units.stages_of_nodes(placed.tolist(), problem.stages)
     nodes = {node.name: node for node in graph.nodes}
     flows = {node.name: node for node in graph.nodes if not node.passive and node.gradient_bytes}
@@ -52,9 +54,11 @@ def bytes_of_microbatch(problem: PartitionProblem, placed: np.ndarray, stage: in
         other = sum(value.forward_bytes for value in crossing if not saved.intersection(value.storages))
         return sum(graph.storage_bytes[id_] for id_ in saved) + other
 
+    units = [unit for unit in range(len(problem.units)) if placed[unit] == stage]
     if stage == 0:
-        return held(own), at_borders, held(own)
-    kept, lasting = float(at_borders), []
+        most = max(float(problem.units.transient_bytes[unit]) for unit in units)
+        return held(own), at_borders, held(own), at_borders + most
+    kept_of, lasting = dict.fromkeys(units, 0.0), []
     for node in own:
         if node.name not in flows:
             continue
@@ -65,10 +69,16 @@ def bytes_of_microbatch(problem: PartitionProblem, placed: np.ndarray, stage: in
             continue
         own_kept = node.gradient_bytes if node.kept_gradient_bytes is None else node.kept_gradient_bytes
         if reads_weights(node) and own_kept:
-            kept += own_kept
+            kept_of[problem.units.number_of(node.name)] += own_kept
         elif any(stages[one] == stage and not has_values(one) for one in sources(node.name)):
-            kept += node.gradient_bytes
-    return held(own), kept, min(held(lasting), held(own))  # a value may be larger than its storage
+            kept_of[problem.units.number_of(node.name)] += node.gradient_bytes
+    kept, most = float(at_borders), 0.0
+    for unit in reversed(units):
+        kept += kept_of[unit]
+        counted_twice = min(kept_of[unit], problem.units.nodes[unit].gradient_bytes)
+        most = max(most, kept + float(problem.units.transient_bytes[unit]) - counted_twice)
+    left = min(held(lasting), held(own))  # a value may be larger than its storage
+    return held(own), kept, left, max(most, kept)
 
 
 def peak_along(
@@ -79,15 +89,13 @@ def peak_along(
     now: dict[tuple[int, int], float] = {}
     peak = 0.0
     for action in actions:
-        held, kept, left = parts[action.stage]
+        held, kept, left, most = parts[action.stage]
         microbatch = action.stage, action.microbatch
         if action.kind == "F":
             now[microbatch] = held
+        peak = max(peak, sum(now.values()) + (most if action.kind == "I" else transient[action.stage]))
         if action.kind == "I":
-            now[microbatch] += kept
-        peak = max(peak, sum(now.values()) + transient[action.stage])
-        if action.kind == "I":
-            now[microbatch] -= held - left
+            now[microbatch] = left + kept
         if action.kind in "BW":
             del now[microbatch]
     return peak

@@ -91,7 +91,8 @@ class _Stage:
             if part.segment is not None:
                 self._have(microbatch, part.segment)
             twice = kind == "W" and part.segment in self.again  # what the inputs' part did not use is still there
-            self.clock.look(self.working + (self.segments[part.segment or 0].saved_bytes if twice else 0))
+            working = float(self.work.need.input_transient_bytes) if kind == "I" else self.working
+            self.clock.look(working + (self.segments[part.segment or 0].saved_bytes if twice else 0))
             if part.segment in self.again:
                 self.clock.now_us += self.segments[part.segment].again_us / self.work.need.speed
             self.clock.now_us += part.backward_us * share

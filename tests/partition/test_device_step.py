@@ -63,6 +63,7 @@ class Drawn:
             transient_bytes=np.float64(draw.randint(0, 30)),
             kept_bytes=np.float64(split * draw.randint(0, 300)),
             freed_bytes=np.float64(split * draw.randint(0, rest)),
+            input_transient_bytes=np.float64(split * draw.randint(0, 30)),
             in_flight=self.step.in_flight[stage],
             moments=self.step.alone[stage],
             replays=self.step.replays,

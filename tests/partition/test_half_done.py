@@ -19,17 +19,22 @@ NODES = (
     CostNode(name="loss", inputs=("head",), output_bytes=4, gradient_bytes=4, saved=("p",)),
     CostNode(name="output", kind="output", inputs=("loss",)),
 )  # fmt: skip
-SIZES = {"e": 10, "n": 10, "p": 800, "b": 50}
+SIZES = {"e": 10, "n": 10, "b": 50}
 FIRST, SECOND = [0, 1, 1, 1], [0, 0, 1, 1]
 
 
 def memory(
-    schedule: str, placed: list[int], nodes: tuple[CostNode, ...] = NODES, *, trainable: bool = True
+    schedule: str,
+    placed: list[int],
+    nodes: tuple[CostNode, ...] = NODES,
+    *,
+    trainable: bool = True,
+    loss_bytes: int = 800,
 ) -> tuple[int, ...]:
     graph = CostGraph(
         nodes=nodes,
         parameter_bytes=dict.fromkeys("wvh", 1),
-        storage_bytes=SIZES,
+        storage_bytes={**SIZES, "p": loss_bytes},
         trainable=None if trainable else frozenset(),
     )
     devices = tuple(DeviceSpec(name=f"d{stage}") for stage in range(1 + max(placed)))
@@ -41,25 +46,32 @@ def memory(
 
 def test_a_stage_keeps_the_gradients_of_its_weights_outputs() -> None:
     """While the second of two microbatches is in its backward of inputs, both have the gradients of what came in, of
-    the norm and of the head; the first one no more has what its loss saved.
+    the norm and of the head; the first one no more has what its loss saved. The head's output is 400, beside its
+    gradient, and then the norm's gradient is not yet there.
     """
     border, gradients = 10, 10 + 10 + 400
     whole, left = 10 + 10 + 800 + 4, 10 + 10 + 4
-    assert memory("zero_bubble", FIRST)[1] == 2 + 800 + whole + left + 2 * gradients
+    assert memory("zero_bubble", FIRST)[1] == 2 + whole + left + 2 * gradients + 400 - 10
     assert memory("1f1b", FIRST)[1] == 2 + 800 + whole
     assert memory("zero_bubble", FIRST)[0] == 1 + 20 + 2 * border + border
-    assert memory("zero_bubble", SECOND)[1] == 1 + 800 + (10 + 800 + 4) + (10 + 4) + 2 * (10 + 400)
+    assert memory("zero_bubble", SECOND)[1] == 1 + (10 + 800 + 4) + (10 + 4) + 2 * (10 + 400) + 400
+
+
+def test_with_little_to_free_a_stage_takes_most_in_its_backward_of_weights() -> None:
+    """Which begins with all that the one of inputs has kept, and may need the working space of any node."""
+    left, gradients = 10 + 10 + 4, 10 + 10 + 400
+    assert memory("zero_bubble", FIRST, loss_bytes=8)[1] == 2 + 800 + 2 * left + 2 * gradients
 
 
 def test_gradients_as_measured_count_instead_of_those_of_the_output() -> None:
     deeper = tuple(replace(node, kept_gradient_bytes=25) if node.name == "norm" else node for node in NODES)
-    assert memory("zero_bubble", FIRST, deeper)[1] == memory("zero_bubble", FIRST)[1] + 2 * 15
+    assert memory("zero_bubble", FIRST, deeper)[1] == memory("zero_bubble", FIRST)[1] + 2 * 15 - 15
 
 
 def test_frozen_weights_keep_no_gradients() -> None:
     """But those at the border; all that was saved is freed, but for what came in or goes out."""
     whole, left = 10 + 10 + 800 + 4, 10 + 4
-    assert memory("zero_bubble", FIRST, trainable=False)[1] == 2 + 800 + whole + left + 2 * 10
+    assert memory("zero_bubble", FIRST, trainable=False)[1] == 2 + whole + left + 2 * 10 + 800
 
 
 @pytest.mark.parametrize("in_place", [False, True])

@@ -178,10 +178,11 @@ def test_matrices_say_what_every_contiguous_stage_takes(schedule: str, data: st.
         marks = [0, *inner, len(problem.units)]
         figures = measured(problem, placed)
         for stage, at in enumerate(itertools.pairwise(marks)):
-            held, kept, left = bytes_of_microbatch(problem, placed, stage)
+            held, kept, left, most = bytes_of_microbatch(problem, placed, stage)
             assert matrices.held_bytes[at] == held
             if schedule == "zero_bubble":
                 assert (matrices.kept_bytes[at], matrices.held_bytes[at] - matrices.freed_bytes[at]) == (kept, left)
+                assert matrices.kept_bytes[at] + matrices.input_transient_bytes[at] == most
             else:
                 assert matrices.kept_bytes[at] == matrices.freed_bytes[at] == 0
                 alone = matrices.static_bytes[at] + step.in_flight[stage] * held + matrices.transient_bytes[at]

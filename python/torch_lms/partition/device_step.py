@@ -143,7 +143,7 @@ class DeviceStep:
                 name=str(action),
                 phase="forward" if action.kind == FORWARD else "backward",
                 duration_us=sum(times_us[action.stage, action.kind][part : part + 1]),  # none of a backward's begin
-                other_bytes=ceil(self.works[action.stage].need.transient_bytes),
+                other_bytes=self._working_bytes(action),
             )
             for action, part in self._place
         ]
@@ -154,6 +154,10 @@ class DeviceStep:
         host = self._host_link or _NO_LINK
         link = Link(out_bytes_per_us=host.bytes_per_us, in_bytes_per_us=host.bytes_per_us, latency_us=host.latency_us)
         return Trace(device="", signature="0", link=link, ops=tuple(ops), storages=tuple(storages))
+
+    def _working_bytes(self, action: Action) -> int:
+        need = self.works[action.stage].need
+        return ceil(need.input_transient_bytes if action.kind == INPUT_BACKWARD else need.transient_bytes)
 
     def _storages(self, backward: Action, first: int) -> Iterator[TraceStorage]:
         """Of one microbatch; `first` is the number of the first one."""

@@ -216,7 +216,7 @@ class _Memory:
         for index, node in enumerate(units.nodes):
             saved[stage_of_unit[index]].update(node.saved)
         self.held = _held(units, stage_of_unit, saved)
-        self.kept, self.freed = np.zeros(stages), np.zeros(stages)
+        self.kept, self.freed, self.input_transient = np.zeros(stages), np.zeros(stages), np.zeros(stages)
         if splits_backward(model.schedule):
             self._split(cut_backward)
         self.static = self._sums(model.parameter_cost_bytes(units.graph))
@@ -230,9 +230,17 @@ class _Memory:
         gradients = WeightGradients(self._units, self._stage_of_unit)
         self.kept[:-1] += cut_backward
         self.kept[1:] += cut_backward
+        of_unit = np.zeros(len(self._units))
         for one in gradients.meetings():
             if one.after < one.at <= one.until:
-                self.kept[one.at] += one.nbytes
+                of_unit[one.unit] += one.nbytes
+        before = np.zeros(len(self.held))
+        for unit, stage in enumerate(self._stage_of_unit):
+            own = min(of_unit[unit], self._units.nodes[unit].gradient_bytes)
+            space = self._units.transient_bytes[unit] - own - before[stage]
+            self.input_transient[stage] = max(self.input_transient[stage], space)
+            before[stage] += of_unit[unit]
+        self.kept += before
         stays_after = gradients.stays_after()
         left: list[set[str]] = [set() for _ in self.held]
         for node in self._units.graph.nodes:
@@ -255,6 +263,7 @@ class _Memory:
             transient_bytes=np.asarray(self.transient[stage]),
             kept_bytes=np.asarray(self.kept[stage]),
             freed_bytes=np.asarray(self.freed[stage]),
+            input_transient_bytes=np.asarray(self.input_transient[stage]),
             in_flight=step.in_flight[stage],
             moments=step.alone[stage],
             replays=step.replays,

@@ -32,6 +32,7 @@ from torch_lms.schedules.rules import splits_backward
 __all__ = ["StageMatrices", "parameter_matrix", "stage_matrices"]
 
 Array = NDArray[np.float64]
+Ints = NDArray[np.int64]
 Uses = Mapping[str, Mapping[int, int]]  # of each thing by position, how far a stage goes in which the use counts
 Rectangle = tuple[int, int, int, int, float]  # first and last a, first and last b, inclusive; bytes
 
@@ -46,6 +47,7 @@ class StageMatrices:
         transient_bytes: working space.
         kept_bytes: of gradients, for each microbatch that is half done; see Note [Half done] in ``moments``.
         freed_bytes: of ``held_bytes``, what a backward of inputs frees.
+        input_transient_bytes: working space of a backward of inputs, besides all that it keeps.
         offers: what stages may give up.
     """
 
@@ -54,43 +56,61 @@ class StageMatrices:
     transient_bytes: Array
     kept_bytes: Array
     freed_bytes: Array
+    input_transient_bytes: Array
     offers: Offers = NO_OFFERS
 
 
-def stage_matrices(sequence: UnitSequence, cuts: NDArray[np.int64], model: CostModel) -> StageMatrices:
+def stage_matrices(sequence: UnitSequence, cuts: Ints, model: CostModel) -> StageMatrices:
     """The matrices over some cuts, in ascending order with 0 and the end among them."""
     saved = _uses(sequence, [node.saved for node in sequence.units.nodes])
     held = _sum(_held(sequence, _as_they_are(saved)), cuts)
-    kept, freed = _half_done(sequence, cuts, held) if splits_backward(model.schedule) else (held * 0, held * 0)
+    transient, none = _largest(sequence, cuts), np.zeros_like(held)
+    kept, freed, inputs = none, none, transient
+    if splits_backward(model.schedule):
+        gradients = WeightGradients(sequence.units, sequence.position)
+        kept, inputs = _kept(sequence, cuts, gradients, transient)
+        freed = _freed(sequence, cuts, gradients, held)
     return StageMatrices(
         static_bytes=parameter_matrix(sequence, cuts, model.parameter_cost_bytes(sequence.units.graph)),
         held_bytes=held,
-        transient_bytes=_largest(sequence, cuts),
+        transient_bytes=transient,
         kept_bytes=kept,
         freed_bytes=freed,
+        input_transient_bytes=inputs,
         offers=NO_OFFERS if model.relief is KEEP_ALL else offers_of(sequence),
     )
 
 
-def _half_done(sequence: UnitSequence, cuts: NDArray[np.int64], held: Array) -> tuple[Array, Array]:
-    """What stages keep and free of a microbatch that is half done."""
-    end, gradients = len(sequence), WeightGradients(sequence.units, sequence.position)
-    kept = _sum(((one.after + 1, one.until, one.at + 1, end, one.nbytes) for one in gradients.meetings()), cuts)
+def _kept(sequence: UnitSequence, cuts: Ints, gradients: WeightGradients, transient: Array) -> tuple[Array, Array]:
+    """What stages keep of a microbatch that is half done, and the working space besides that; see Note [Half done]."""
+    end, units = len(sequence), sequence.units
+    rectangles = ((one.after + 1, one.until, one.at + 1, end, one.nbytes) for one in gradients.meetings())
+    up_to = _sum(rectangles, cuts, np.arange(end + 1))
     crossing = np.where(cuts < end, sequence.cut_backward_bytes[cuts], 0.0)
-    kept += crossing[:, None] + crossing[None, :]
-    stays_after = gradients.stays_after()
+    kept = up_to[:, cuts] + crossing[:, None] + crossing[None, :]
+    if not np.array_equal(sequence.order, np.arange(end)):
+        return kept, transient  # stages run in the graph's order: with another one it is no more than this
+    output_gradients = np.array([node.gradient_bytes for node in units.nodes], dtype=np.float64)
+    space = units.transient_bytes - np.minimum(np.diff(up_to, axis=1), output_gradients) - up_to[:, :-1]
+    space[np.arange(end)[None, :] < cuts[:, None]] = 0.0
+    return kept, np.maximum(np.maximum.accumulate(space, axis=1), 0.0)[:, cuts - 1]
+
+
+def _freed(sequence: UnitSequence, cuts: Ints, gradients: WeightGradients, held: Array) -> Array:
+    """What a backward of inputs frees."""
+    end, stays_after = len(sequence), gradients.stays_after()
     lasting: dict[str, dict[int, int]] = {}
     for node in sequence.units.graph.nodes:
         for id_ in node.saved if node.name in stays_after else ():
             at = int(sequence.position[sequence.units.number_of(node.name)])
-            lasting.setdefault(id_, {}).setdefault(at, end)
-            lasting[id_][at] = min(lasting[id_][at], stays_after[node.name])
+            uses = lasting.setdefault(id_, {})
+            uses[at] = min(uses.get(at, end), stays_after[node.name])
     freed = np.maximum(held - _sum(_held(sequence, lasting), cuts), 0.0)  # a value may be larger than its storage
     freed[cuts == 0] = 0.0
-    return kept, freed
+    return freed
 
 
-def parameter_matrix(sequence: UnitSequence, cuts: NDArray[np.int64], sizes: Mapping[str, float]) -> Array:
+def parameter_matrix(sequence: UnitSequence, cuts: Ints, sizes: Mapping[str, float]) -> Array:
     """For each pair of cuts, the sizes of the parameters that a stage between them reads; 0 where none is given."""
     uses = {name: at for name, at in _uses(sequence, sequence.units.parameters).items() if name in sizes}
     return _sum(_once(_as_they_are(uses), sizes, len(sequence)), cuts)
@@ -152,15 +172,15 @@ def _fed(readers: set[int], saves: Mapping[int, int], end: int, nbytes: int) -> 
     yield from _once({"": saves}, {"": -nbytes}, end)
 
 
-def _sum(rectangles: Iterator[Rectangle], cuts: NDArray[np.int64]) -> Array:
-    """The sum of all rectangles that each pair of cuts lies in."""
-    count = len(cuts)
-    corners = np.zeros((count + 1, count + 1))
+def _sum(rectangles: Iterator[Rectangle], cuts: Ints, last_cuts: Ints | None = None) -> Array:
+    """The sum of all rectangles that each pair of cuts lies in; the second of the same cuts, or of others."""
+    last_cuts = cuts if last_cuts is None else last_cuts
+    corners = np.zeros((len(cuts) + 1, len(last_cuts) + 1))
     table = np.array(list(rectangles), dtype=np.float64).reshape(-1, 5)
     first_a = np.searchsorted(cuts, table[:, 0])
     after_a = np.searchsorted(cuts, table[:, 1], side="right")
-    first_b = np.searchsorted(cuts, table[:, 2])
-    after_b = np.searchsorted(cuts, table[:, 3], side="right")
+    first_b = np.searchsorted(last_cuts, table[:, 2])
+    after_b = np.searchsorted(last_cuts, table[:, 3], side="right")
     some = (first_a < after_a) & (first_b < after_b)
     first_a, after_a, first_b, after_b = first_a[some], after_a[some], first_b[some], after_b[some]
     nbytes = table[some, 4]
@@ -168,11 +188,11 @@ def _sum(rectangles: Iterator[Rectangle], cuts: NDArray[np.int64]) -> Array:
     np.add.at(corners, (after_a, first_b), -nbytes)
     np.add.at(corners, (first_a, after_b), -nbytes)
     np.add.at(corners, (after_a, after_b), nbytes)
-    total: Array = corners.cumsum(axis=0).cumsum(axis=1)[:count, :count]
+    total: Array = corners.cumsum(axis=0).cumsum(axis=1)[:-1, :-1]
     return total
 
 
-def _largest(sequence: UnitSequence, cuts: NDArray[np.int64]) -> Array:
+def _largest(sequence: UnitSequence, cuts: Ints) -> Array:
     """The largest working space between each pair of cuts."""
     sizes = sequence.units.transient_bytes[sequence.order]
     between = np.maximum.reduceat(sizes, cuts[:-1]) if len(cuts) > 1 else np.zeros(0)

@@ -5,7 +5,9 @@ inputs keeps a gradient wherever weights meet values (`torch.distributed.pipelin
 the backward of weights has used it. And it ends what the stage holds only to get back to the last such place: what
 comes after that, such as a loss, is freed. So a stage holds its ``left_bytes`` of each microbatch in flight, its
 ``freed_bytes`` of those that are not half done, and its ``kept_bytes`` of those that are in a backward of inputs or
-past it. While that runs a microbatch has all three, and so it is at the worst moment of that part.
+past it. While that runs a microbatch has all three; but the gradients come one after the other, and the working space
+of a node is there when those of the nodes before it are not. So working space counts in that part only as far as it is
+more than what is kept later (``input_transient_bytes``).
 """
 
 from __future__ import annotations
@@ -36,26 +38,27 @@ class InFlight(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """What the stages of a device hold, and which of them runs."""
+    """What the stages of a device hold, which of them runs, and whether it runs a backward of inputs."""
 
     held: tuple[InFlight, ...]
     running: int
+    inputs: bool
 
     def covers(self, other: Moment) -> bool:
         """Whether this one takes no less memory."""
         pairs = zip(self.held, other.held, strict=True)
-        return self.running == other.running and all(one.covers(another) for one, another in pairs)
+        runs = self.running == other.running and self.inputs <= other.inputs
+        return runs and all(one.covers(another) for one, another in pairs)
 
 
 def half_done(schedule: Schedule, stage: int) -> int:
     """The most microbatches of a stage that are in the two parts of their backward at once."""
-    return max(held.keeping for held in moments_alone(schedule, stage))
+    return max(moment.held[0].keeping for moment in moments_alone(schedule, stage))
 
 
-def moments_alone(schedule: Schedule, stage: int) -> tuple[InFlight, ...]:
-    """What one stage holds, wherever it has no less of everything at another moment."""
-    own = _along(schedule, schedule.rank_of[stage], (stage,))
-    return tuple(moment.held[0] for moment in _worst([one for one in own if one.running == stage]))
+def moments_alone(schedule: Schedule, stage: int) -> tuple[Moment, ...]:
+    """What one stage holds while its own actions run, less what another moment covers."""
+    return moments_of(schedule, schedule.rank_of[stage], (stage,))
 
 
 def moments_of(schedule: Schedule, rank: int, stages: tuple[int, ...]) -> tuple[Moment, ...]:
@@ -77,7 +80,7 @@ def _along(schedule: Schedule, rank: int, stages: tuple[int, ...]) -> list[Momen
             continue
         count, whole, keeping = held[stage]
         held[stage] = InFlight(count + (kind == FORWARD), whole + (kind == FORWARD), keeping + (kind == INPUT_BACKWARD))
-        found.append(Moment(tuple(held.values()), stage))
+        found.append(Moment(tuple(held.values()), stage, kind == INPUT_BACKWARD))
         count, whole, keeping = held[stage]
         held[stage] = InFlight(
             count - (kind in (BACKWARD, WEIGHT_BACKWARD)),

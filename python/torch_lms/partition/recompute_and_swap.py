@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torch_lms.partition.link_spec import LinkSpec
-from torch_lms.partition.moments import InFlight
+from torch_lms.partition.moments import InFlight, Moment
 from torch_lms.partition.offers import Segment
 from torch_lms.partition.relief import Choice, GivenUp, Relieved, StageNeed
 
@@ -112,7 +112,8 @@ class _Estimate:
             for first, end in zip(need.offers.first.tolist(), need.offers.end.tolist(), strict=True)
         ]
         self._given_bytes = np.zeros(count)  # of each microbatch whose backward has not begun
-        self._kept_at = [self._at_moment(held) for held in need.moments or [InFlight(*(need.in_flight,) * 2, 0)]]
+        always = Moment((InFlight(need.in_flight, need.in_flight, 0),), 0, inputs=False)
+        self._kept_at = [self._at_moment(one) for one in need.moments or [always]]
         self._swapped_bytes = np.zeros(count)  # of the largest segment
         self._again_bytes = np.zeros(count)
         self._added_us = np.zeros(count)
@@ -121,14 +122,14 @@ class _Estimate:
         some: Array = np.broadcast_to(values, self._where.shape)[self._where].astype(np.float64)
         return some
 
-    def _at_moment(self, held: InFlight) -> tuple[int, Array]:
+    def _at_moment(self, moment: Moment) -> tuple[int, Array]:
         """Microbatches without what they gave up, and the memory at that moment if nothing is given up.
 
         What a backward of inputs frees may be of what is given up, so it counts as if it stayed.
         """
-        need = self._need
+        need, held = self._need, moment.held[0]
         flying = held.all * need.held_bytes + held.keeping * need.kept_bytes
-        return held.all - held.keeping, self._some(need.static_bytes + need.transient_bytes + flying)
+        return held.all - held.keeping, self._some(need.static_bytes + need.working_bytes(moment) + flying)
 
     def _memory(self, at: Ints | slice = slice(None)) -> Array:
         again = self._need.replays * self._again_bytes[at]

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torch_lms.partition.link_spec import LinkSpec
-from torch_lms.partition.moments import InFlight
+from torch_lms.partition.moments import InFlight, Moment
 from torch_lms.partition.offers import NO_OFFERS, Offers
 
 __all__ = [
@@ -57,8 +57,9 @@ class StageNeed:
         transient_bytes: working space.
         kept_bytes: of gradients, for each microbatch that is half done; see Note [Half done] in ``moments``.
         freed_bytes: of ``held_bytes``, what a backward of inputs frees.
+        input_transient_bytes: working space of a backward of inputs, besides all that it keeps.
         in_flight: microbatches.
-        moments: what is held at the moments that may be the worst; empty where no microbatch is ever half done.
+        moments: those of the stage by itself that may be the worst; empty where no microbatch is ever half done.
         speed: of the device.
         replays: how often what is computed again is, for each microbatch.
         half_done: microbatches at most that are in the two parts of their backward: all that they gave up is there.
@@ -75,7 +76,8 @@ class StageNeed:
     in_flight: int
     kept_bytes: Any = 0.0
     freed_bytes: Any = 0.0
-    moments: tuple[InFlight, ...] = ()
+    input_transient_bytes: Any = 0.0
+    moments: tuple[Moment, ...] = ()
     speed: float = 1.0
     replays: int = 1
     half_done: int = 0
@@ -86,11 +88,15 @@ class StageNeed:
     @property
     def memory_bytes(self) -> Array:
         """All of it together, at the worst moment."""
-        held = self.in_flight * self.held_bytes
-        if self.moments:
-            held = np.maximum.reduce([self.bytes_of(one) for one in self.moments])
-        total: Array = self.static_bytes + held + self.transient_bytes
+        moments = self.moments or [Moment((InFlight(self.in_flight, self.in_flight, 0),), 0, inputs=False)]
+        most = np.maximum.reduce([self.bytes_of(one.held[0]) + self.working_bytes(one) for one in moments])
+        total: Array = self.static_bytes + most
         return total
+
+    def working_bytes(self, moment: Moment) -> Array:
+        """What runs takes."""
+        found: Array = self.input_transient_bytes if moment.inputs else self.transient_bytes
+        return found
 
     def bytes_of(self, held: InFlight) -> Array:
         """What some microbatches take."""

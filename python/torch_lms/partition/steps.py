@@ -76,7 +76,7 @@ class TrainingStep:
         in_flight: the most microbatches that each stage holds at once.
         replays: how often a microbatch's backward computes again what a stage has given up: each part of it once.
         half_done: the most microbatches of each stage that are in the two parts of their backward at once.
-        alone: for each stage, the microbatches that it holds, at the moments that may be its worst.
+        alone: for each stage by itself, the moments that may be its worst.
         moments: for each device, the microbatches that its stages hold together with the one that runs, at the moments
             that may be its worst.
     """
@@ -190,10 +190,10 @@ class TrainingStep:
     def memory_bytes(self, device: int, needs: Mapping[int, StageNeed]) -> Any:
         """What a device takes at the worst moment of its stages, in one partition or in many."""
         peak: Any = 0.0
-        for held, running in self.moments[device]:
-            pairs = zip(self.stages_of[device], held, strict=True)
+        for moment in self.moments[device]:
+            pairs = zip(self.stages_of[device], moment.held, strict=True)
             flying = sum(needs[stage].bytes_of(count) for stage, count in pairs)
-            peak = np.maximum(peak, flying + needs[running].transient_bytes)
+            peak = np.maximum(peak, flying + needs[moment.running].working_bytes(moment))
         return sum(needs[stage].static_bytes for stage in self.stages_of[device]) + peak
 
 

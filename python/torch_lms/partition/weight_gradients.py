@@ -34,12 +34,14 @@ class Meeting:
     """A gradient that a stage keeps if it has the place ``at`` and begins after ``after``, but no later than ``until``.
 
     Attributes:
-        at: of the node.
+        unit: of the node.
+        at: its place.
         after: of the first node whose gradient comes through this one.
         until: where the last of the weights is that meet values there.
         nbytes: of the gradient.
     """
 
+    unit: int
     at: int
     after: int
     until: int
@@ -85,13 +87,13 @@ class WeightGradients:
     def meetings(self) -> Iterator[Meeting]:
         """Of all nodes; see Note [Meetings]."""
         for node in self._nodes:
-            at, after = self._place[node.name], self._first[node.name]
+            unit, at, after = self._units.number_of(node.name), self._place[node.name], self._first[node.name]
             kept = node.gradient_bytes if node.kept_gradient_bytes is None else node.kept_gradient_bytes
             if node.name in self._weighs and kept:
-                yield Meeting(at, after, at, kept)
+                yield Meeting(unit, at, after, at, kept)
             else:
                 last = max((self._first[name] for name in self._inputs[node.name]), default=after)
-                yield Meeting(at, after, last, node.gradient_bytes)
+                yield Meeting(unit, at, after, last, node.gradient_bytes)
 
     def stays_after(self) -> dict[str, int]:
         """Of each node that saves anything the first place whose weights' gradients need it; absent where none do."""
@@ -110,5 +112,5 @@ def kept_by_units(units: Units) -> NDArray[np.float64]:
     kept = np.zeros(len(units))
     for one in WeightGradients(units, np.arange(len(units))).meetings():
         if one.after < one.until:
-            kept[one.at] += one.nbytes
+            kept[one.unit] += one.nbytes
     return kept

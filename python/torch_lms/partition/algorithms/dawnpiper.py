@@ -92,6 +92,7 @@ class _Halving:
             transient_bytes=exact.transient_bytes[start, end],
             kept_bytes=exact.kept_bytes[start, end],
             freed_bytes=exact.freed_bytes[start, end],
+            input_transient_bytes=exact.input_transient_bytes[start, end],
             in_flight=int(self.in_flight[stage]),
             moments=self.alone[stage],
             speed=speed,
