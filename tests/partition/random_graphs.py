@@ -19,7 +19,7 @@ __all__ = ["contiguous_placements", "graphs", "make_graph", "measured", "problem
 
 def make_graph(seed: int, nodes: int) -> CostGraph:
     """A graph with branches, skips, tied parameters, shared storages, unused inputs and dead ends."""
-    draw = random.Random(seed)
+    draw, draw_kept = random.Random(seed), random.Random(seed + 1)
     made = [
         CostNode(
             name=f"in{index}", kind="placeholder", output_bytes=draw.randint(1, 60), output_storages=(f"i{index}",)
@@ -41,6 +41,7 @@ def make_graph(seed: int, nodes: int) -> CostGraph:
                 backward_us=draw.random() * 20,
                 output_bytes=draw.choice([0, draw.randint(1, 300)]),
                 gradient_bytes=draw.choice([0, draw.randint(1, 300)]),
+                kept_gradient_bytes=draw_kept.choice([None, 0, draw_kept.randint(1, 300)]),
                 parameters=tuple({f"p{draw.randint(0, nodes // 2)}" for _ in range(draw.randint(0, 2))}),
                 saved=tuple(dict.fromkeys(saved)),
                 inputs=tuple(dict.fromkeys(draw.choice(near) for _ in range(draw.randint(0, 3)))),

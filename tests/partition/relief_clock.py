@@ -82,20 +82,26 @@ class _Stage:
         share = {"I": self.work.input_backward_share, "W": 1 - self.work.input_backward_share}.get(kind, 1.0)
         if kind == "W" and self.again:
             share = 1.0  # all of backward once more
+        rest = self.number, microbatch, None
         if kind != "W":
             self.waiting.remove(microbatch)
+        if kind == "I":
+            self.clock.held[rest] += float(self.work.need.kept_bytes)
         for part in reversed(self.work.parts):
             if part.segment is not None:
                 self._have(microbatch, part.segment)
             twice = kind == "W" and part.segment in self.again  # what the inputs' part did not use is still there
-            self.clock.look(self.working + (self.segments[part.segment or 0].saved_bytes if twice else 0))
+            working = float(self.work.need.input_transient_bytes) if kind == "I" else self.working
+            self.clock.look(working + (self.segments[part.segment or 0].saved_bytes if twice else 0))
             if part.segment in self.again:
                 self.clock.now_us += self.segments[part.segment].again_us / self.work.need.speed
             self.clock.now_us += part.backward_us * share
             if part.segment is not None and kind != "I":
                 del self.clock.held[self.number, microbatch, part.segment]
-        if kind != "I":
-            del self.clock.held[self.number, microbatch, None]
+        if kind == "I":
+            self.clock.held[rest] -= float(self.work.need.freed_bytes)
+        else:
+            del self.clock.held[rest]
 
     def _have(self, microbatch: int, segment: int) -> None:
         key, one = (self.number, microbatch, segment), self.segments[segment]

@@ -250,7 +250,7 @@ def profile_of(nodes: tuple[NodeProfile, ...], **changes: object) -> Profile:
 NODES = (
     NodeProfile(name="x", op="placeholder", target="x", output_bytes=4),
     NodeProfile(name="a", op="call_module", target="a", inputs=("x", "x"), forward_us=1.0, backward_us=2.0, module="a",
-                parameters=("t", "w"), saved=("s",), output_bytes=4, output_storages=("s",)),
+                parameters=("t", "w"), saved=("s",), output_bytes=4, output_storages=("s",), kept_gradient_bytes=6),
     NodeProfile(name="b", op="call_module", target="b", inputs=("a",), parameters=("v",), output_bytes=4),
     NodeProfile(name="output", op="output", target="output", inputs=("b",)),
 )  # fmt: skip
@@ -260,7 +260,7 @@ def test_a_profile_becomes_costs_with_tied_weights_under_one_name() -> None:
     graph = CostGraph.from_profile(profile_of(NODES))
     assert graph.nodes[1] == CostNode(
         name="a", forward_us=1.0, backward_us=2.0, output_bytes=4, parameters=("w",), saved=("s",), inputs=("x",),
-        module="a", kind="a", output_storages=("s",),
+        module="a", kind="a", output_storages=("s",), kept_gradient_bytes=6,
     )  # fmt: skip
     assert [node.kind for node in graph.nodes] == ["placeholder", "a", "b", "output"]
     assert graph.trainable == {"w"}

@@ -54,13 +54,18 @@ class Drawn:
                 )
             )
         count, forward_us = len(segments), sum(part.forward_us for part in parts)
+        rest, split = draw.randint(0, 100), self.model.schedule == "zero_bubble"
         need = StageNeed(
             time_us=np.float64(forward_us + sum(part.backward_us for part in parts)),
             forward_us=np.float64(forward_us),
             static_bytes=np.float64(draw.randint(0, 100)),
-            held_bytes=np.float64(sum(one.saved_bytes for one in segments) + draw.randint(0, 100)),
+            held_bytes=np.float64(sum(one.saved_bytes for one in segments) + rest),
             transient_bytes=np.float64(draw.randint(0, 30)),
+            kept_bytes=np.float64(split * draw.randint(0, 300)),
+            freed_bytes=np.float64(split * draw.randint(0, rest)),
+            input_transient_bytes=np.float64(split * draw.randint(0, 30)),
             in_flight=self.step.in_flight[stage],
+            moments=self.step.alone[stage],
             replays=self.step.replays,
             offers=Offers(segments=tuple(segments), first=np.zeros(count, np.int64), end=np.ones(count, np.int64)),
             end=1,
@@ -117,6 +122,16 @@ def test_a_device_takes_what_a_clock_says(seed: int) -> None:
             else:
                 assert clock.now_us <= priced.total_us * (1 + 1e-9) <= clock.now_us * 1.05
                 assert memory <= priced.memory_bytes
+
+
+@pytest.mark.parametrize("seed", range(120))
+def test_a_device_that_gives_nothing_up_takes_what_its_moments_say(seed: int) -> None:
+    drawn = Drawn(seed)
+    needs = {stage: work.need for stage, work in drawn.works.items()}
+    for rank, own in enumerate(drawn.step.stages_of):
+        assert drawn.of_rank(rank).price(()).memory_bytes == drawn.step.memory_bytes(rank, needs)
+        for stage in own:
+            assert drawn.of_rank(rank).only(stage).price(()).memory_bytes == needs[stage].memory_bytes
 
 
 @pytest.mark.parametrize("seed", range(120))

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.partition.graphs import chain
+from tests.partition.half_done import bytes_of_microbatch, peak_along
 from tests.partition.random_graphs import contiguous_placements, make_graph, measured
 from torch_lms.errors import PartitionError
 from torch_lms.partition import (
@@ -29,6 +30,8 @@ from torch_lms.partition import (
 from torch_lms.partition import cut_search as search
 from torch_lms.partition.contiguous import ContiguousStages, Found
 from torch_lms.partition.figures import Figures
+from torch_lms.partition.intervals import stage_matrices
+from torch_lms.partition.relief import KEEP_ALL
 from torch_lms.partition.sequence import UnitSequence
 from torch_lms.schedules import Action, Event, make_schedule, simulate
 
@@ -152,8 +155,38 @@ def test_steps_and_memory_of_devices_are_those_of_the_actions(schedule: str, dat
 
         step_us = max(event.end_us for event in simulate(actions, duration, transfer))
         assert figures.step.step_us == pytest.approx(step_us)
-        assert figures.device_memory_bytes == held_along(problem, placed, actions.ranks, figures)
+        assert figures.device_memory_bytes == held_along(problem, placed, actions.ranks)
+        alone = [
+            tuple(one for one in actions.ranks[actions.rank_of[stage]] if one.stage == stage)
+            for stage in range(problem.stages)
+        ]
+        assert figures.stage_memory_bytes == held_along(problem, placed, tuple(alone))
         assert sum(figures.device_time_us) == pytest.approx(sum(figures.stage_time_us))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@exhaustive
+@given(data=st.data())
+def test_matrices_say_what_every_contiguous_stage_takes(schedule: str, data: st.DataObject) -> None:
+    """Also of microbatches that are half done, as arrays and one by one; the partitions' own figures agree."""
+    problem = data.draw(shared_problems(schedule))
+    step = problem.step_on(problem.devices)
+    matrices = stage_matrices(
+        UnitSequence(problem.units), np.arange(len(problem.units) + 1), replace(problem.cost_model, relief=KEEP_ALL)
+    )
+    for inner, placed in itertools.islice(contiguous_placements(problem), 10):
+        marks = [0, *inner, len(problem.units)]
+        figures = measured(problem, placed)
+        for stage, at in enumerate(itertools.pairwise(marks)):
+            held, kept, left, most = bytes_of_microbatch(problem, placed, stage)
+            assert matrices.held_bytes[at] == held
+            if schedule == "zero_bubble":
+                assert (matrices.kept_bytes[at], matrices.held_bytes[at] - matrices.freed_bytes[at]) == (kept, left)
+                assert matrices.kept_bytes[at] + matrices.input_transient_bytes[at] == most
+            else:
+                assert matrices.kept_bytes[at] == matrices.freed_bytes[at] == 0
+                alone = matrices.static_bytes[at] + step.in_flight[stage] * held + matrices.transient_bytes[at]
+                assert figures.stage_memory_bytes[stage] == math.ceil(alone)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -206,29 +239,17 @@ def buckets_end(problem: PartitionProblem, placed: np.ndarray, events: list[Even
     return max(done_us, link_us)
 
 
-def held_along(
-    problem: PartitionProblem, placed: np.ndarray, ranks: tuple[tuple[Action, ...], ...], figures: Figures
-) -> tuple[int, ...]:
-    """The peak of each rank, action by action; a stage's parts are found from one and two microbatches in flight."""
-    parts = []
+def held_along(problem: PartitionProblem, placed: np.ndarray, ranks: tuple[tuple[Action, ...], ...]) -> tuple[int, ...]:
+    """The peak of each rank, action by action and microbatch by microbatch."""
+    costs, static, transient = problem.cost_model.parameter_cost_bytes(problem.graph), [], []
     for stage in range(problem.stages):
-        most = problem.step_on(problem.devices).in_flight[stage]
         units = [unit for unit in range(len(problem.units)) if placed[unit] == stage]
-        transient = max(float(problem.units.transient_bytes[unit]) for unit in units)
-        names = {name for unit in units for name in problem.units.parameters[unit]}
-        costs = problem.cost_model.parameter_cost_bytes(problem.graph)
-        static = sum(costs[name] for name in names)
-        parts.append((static, (figures.stage_memory_bytes[stage] - static - transient) / most, transient))
-    peaks = []
-    for actions in ranks:
-        own = {action.stage for action in actions}
-        flying, peak = dict.fromkeys(own, 0), 0.0
-        for action in actions:
-            flying[action.stage] += action.kind == "F"
-            peak = max(peak, sum(flying[stage] * parts[stage][1] for stage in own) + parts[action.stage][2])
-            flying[action.stage] -= action.kind in "BW"
-        peaks.append(math.ceil(sum(parts[stage][0] for stage in own) + peak - 1e-6))
-    return tuple(peaks)
+        transient.append(max(float(problem.units.transient_bytes[unit]) for unit in units))
+        static.append(sum(costs[name] for name in {name for unit in units for name in problem.units.parameters[unit]}))
+    return tuple(
+        math.ceil(sum(static[stage] for stage in {one.stage for one in actions}) + peak - 1e-6)
+        for actions, peak in ((actions, peak_along(problem, placed, actions, transient)) for actions in ranks)
+    )
 
 
 def two_devices_in_turn(cap: int | None = None) -> tuple[DeviceSpec, ...]:

@@ -12,9 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from torch_lms.errors import PartitionError
+from torch_lms.partition.data_parallel import DataParallel
 from torch_lms.partition.link_spec import LinkSpec
 from torch_lms.partition.relief import KEEP_ALL, MemoryRelief
 from torch_lms.schedules.rules import SCHEDULES
@@ -80,6 +79,8 @@ class CostNode:
         backward_us: as ``forward_us``.
         output_bytes: what a border behind it carries forward.
         gradient_bytes: what it carries backward; 0 where the output needs no gradient.
+        kept_gradient_bytes: of the gradients that zero bubble keeps from the backward of its inputs to that of its
+            parameters; None means that of its output.
         parameters: names of those it reads; tied weights under one name.
         saved: ids of storages that it keeps for its backward.
         inputs: names of the nodes whose outputs it reads.
@@ -98,6 +99,7 @@ class CostNode:
     backward_us: float = 0.0
     output_bytes: int = 0
     gradient_bytes: int = 0
+    kept_gradient_bytes: int | None = None
     parameters: tuple[str, ...] = ()
     saved: tuple[str, ...] = ()
     inputs: tuple[str, ...] = ()
@@ -195,6 +197,7 @@ class CostGraph:
                 backward_us=2 * guesses[node.name] if node.name in guesses else node.backward_us,
                 output_bytes=node.output_bytes,
                 gradient_bytes=node.gradient_bytes,
+                kept_gradient_bytes=node.kept_gradient_bytes,
                 parameters=tuple(dict.fromkeys(tied.get(name, name) for name in node.parameters)),
                 saved=tuple(id_ for id_ in node.saved if id_ in profile.storage_bytes),
                 inputs=tuple(dict.fromkeys(node.inputs)),
@@ -269,45 +272,6 @@ def links_from_profile(profile: Profile, devices: Sequence[DeviceSpec]) -> LinkS
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataParallel:
-    """Copies of the whole pipeline, which add up their gradients at the end of a step.
-
-    Attributes:
-        ranks: how many copies; 1 for none.
-        link: between a device and its like in the next copy. None counts as free;
-            `torch_lms.create_balanced_partition` takes the slowest of the links between the stages' devices for it.
-        bucket_bytes: of gradients that are added up at once, as in `torch_lms.pipeline.PipelineConfig`.
-    """
-
-    ranks: int = 1
-    link: LinkSpec | None = None
-    bucket_bytes: int = 32 << 20
-
-    def __post_init__(self) -> None:
-        if self.ranks < 1:
-            raise PartitionError(f"expected at least 1 data-parallel rank, found {self.ranks}; 1 means no copies")
-        if self.bucket_bytes < 1:
-            raise PartitionError(f"expected buckets of at least 1 byte, found {self.bucket_bytes}; give more")
-
-    def buckets(self, nbytes: Any) -> Any:
-        """How many a stage's gradients are in; arrays too."""
-        return np.maximum(np.ceil(nbytes / self.bucket_bytes), 1.0)
-
-    def all_reduce_us(self, nbytes: Any) -> Any:
-        """Of a ring: ``2 (n - 1)`` turns a bucket, each of which sends a share of ``1 / n`` on; an array."""
-        buckets, link = self.buckets(nbytes), self.link or LinkSpec()
-        return buckets * 2 * (self.ranks - 1) * link.transfer_us(nbytes / buckets / self.ranks)
-
-    def tail_us(self, nbytes: Any, all_reduce_us: Any, backward_us: Any) -> Any:
-        """What is left of an all-reduce where the backward beside it ends; arrays too.
-
-        The shorter of the two is hidden but for one bucket, which is the first that has to be there before there is
-        anything to add up, or the last that is added up.
-        """
-        return all_reduce_us - (1 - 1 / self.buckets(nbytes)) * np.minimum(all_reduce_us, backward_us)
-
-
-@dataclass(frozen=True, kw_only=True)
 class CostModel:
     """How times and sizes become the time and the memory of a training step.
 
@@ -332,9 +296,10 @@ class CostModel:
     Note [Stage memory]: parameters with gradient and optimizer state, once for each stage that uses them; for each
     microbatch in flight the storages that its nodes save, each once, and the values that cross its borders, unless
     they are among these; and the largest output with its gradient of any one node, as working space. A microbatch is in
-    flight from the begin of its forward to the end of its backward, or of the weights' part of it. A stage's own figure
-    is that of its own worst moment; a device's is that of the worst moment of all its stages together, with the working
-    space of the one that runs. State on the host takes no memory of the device.
+    flight from the begin of its forward to the end of its backward, or of the weights' part of it. Between two parts it
+    holds less of these, and gradients as well (Note [Half done] in ``moments``). A stage's own figure is that of its
+    own worst moment; a device's is that of the worst moment of all its stages together, with the working space of the
+    one that runs. State on the host takes no memory of the device.
 
     Attributes:
         time_weight: of the RFC's cost, where times and sizes are shares of the whole graph's.

@@ -98,7 +98,11 @@ class CutTable:
             static_bytes=self.memory.static_bytes,
             held_bytes=self.memory.held_bytes,
             transient_bytes=self.memory.transient_bytes,
+            kept_bytes=self.memory.kept_bytes,
+            freed_bytes=self.memory.freed_bytes,
+            input_transient_bytes=self.memory.input_transient_bytes,
             in_flight=self.step.in_flight[stage],
+            moments=self.step.alone[stage],
             speed=self.devices[stage].speed,
             replays=self.step.replays,
             half_done=self.step.half_done[stage],
@@ -212,32 +216,33 @@ class CutTable:
     def _fit(self, device: int, marks: Marks, rows: Array) -> Array:
         """The memory of a device; what relief costs goes to its stages' backwards."""
         own = self.step.stages_of[device]
-        assert self.memory is not None  # that is why one asks
-        pairs = {stage: (marks[:, stage], marks[:, stage + 1]) for stage in own}
-        static, held, transient = (
-            {stage: matrix[pair] for stage, pair in pairs.items()}
-            for matrix in (self.memory.static_bytes, self.memory.held_bytes, self.memory.transient_bytes)
-        )
-        needs = [
-            StageNeed(
-                time_us=rows[FORWARDS, stage] + rows[BACKWARDS, stage],
-                forward_us=rows[FORWARDS, stage],
-                static_bytes=static[stage],
-                held_bytes=held[stage],
-                transient_bytes=transient[stage],
-                in_flight=self.step.in_flight[stage],
-                speed=self.devices[stage].speed,
-                replays=self.step.replays,
-                half_done=self.step.half_done[stage],
-                offers=self.memory.offers,
-                first=self.cuts[pairs[stage][0]],
-                end=self.cuts[pairs[stage][1]],
-            )
-            for stage in own
-        ]
-        together = self.step.memory_bytes(device, static, held, transient)
-        relieved, memory = relieve_device(self.model.relief, needs, together, self.usable[device])
+        needs = {stage: self._need(stage, marks, rows) for stage in own}
+        together = self.step.memory_bytes(device, needs)
+        relieved, memory = relieve_device(self.model.relief, list(needs.values()), together, self.usable[device])
         for stage, one in zip(own, relieved, strict=True):
             rows[BACKWARDS, stage] = one.time_us - rows[FORWARDS, stage]
         taken: Array = np.ceil(memory)
         return taken
+
+    def _need(self, stage: int, marks: Marks, rows: Array) -> StageNeed:
+        """Of one stage in many partitions."""
+        assert self.memory is not None  # that is why one asks
+        memory, at = self.memory, (marks[:, stage], marks[:, stage + 1])
+        return StageNeed(
+            time_us=rows[FORWARDS, stage] + rows[BACKWARDS, stage],
+            forward_us=rows[FORWARDS, stage],
+            static_bytes=memory.static_bytes[at],
+            held_bytes=memory.held_bytes[at],
+            transient_bytes=memory.transient_bytes[at],
+            kept_bytes=memory.kept_bytes[at],
+            freed_bytes=memory.freed_bytes[at],
+            input_transient_bytes=memory.input_transient_bytes[at],
+            in_flight=self.step.in_flight[stage],
+            moments=self.step.alone[stage],
+            speed=self.devices[stage].speed,
+            replays=self.step.replays,
+            half_done=self.step.half_done[stage],
+            offers=memory.offers,
+            first=self.cuts[at[0]],
+            end=self.cuts[at[1]],
+        )

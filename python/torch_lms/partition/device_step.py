@@ -4,6 +4,8 @@ Note [A device's step as a trace]: an op of the trace is the forward or the back
 microbatch: of a segment that may be given up, or of a run of other units. Ops come in the order of the schedule's
 actions. A storage is what a segment saves of one microbatch, from its forward to its backward; another one is all else
 that the stage holds of it (Note [Stage memory] in ``costs``), from the begin of its forward to the end of its backward.
+Of a backward in two parts there are two more (Note [Half done] in ``moments``): what the first part frees, as far as
+it is of no segment, and the gradients that it keeps.
 What ``torch_lms.stages.giving_up`` does becomes decisions: a segment that is computed again is dropped when its forward
 is over and replayed before its backward; one that is swapped goes out then, and begins to come back with the backward
 of the swapped one before it, be that of this microbatch or of the one whose backward comes first. Nothing waits for
@@ -141,7 +143,7 @@ class DeviceStep:
                 name=str(action),
                 phase="forward" if action.kind == FORWARD else "backward",
                 duration_us=sum(times_us[action.stage, action.kind][part : part + 1]),  # none of a backward's begin
-                other_bytes=ceil(self.works[action.stage].need.transient_bytes),
+                other_bytes=self._working_bytes(action),
             )
             for action, part in self._place
         ]
@@ -152,6 +154,10 @@ class DeviceStep:
         host = self._host_link or _NO_LINK
         link = Link(out_bytes_per_us=host.bytes_per_us, in_bytes_per_us=host.bytes_per_us, latency_us=host.latency_us)
         return Trace(device="", signature="0", link=link, ops=tuple(ops), storages=tuple(storages))
+
+    def _working_bytes(self, action: Action) -> int:
+        need = self.works[action.stage].need
+        return ceil(need.input_transient_bytes if action.kind == INPUT_BACKWARD else need.transient_bytes)
 
     def _storages(self, backward: Action, first: int) -> Iterator[TraceStorage]:
         """Of one microbatch; `first` is the number of the first one."""
@@ -175,12 +181,20 @@ class DeviceStep:
                 released=self._place[last, place],
                 recompute=again if one.recomputable else None,
             )
-        yield TraceStorage(
-            bytes=ceil(rest_bytes),
-            producer=self._place[forward, 0],
-            uses=(self._place[last, 0],) if self._place[last, 0] != self._place[forward, 0] else (),
-            released=self._place[last, 0],
-        )
+        yield from self._others(rest_bytes, forward, backward, last)
+
+    def _others(self, nbytes: float, forward: Action, backward: Action, last: Action) -> Iterator[TraceStorage]:
+        """All else of a microbatch, and what it has while it is half done; see Note [Half done] in ``moments``."""
+        work = self.works[backward.stage]
+        begin, end = self._place[forward, 0], self._place[last, 0]
+        freed = min(float(work.need.freed_bytes), nbytes) if last != backward else 0.0
+        lives = [(nbytes - freed, begin, end)]
+        if last != backward:
+            lives.append((freed, begin, self._place[backward, 0]))
+            lives.append((float(work.need.kept_bytes), self._place[backward, len(work.parts) - 1], end))
+        for some, producer, released in lives:
+            uses = (released,) if released != producer else ()
+            yield TraceStorage(bytes=ceil(some), producer=producer, uses=uses, released=released)
 
     def only(self, stage: int) -> DeviceStep:
         """One of the stages, as if it were alone."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,9 @@ from torch_lms.partition.relief import KEEP_ALL, StageNeed, StageRelief, relieve
 from torch_lms.partition.segments import graph_order, offers_in
 from torch_lms.partition.steps import BACK, BACKWARDS, FORWARDS, REDUCE, ROWS, SEND, TAIL, UPDATE, TrainingStep
 from torch_lms.partition.units import MODEL_INPUT, Units, Value
+from torch_lms.partition.weight_gradients import WeightGradients
 from torch_lms.schedules.actions import FORWARD
+from torch_lms.schedules.rules import splits_backward
 
 __all__ = ["Figures", "Step", "measure"]
 
@@ -110,8 +112,8 @@ def measure(
     speeds = np.array([device.speed for device in devices])
     rows[FORWARDS] = np.bincount(stage_of_unit, weights=units.forward_us, minlength=stages) / speeds
     rows[BACKWARDS] = np.bincount(stage_of_unit, weights=units.backward_us, minlength=stages) / speeds
-    held, cut_forward, cut_backward = _held_and_sent(units, stage_of_unit, stages)
-    memory = _Memory(units, stage_of_unit, speeds, held, model)
+    cut_forward, cut_backward = _sent(units, stage_of_unit, stages)
+    memory = _Memory(units, stage_of_unit, speeds, cut_backward, model)
     found = [
         _relieved(device, step, memory, rows, usable[device], model, simulated=simulated)
         for device in range(len(usable))
@@ -137,7 +139,18 @@ def measure(
     )
 
 
-def _of_stages(step: TrainingStep, rows: Array, found: Sequence[RelievedDevice]) -> dict[str, Any]:
+class _OfStages(TypedDict):
+    stage_forward_us: tuple[float, ...]
+    stage_backward_us: tuple[float, ...]
+    stage_time_us: tuple[float, ...]
+    stage_memory_bytes: tuple[int, ...]
+    cut_forward_us: tuple[float, ...]
+    cut_backward_us: tuple[float, ...]
+    device_time_us: tuple[float, ...]
+    stage_relief: tuple[StageRelief, ...]
+
+
+def _of_stages(step: TrainingStep, rows: Array, found: Sequence[RelievedDevice]) -> _OfStages:
     """What `Figures` says of stages and borders, and the times of devices, which are their sums."""
     of_stage = {stage: found[device] for device, own in enumerate(step.stages_of) for stage in own}
     relief = tuple(of_stage[stage].stage_relief[stage] for stage in sorted(of_stage))
@@ -167,7 +180,7 @@ def _relieved(
     """What the stages of a device give up; an estimate of its cost goes to their backwards in ``rows``."""
     own = step.stages_of[device]
     needs = {stage: memory.need(stage, rows[:2, stage], step) for stage in own}
-    together = step.memory_bytes(device, memory.static, memory.held, memory.transient)
+    together = step.memory_bytes(device, needs)
     if simulated and model.relief is not KEEP_ALL and together > usable_bytes:
         works = {stage: memory.work(stage, need, model) for stage, need in needs.items()}
         return relieve(model.relief, step.schedule.ranks[device], works, usable_bytes)
@@ -190,19 +203,52 @@ def _bubble(step: TrainingStep, rows: Array, microbatches: int, step_us: float) 
 class _Memory:
     """What each stage keeps, by what it is for."""
 
-    def __init__(self, units: Units, stage_of_unit: Ints, speeds: Array, held: Array, model: CostModel) -> None:
+    def __init__(
+        self, units: Units, stage_of_unit: Ints, speeds: Array, cut_backward: Sequence[int], model: CostModel
+    ) -> None:
         stages, self._speeds = len(speeds), speeds
         self._units, self._stage_of_unit, self._relieves = units, stage_of_unit, model.relief is not KEEP_ALL
         self._names: list[set[str]] = [set() for _ in range(stages)]
         for index, parameters in enumerate(units.parameters):
             self._names[stage_of_unit[index]].update(parameters)
         self._times = np.array([units.forward_us, units.backward_us])
-        self.held = held
+        saved: list[set[str]] = [set() for _ in range(stages)]
+        for index, node in enumerate(units.nodes):
+            saved[stage_of_unit[index]].update(node.saved)
+        self.held = _held(units, stage_of_unit, saved)
+        self.kept, self.freed, self.input_transient = np.zeros(stages), np.zeros(stages), np.zeros(stages)
+        if splits_backward(model.schedule):
+            self._split(cut_backward)
         self.static = self._sums(model.parameter_cost_bytes(units.graph))
         self.gradients = self._sums(model.gradient_bytes(units.graph))
         self.states = self._sums(model.optimizer_state_bytes(units.graph))
         self.transient = np.zeros(stages)
         np.maximum.at(self.transient, stage_of_unit, units.transient_bytes)
+
+    def _split(self, cut_backward: Sequence[int]) -> None:
+        """What a microbatch has that is half done; see Note [Half done] in ``moments``."""
+        gradients = WeightGradients(self._units, self._stage_of_unit)
+        self.kept[:-1] += cut_backward
+        self.kept[1:] += cut_backward
+        of_unit = np.zeros(len(self._units))
+        for one in gradients.meetings():
+            if one.after < one.at <= one.until:
+                of_unit[one.unit] += one.nbytes
+        before = np.zeros(len(self.held))
+        for unit, stage in enumerate(self._stage_of_unit):
+            own = min(of_unit[unit], self._units.nodes[unit].gradient_bytes)
+            space = self._units.transient_bytes[unit] - own - before[stage]
+            self.input_transient[stage] = max(self.input_transient[stage], space)
+            before[stage] += of_unit[unit]
+        self.kept += before
+        stays_after = gradients.stays_after()
+        left: list[set[str]] = [set() for _ in self.held]
+        for node in self._units.graph.nodes:
+            stage = stays_after.get(node.name)
+            if stage is not None and stage == self._stage_of_unit[self._units.number_of(node.name)]:
+                left[stage].update(node.saved)
+        self.freed = np.maximum(self.held - _held(self._units, self._stage_of_unit, left), 0.0)
+        self.freed[0] = 0.0
 
     def need(self, stage: int, times_us: Array, step: TrainingStep) -> StageNeed:
         """Of one stage, with its forward and its backward time."""
@@ -215,7 +261,11 @@ class _Memory:
             static_bytes=np.asarray(self.static[stage]),
             held_bytes=np.asarray(self.held[stage]),
             transient_bytes=np.asarray(self.transient[stage]),
+            kept_bytes=np.asarray(self.kept[stage]),
+            freed_bytes=np.asarray(self.freed[stage]),
+            input_transient_bytes=np.asarray(self.input_transient[stage]),
             in_flight=step.in_flight[stage],
+            moments=step.alone[stage],
             replays=step.replays,
             half_done=step.half_done[stage],
         )
@@ -234,28 +284,34 @@ class _Memory:
         return np.array([sum(sizes.get(name, 0.0) for name in names) for names in self._names], dtype=np.float64)
 
 
-def _held_and_sent(units: Units, stage_of_unit: Ints, stages: int) -> tuple[NDArray[np.float64], list[int], list[int]]:
-    """Bytes that each stage keeps of one microbatch, and bytes over each border forward and backward."""
-    saved: list[set[str]] = [set() for _ in range(stages)]
-    for index, node in enumerate(units.nodes):
-        saved[stage_of_unit[index]].update(node.saved)
-    sizes = units.graph.storage_bytes
+def _held(units: Units, stage_of_unit: Ints, saved: Sequence[set[str]]) -> Array:
+    """Bytes that each stage keeps of one microbatch: of what is saved, by stage, and of what crosses its borders."""
+    sizes, stages = units.graph.storage_bytes, len(saved)
     held = np.array([sum(sizes[id_] for id_ in ids) for ids in saved], dtype=np.float64)
-    cut_forward, cut_backward = [0] * (stages - 1), [0] * (stages - 1)
     for value in units.values:
-        readers = {stages - 1 if user == len(units) else int(stage_of_unit[user]) for user in value.consumers}
-        first = min(readers) if value.producer == MODEL_INPUT else int(stage_of_unit[value.producer])
-        last = max(readers)
-        keepers = _keepers(value, first, last, readers, len(units))
-        for stage in keepers:
+        first, last, readers = _way(value, stage_of_unit, stages)
+        for stage in _keepers(value, first, last, readers, len(units)):
             if not any(id_ in saved[stage] for id_ in value.storages):
                 held[stage] += value.forward_bytes
-        if value.producer == MODEL_INPUT:
-            continue
-        for border in range(first, last):
+    return held
+
+
+def _sent(units: Units, stage_of_unit: Ints, stages: int) -> tuple[list[int], list[int]]:
+    """Bytes over each border, forward and backward."""
+    cut_forward, cut_backward = [0] * (stages - 1), [0] * (stages - 1)
+    for value in units.values:
+        first, last, _ = _way(value, stage_of_unit, stages)
+        for border in range(first, last) if value.producer != MODEL_INPUT else ():
             cut_forward[border] += value.forward_bytes
             cut_backward[border] += value.backward_bytes
-    return held, cut_forward, cut_backward
+    return cut_forward, cut_backward
+
+
+def _way(value: Value, stage_of_unit: Ints, stages: int) -> tuple[int, int, set[int]]:
+    """The first and the last stage of a value, and those that read it."""
+    end = len(stage_of_unit)
+    readers = {stages - 1 if user == end else int(stage_of_unit[user]) for user in value.consumers}
+    return min(readers) if value.producer == MODEL_INPUT else int(stage_of_unit[value.producer]), max(readers), readers
 
 
 def _keepers(value: Value, first: int, last: int, readers: set[int], end: int) -> Iterable[int]:

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torch_lms.partition.link_spec import LinkSpec
+from torch_lms.partition.moments import InFlight, Moment
 from torch_lms.partition.offers import Segment
 from torch_lms.partition.relief import Choice, GivenUp, Relieved, StageNeed
 
@@ -110,7 +111,9 @@ class _Estimate:
             (self._first <= first) & (self._end >= end)
             for first, end in zip(need.offers.first.tolist(), need.offers.end.tolist(), strict=True)
         ]
-        self._left_bytes = self._before.copy()  # held, without what comes back for its backward
+        self._given_bytes = np.zeros(count)  # of each microbatch whose backward has not begun
+        always = Moment((InFlight(need.in_flight, need.in_flight, 0),), 0, inputs=False)
+        self._kept_at = [self._at_moment(one) for one in need.moments or [always]]
         self._swapped_bytes = np.zeros(count)  # of the largest segment
         self._again_bytes = np.zeros(count)
         self._added_us = np.zeros(count)
@@ -119,9 +122,19 @@ class _Estimate:
         some: Array = np.broadcast_to(values, self._where.shape)[self._where].astype(np.float64)
         return some
 
+    def _at_moment(self, moment: Moment) -> tuple[int, Array]:
+        """Microbatches without what they gave up, and the memory at that moment if nothing is given up.
+
+        What a backward of inputs frees may be of what is given up, so it counts as if it stayed.
+        """
+        need, held = self._need, moment.held[0]
+        flying = held.all * need.held_bytes + held.keeping * need.kept_bytes
+        return held.all - held.keeping, self._some(need.static_bytes + need.working_bytes(moment) + flying)
+
     def _memory(self, at: Ints | slice = slice(None)) -> Array:
         again = self._need.replays * self._again_bytes[at]
-        total: Array = self._left_bytes[at] + again + 3 * self._swapped_bytes[at]
+        left = [kept[at] - without * self._given_bytes[at] for without, kept in self._kept_at]
+        total: Array = np.maximum.reduce(left) + again + 3 * self._swapped_bytes[at]
         return total
 
     def _open(self, number: int) -> Ints:
@@ -145,7 +158,7 @@ class _Estimate:
     def _give_up(self, number: int, at: Ints, back_bytes: Array, entering_bytes: float) -> None:
         saved = self._need.offers.segments[number].saved_bytes
         self._kept[number][at] = False
-        self._left_bytes[at] -= (self._need.in_flight - self._need.half_done) * (saved - entering_bytes)
+        self._given_bytes[at] += saved - entering_bytes
         back_bytes[at] = np.maximum(back_bytes[at], saved)
 
     def take_better(self, other: _Estimate) -> None:
@@ -155,7 +168,7 @@ class _Estimate:
         less = np.where(fits, other._added_us < self._added_us, theirs < mine)
         better = (other_fits & ~fits) | ((other_fits == fits) & less)
         for own, others in (
-            (self._left_bytes, other._left_bytes),
+            (self._given_bytes, other._given_bytes),
             (self._swapped_bytes, other._swapped_bytes),
             (self._again_bytes, other._again_bytes),
             (self._added_us, other._added_us),

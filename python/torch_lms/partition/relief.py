@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torch_lms.partition.link_spec import LinkSpec
+from torch_lms.partition.moments import InFlight, Moment
 from torch_lms.partition.offers import NO_OFFERS, Offers
 
 __all__ = [
@@ -54,7 +55,11 @@ class StageNeed:
         static_bytes: of parameters, gradients and optimizer state.
         held_bytes: for each microbatch in flight.
         transient_bytes: working space.
+        kept_bytes: of gradients, for each microbatch that is half done; see Note [Half done] in ``moments``.
+        freed_bytes: of ``held_bytes``, what a backward of inputs frees.
+        input_transient_bytes: working space of a backward of inputs, besides all that it keeps.
         in_flight: microbatches.
+        moments: those of the stage by itself that may be the worst; empty where no microbatch is ever half done.
         speed: of the device.
         replays: how often what is computed again is, for each microbatch.
         half_done: microbatches at most that are in the two parts of their backward: all that they gave up is there.
@@ -69,6 +74,10 @@ class StageNeed:
     held_bytes: Array
     transient_bytes: Array
     in_flight: int
+    kept_bytes: Any = 0.0
+    freed_bytes: Any = 0.0
+    input_transient_bytes: Any = 0.0
+    moments: tuple[Moment, ...] = ()
     speed: float = 1.0
     replays: int = 1
     half_done: int = 0
@@ -78,8 +87,21 @@ class StageNeed:
 
     @property
     def memory_bytes(self) -> Array:
-        """All of it together."""
-        total: Array = self.static_bytes + self.in_flight * self.held_bytes + self.transient_bytes
+        """All of it together, at the worst moment."""
+        moments = self.moments or [Moment((InFlight(self.in_flight, self.in_flight, 0),), 0, inputs=False)]
+        most = np.maximum.reduce([self.bytes_of(one.held[0]) + self.working_bytes(one) for one in moments])
+        total: Array = self.static_bytes + most
+        return total
+
+    def working_bytes(self, moment: Moment) -> Array:
+        """What runs takes."""
+        found: Array = self.input_transient_bytes if moment.inputs else self.transient_bytes
+        return found
+
+    def bytes_of(self, held: InFlight) -> Array:
+        """What some microbatches take."""
+        left = self.held_bytes - self.freed_bytes
+        total: Array = held.all * left + held.whole * self.freed_bytes + held.keeping * self.kept_bytes
         return total
 
 

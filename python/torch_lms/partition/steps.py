@@ -23,6 +23,8 @@ from numpy.typing import NDArray
 
 from torch_lms.errors import PartitionError, PipelineError
 from torch_lms.partition.costs import CostModel
+from torch_lms.partition.moments import half_done, moments_alone, moments_of
+from torch_lms.partition.relief import StageNeed
 from torch_lms.schedules.actions import BACKWARD, FORWARD, INPUT_BACKWARD, WEIGHT_BACKWARD, Action, Schedule
 from torch_lms.schedules.rules import ONE_STAGE_EACH, make_schedule
 from torch_lms.schedules.simulation import Task, in_flight, on_ranks, tasks_of
@@ -74,8 +76,9 @@ class TrainingStep:
         in_flight: the most microbatches that each stage holds at once.
         replays: how often a microbatch's backward computes again what a stage has given up: each part of it once.
         half_done: the most microbatches of each stage that are in the two parts of their backward at once.
-        moments: for each device, the microbatches that its stages hold together with the one that runs, wherever no
-            other moment has as much of everything.
+        alone: for each stage by itself, the moments that may be its worst.
+        moments: for each device, the microbatches that its stages hold together with the one that runs, at the moments
+            that may be its worst.
     """
 
     def __init__(self, devices: tuple[int, ...], model: CostModel) -> None:
@@ -83,8 +86,9 @@ class TrainingStep:
         count = 1 + max(devices)
         self.stages_of = tuple(tuple(s for s, own in enumerate(devices) if own == one) for one in range(count))
         self.in_flight = tuple(in_flight(self.schedule, stage) for stage in range(len(devices)))
-        self.half_done = tuple(_half_done(self.schedule, stage) for stage in range(len(devices)))
-        self.moments = tuple(_moments(self.schedule, rank, self.stages_of[rank]) for rank in range(count))
+        self.half_done = tuple(half_done(self.schedule, stage) for stage in range(len(devices)))
+        self.alone = tuple(moments_alone(self.schedule, stage) for stage in range(len(devices)))
+        self.moments = tuple(moments_of(self.schedule, rank, self.stages_of[rank]) for rank in range(count))
         tasks = tasks_of(self.schedule, overlap=model.overlap_communication)
         self._nodes = [_node(task, model.input_backward_share) for task in tasks]
         self._at = {task.action: index for index, task in enumerate(tasks) if not task.transfer}
@@ -183,13 +187,14 @@ class TrainingStep:
             at = origin[at]
         return step_us, passes
 
-    def memory_bytes(self, device: int, static: Any, held: Any, transient: Any) -> Any:
-        """What a device takes at the worst moment; the other three by stage, of one partition or of many."""
-        peak = 0.0
-        for held_by_stage, running in self.moments[device]:
-            pairs = zip(self.stages_of[device], held_by_stage, strict=True)
-            peak = np.maximum(peak, sum(count * held[stage] for stage, count in pairs) + transient[running])
-        return sum(static[stage] for stage in self.stages_of[device]) + peak
+    def memory_bytes(self, device: int, needs: Mapping[int, StageNeed]) -> Any:
+        """What a device takes at the worst moment of its stages, in one partition or in many."""
+        peak: Any = 0.0
+        for moment in self.moments[device]:
+            pairs = zip(self.stages_of[device], moment.held, strict=True)
+            flying = sum(needs[stage].bytes_of(count) for stage, count in pairs)
+            peak = np.maximum(peak, flying + needs[moment.running].working_bytes(moment))
+        return sum(needs[stage].static_bytes for stage in self.stages_of[device]) + peak
 
 
 @lru_cache(maxsize=64)
@@ -226,30 +231,3 @@ def _node(task: Task, input_share: float) -> _Node:
         return _Node(*((SEND, stage) if kind == FORWARD else (BACK, stage - 1)), 1.0, task.needs)
     share = {FORWARD: 1.0, BACKWARD: 1.0, INPUT_BACKWARD: input_share, WEIGHT_BACKWARD: 1 - input_share}[kind]
     return _Node(FORWARDS if kind == FORWARD else BACKWARDS, stage, share, task.needs)
-
-
-def _half_done(schedule: Schedule, stage: int) -> int:
-    held, most = 0, 0
-    for action in schedule.ranks[schedule.rank_of[stage]]:
-        held += action.stage == stage and action.kind == INPUT_BACKWARD
-        most = max(most, held)
-        held -= action.stage == stage and action.kind == WEIGHT_BACKWARD
-    return most
-
-
-def _moments(schedule: Schedule, rank: int, stages: tuple[int, ...]) -> tuple[tuple[tuple[int, ...], int], ...]:
-    """What a rank holds while each action runs, less what another moment of the same stage has no less of."""
-    held = dict.fromkeys(stages, 0)
-    seen: dict[tuple[tuple[int, ...], int], None] = {}
-    for action in schedule.ranks[rank]:
-        held[action.stage] += action.kind == FORWARD
-        seen[tuple(held.values()), action.stage] = None
-        held[action.stage] -= action.kind in (BACKWARD, WEIGHT_BACKWARD)
-
-    def covered(one: tuple[tuple[int, ...], int]) -> bool:
-        return any(
-            other != one and other[1] == one[1] and all(a >= b for a, b in zip(other[0], one[0], strict=True))
-            for other in seen
-        )
-
-    return tuple(one for one in seen if not covered(one))

@@ -70,7 +70,7 @@ class Units:
         self.members = in_order(circles(before), before)
         self._number = {name: number for number, names in enumerate(self.members) for name in names}
         self.nodes = [_together([self._by_name[name] for name in names]) for names in self.members]
-        self.parameters = [self._parameters_of(names) for names in self.members]
+        self.parameters = [self.parameters_of(names) for names in self.members]
         self.inputs: list[tuple[int, ...]] = [
             tuple(dict.fromkeys(self._number[source] for name in names for source in before[name]))
             for names in self.members
@@ -156,7 +156,12 @@ class Units:
             for node in self.graph.nodes
         }
 
-    def _parameters_of(self, members: Sequence[str]) -> tuple[str, ...]:
+    def number_of(self, name: str) -> int:
+        """The unit of an active node."""
+        return self._number[name]
+
+    def parameters_of(self, members: Sequence[str]) -> tuple[str, ...]:
+        """Names that some nodes read, with those of their ``get_attr`` inputs."""
         nodes = [self._by_name[name] for name in members]
         read = [self._by_name[name] for node in nodes for name in node.inputs]
         holders = [*nodes, *(node for node in read if node.kind == "get_attr")]

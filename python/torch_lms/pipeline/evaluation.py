@@ -23,7 +23,7 @@ from torch import nn
 from torch_lms._torch_compat import function_mode
 from torch_lms.pipeline.borders import describe, pack
 from torch_lms.pipeline.boundary import Boundary, Microbatch
-from torch_lms.pipeline.circle import Messages
+from torch_lms.pipeline.messages import Messages
 from torch_lms.pipeline.transfers import Channel
 
 __all__ = ["evaluating", "forward_all", "merge_outputs"]

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torch_lms.pipeline.circle import Circle, Messages
+from torch_lms.pipeline.circle import Circle
 from torch_lms.pipeline.liveness import Liveness
 from torch_lms.pipeline.members import Members, find_members
+from torch_lms.pipeline.messages import Messages
 
 __all__ = ["Channel", "make_channels", "wait_all"]
 

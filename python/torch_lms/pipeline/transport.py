@@ -16,8 +16,8 @@ import torch
 
 from torch_lms._torch_compat import tree_flatten
 from torch_lms.pipeline.boundary import Boundary, Crossing, Microbatch
-from torch_lms.pipeline.circle import Messages
 from torch_lms.pipeline.members import Members
+from torch_lms.pipeline.messages import Messages
 from torch_lms.pipeline.transfers import Channel
 from torch_lms.schedules.actions import Schedule
 

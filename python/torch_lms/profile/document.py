@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LEVELS", "VERSION", "LinkProfile", "NodeProfile", "Profile"]
 
-VERSION = 4
+VERSION = 5
 LEVELS = ("operator", "opened", "module", "recorded", "runtime")
 
 
@@ -33,6 +33,8 @@ class NodeProfile:
         backward_us: mean of the timed runs.
         output_bytes: of the tensors that it gives.
         gradient_bytes: of the gradients of these; 0 where none needs a gradient.
+        kept_gradient_bytes: of the gradients that arrive where its parameters meet its inputs, which zero bubble keeps
+            from the backward of inputs to that of weights.
         parameters: names of those that it reads; tied ones under their first name.
         buffers: names of those that it reads.
         saved: ids of the storages that it keeps for backward; neither parameters nor buffers are among them.
@@ -52,6 +54,7 @@ class NodeProfile:
     backward_us: float = 0.0
     output_bytes: int = 0
     gradient_bytes: int = 0
+    kept_gradient_bytes: int = 0
     parameters: tuple[str, ...] = ()
     buffers: tuple[str, ...] = ()
     saved: tuple[str, ...] = ()

@@ -13,6 +13,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from torch_lms.profile.storages import StorageNames, tensor_bytes, tensors_in
+from torch_lms.profile.weight_meetings import kept_gradient_bytes
 
 __all__ = ["NodeSizes", "SizeWatcher"]
 
@@ -23,6 +24,7 @@ class NodeSizes:
 
     output_bytes: int = 0
     gradient_bytes: int = 0
+    kept_gradient_bytes: int = 0
     saved: tuple[str, ...] = ()
     output_storages: tuple[str, ...] = ()
     saved_parameters: tuple[str, ...] = ()
@@ -41,6 +43,7 @@ class SizeWatcher:
     def __init__(self, storages: StorageNames) -> None:
         self.sizes: dict[str, NodeSizes] = {}
         self._storages = storages
+        self._before: set[Any] = set()  # autograd's nodes of the values so far
 
     def watch(self, name: str, run: Callable[[], Any]) -> Any:
         """Runs a node and notes its sizes."""
@@ -57,13 +60,18 @@ class SizeWatcher:
         self.sizes[name] = NodeSizes(
             output_bytes=sum(map(tensor_bytes, tensors)),
             gradient_bytes=sum(tensor_bytes(tensor) for tensor in tensors if tensor.requires_grad),
+            kept_gradient_bytes=kept_gradient_bytes(tensors, self._before, self._is_parameter),
             saved=tuple(saved),
             output_storages=tuple(
                 dict.fromkeys(found for tensor in tensors for found in self._storages.names(tensor, name))
             ),
             saved_parameters=tuple(own),
         )
+        self._before.update(tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None)
         return value
+
+    def _is_parameter(self, leaf: torch.Tensor) -> bool:
+        return bool(self._storages.model_names(leaf))
 
 
 def _never(_packed: None) -> torch.Tensor:

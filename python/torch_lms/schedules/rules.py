@@ -15,7 +15,16 @@ from collections.abc import Callable
 from torch_lms.errors import PipelineError
 from torch_lms.schedules.actions import BACKWARD, FORWARD, INPUT_BACKWARD, WEIGHT_BACKWARD, Action, Schedule
 
-__all__ = ["ONE_STAGE_EACH", "SCHEDULES", "gpipe", "interleaved", "make_schedule", "one_f_one_b", "zero_bubble"]
+__all__ = [
+    "ONE_STAGE_EACH",
+    "SCHEDULES",
+    "gpipe",
+    "interleaved",
+    "make_schedule",
+    "one_f_one_b",
+    "splits_backward",
+    "zero_bubble",
+]
 
 
 def gpipe(stages: int, microbatches: int) -> Schedule:
@@ -149,6 +158,11 @@ _SINGLE: dict[str, Callable[[int, int], Schedule]] = {"gpipe": gpipe, "1f1b": on
 _SEVERAL: dict[str, Callable[[int, int, int], Schedule]] = {"interleaved": interleaved, "zero_bubble": zero_bubble}
 ONE_STAGE_EACH = tuple(_SINGLE)  # on each rank; the others have several
 SCHEDULES = (*_SINGLE, *_SEVERAL)
+
+
+def splits_backward(name: str) -> bool:
+    """Whether the gradients of inputs and those of weights have a backward each."""
+    return name == "zero_bubble"
 
 
 def make_schedule(name: str, *, ranks: int, stages: int, microbatches: int) -> Schedule:

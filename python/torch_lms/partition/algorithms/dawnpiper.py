@@ -20,6 +20,7 @@ from torch_lms.partition.intervals import StageMatrices, stage_matrices
 from torch_lms.partition.layers import node_costs
 from torch_lms.partition.relief import StageNeed
 from torch_lms.partition.sequence import UnitSequence
+from torch_lms.partition.weight_gradients import kept_by_units
 
 __all__ = ["DawnPiper"]
 
@@ -52,13 +53,15 @@ class _Halving:
         held = node_costs(units, dict.fromkeys(problem.graph.parameter_bytes, 0.0))
         static = node_costs(units, model.parameter_cost_bytes(problem.graph)) - held
         self.held = np.concatenate([[0.0], np.cumsum(held)])
+        self.kept = np.concatenate([[0.0], np.cumsum(kept_by_units(units)[sequence.order])])
         self.static = np.concatenate([[0.0], np.cumsum(static)])
         self.crossing = sequence.cut_forward_bytes + sequence.cut_backward_bytes
         self.speed = np.array([device.speed for device in problem.devices])
         shared = Counter(device.name for device in problem.devices)
         self.usable = [model.usable_bytes(device) / shared[device.name] for device in problem.devices]
         step = problem.step_on(problem.devices)
-        self.in_flight, self.replays, self.half_done = np.array(step.in_flight), step.replays, step.half_done
+        self.in_flight, self.half_done = np.array(step.in_flight), np.array(step.half_done)
+        self.replays, self.alone = step.replays, step.alone
         depth = max((problem.stages - 1).bit_length(), 1)
         self.tries = max(int((_MOST_PLANS ** (1 / depth)) / 2), 2)
         self.exact = self._exact_memory(problem, sequence)
@@ -87,10 +90,14 @@ class _Halving:
             static_bytes=exact.static_bytes[start, end],
             held_bytes=exact.held_bytes[start, end],
             transient_bytes=exact.transient_bytes[start, end],
+            kept_bytes=exact.kept_bytes[start, end],
+            freed_bytes=exact.freed_bytes[start, end],
+            input_transient_bytes=exact.input_transient_bytes[start, end],
             in_flight=int(self.in_flight[stage]),
+            moments=self.alone[stage],
             speed=speed,
             replays=self.replays,
-            half_done=self.half_done[stage],
+            half_done=int(self.half_done[stage]),
             offers=exact.offers.within(start, end),
             first=start,
             end=end,
@@ -133,5 +140,7 @@ class _Halving:
     def _memory(self, start: NDArray[np.int64] | int, end: NDArray[np.int64] | int, first: int, stages: int) -> Array:
         """What each of some stages takes of a range, were it cut evenly."""
         in_flight = self.in_flight[first : first + stages].mean()
-        need: Array = (self.static[end] - self.static[start] + in_flight * (self.held[end] - self.held[start])) / stages
+        half_done = self.half_done[first : first + stages].mean()
+        flying = in_flight * (self.held[end] - self.held[start]) + half_done * (self.kept[end] - self.kept[start])
+        need: Array = (self.static[end] - self.static[start] + flying) / stages
         return need
