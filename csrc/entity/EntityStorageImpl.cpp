@@ -543,12 +543,13 @@ void EntityStorageImpl::end_service() noexcept {
 // --- bytes that the host still has ---------------------------------------------
 
 /// Gives the storage `address` for its block, if no op pins the entity: see Note [Pins and
-/// requests]. Returns false where nothing has changed.
+/// requests]. Returns false where nothing has changed: nobody who looks meanwhile may take it for
+/// gone, and forget it.
 bool EntityStorageImpl::leave_locked(
     EntityState to,
     void* address,
     std::unique_ptr<DeviceBlock>* garbage) {
-  set_state(to);
+  set_state(EntityState::kPagingOut);
   if (!pinned()) {
     try {
       *garbage = binding_->install_host(address, shared_from_this());
@@ -559,6 +560,7 @@ bool EntityStorageImpl::leave_locked(
     set_state(EntityState::kResident);
     return false;
   }
+  set_state(to);
   binding_->watch();
   return true;
 }

@@ -101,6 +101,35 @@ TEST(what_is_used_after_an_order_was_made_is_passed_over) {
   CHECK(limited.kept());
 }
 
+/// Whoever has looked meanwhile: nobody is told that it stays.
+TEST(what_has_not_left_after_all_may_go_again) {
+  const Settled settled;
+  const PolicyOptions options;
+  const CycleTracker cycles;
+  DeviceWatch watch;
+  watch.begin(Program::get().device(), options);
+  const at::Tensor tensor = tensor_of(3);
+  const EntityPtr entity =
+      lms().pager.find_or_track(*tensor.storage().unsafeGetStorageImpl(), /*by_hand=*/true);
+  watch.note_resident(entity);
+  const auto may_go = [&] { return !watch.resident_by_next_use(cycles, 0).empty(); };
+  REQUIRE(may_go());
+  for (const bool begins : {false, true}) {
+    const std::shared_ptr<PageoutTransfer> requested = entity->begin_request();
+    REQUIRE(requested != nullptr && entity->finish_request(requested));
+    std::shared_ptr<PageoutTransfer> begun;
+    REQUIRE(!begins || entity->begin_pageout(&begun));
+    CHECK_EQ(state(tensor), begins ? "paging_out" : "out_queued");
+    CHECK(!may_go());
+    entity->abandon_pageout(requested); // its copy has failed, say
+    CHECK_EQ(state(tensor), "resident");
+    CHECK(may_go());
+  }
+  REQUIRE(go_out(tensor));
+  CHECK(!may_go());
+  CHECK(holds(tensor, 3));
+}
+
 void hold(const std::vector<std::pair<size_t, int32_t>>& blocks) {
   for (const auto& block : blocks) {
     lms().policy.placeholders().want(block.first, block.second);
