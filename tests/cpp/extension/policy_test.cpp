@@ -5,6 +5,7 @@
 
 #include <ATen/ops/mm.h>
 #include <ATen/ops/rand.h>
+#include <ATen/ops/rrelu_with_noise.h>
 #include <libgen.h>
 #include <unistd.h>
 
@@ -128,6 +129,46 @@ TEST(what_has_not_left_after_all_may_go_again) {
   REQUIRE(go_out(tensor));
   CHECK(!may_go());
   CHECK(holds(tensor, 3));
+}
+
+/// See Note [Ops larger than the limit]: an op lets go of an input for a moment, to have it go out.
+TEST(what_another_thread_pages_out_while_an_op_lets_go_of_it_has_what_the_op_writes) {
+  Program::get();
+  if (Program::get().async == nullptr) {
+    SKIP("nothing tells when an op lets go");
+  }
+  const Limited limited(9 * kMiB / 2);
+  const at::Tensor given = at::full({1 << 18}, 2, at::kFloat);
+  const at::Tensor storage = at::full({1 << 19}, 7, at::kFloat); // larger: it is to go first
+  at::Tensor written = storage.slice(0, 0, 1 << 18);
+  const EntityPtr entity = lms().pager.find(*storage.storage().unsafeGetStorageImpl());
+  REQUIRE(entity != nullptr);
+  bool requested = false;
+  Program::get().async->when_noted = [&] {
+    in_threads(1, [&](int) {
+      requested = lms().pager.requests().evict(entity);
+      while (requested && !lms().pager.out_queue().has_finished()) {
+        std::this_thread::sleep_for(std::chrono::microseconds(50));
+      }
+    });
+  };
+  at::rrelu_with_noise(given, written, 0.1, 0.3, /*training=*/true); // 1 where a number is positive
+  REQUIRE(requested);
+  CHECK(holds(written, 1));
+}
+
+TEST(what_somebody_elses_op_has_the_address_of_stays_for_what_it_calls) {
+  const Limited limited(17 * kMiB / 4);
+  const at::Tensor held = at::full({1 << 17}, 2, at::kFloat);
+  const at::Tensor other = at::full({4, 1 << 17}, 3, at::kFloat);
+  const RecordedOp op("some::op", {held}); // small enough
+  const void* address = held.const_data_ptr();
+  REQUIRE(state(held) == "resident");
+  const at::Tensor sum = held.add(other); // too large for the limit, with what it reads
+  CHECK(lms().pager.stats().host_served.load() > 0);
+  CHECK_EQ(state(held), std::string("resident"));
+  CHECK(held.const_data_ptr() == address);
+  CHECK(holds(sum, 5));
 }
 
 void hold(const std::vector<std::pair<size_t, int32_t>>& blocks) {
