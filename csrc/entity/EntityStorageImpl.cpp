@@ -689,8 +689,18 @@ bool EntityStorageImpl::settled() {
   return arrival_locked() == nullptr && state() == EntityState::kResident && !calling_off_;
 }
 
+KeepAlive EntityStorageImpl::try_to_hold() noexcept {
+  try {
+    return binding_->hold();
+  } catch (const std::bad_alloc&) {
+    return nullptr;
+  }
+}
+
 void EntityStorageImpl::host_copy_released() noexcept {
-  const KeepAlive keep = binding_->hold(); // null where the storage dies
+  // Null where the storage dies. Where it could not be held it keeps its hook: until somebody is
+  // about to write to it, it does not move.
+  const KeepAlive keep = try_to_hold();
   std::shared_ptr<Recipe> recipe; // destroyed after unlocking
   std::shared_ptr<PageinTransfer> transfer;
   void* host = nullptr;

@@ -5,7 +5,7 @@
 
 #include <ATen/ops/mm.h>
 #include <ATen/ops/rand.h>
-#include <ATen/ops/rrelu_with_noise.h>
+#include <ATen/ops/rrelu_with_noise_ops.h>
 #include <libgen.h>
 #include <unistd.h>
 
@@ -152,7 +152,8 @@ TEST(what_another_thread_pages_out_while_an_op_lets_go_of_it_has_what_the_op_wri
       }
     });
   };
-  at::rrelu_with_noise(given, written, 0.1, 0.3, /*training=*/true); // 1 where a number is positive
+  at::_ops::rrelu_with_noise::call( // writes 1 where a number is positive
+      given, written, 0.1, 0.3, /*training=*/true, std::nullopt);
   REQUIRE(requested);
   CHECK(holds(written, 1));
 }
