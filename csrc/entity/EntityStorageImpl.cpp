@@ -116,8 +116,13 @@ bool EntityStorageImpl::finish_request(const std::shared_ptr<PageoutTransfer>& t
     set_state(EntityState::kResident);
     return false;
   }
+  try {
+    binding_->watch();
+  } catch (...) { // for want of a few bytes
+    set_state(EntityState::kResident);
+    throw;
+  }
   out_ = transfer;
-  binding_->watch();
   return true;
 }
 
