@@ -116,8 +116,13 @@ bool EntityStorageImpl::finish_request(const std::shared_ptr<PageoutTransfer>& t
     set_state(EntityState::kResident);
     return false;
   }
+  try {
+    binding_->watch();
+  } catch (...) { // for want of a few bytes
+    set_state(EntityState::kResident);
+    throw;
+  }
   out_ = transfer;
-  binding_->watch();
   return true;
 }
 
@@ -543,12 +548,13 @@ void EntityStorageImpl::end_service() noexcept {
 // --- bytes that the host still has ---------------------------------------------
 
 /// Gives the storage `address` for its block, if no op pins the entity: see Note [Pins and
-/// requests]. Returns false where nothing has changed.
+/// requests]. Returns false where nothing has changed: nobody who looks meanwhile may take it for
+/// gone, and forget it.
 bool EntityStorageImpl::leave_locked(
     EntityState to,
     void* address,
     std::unique_ptr<DeviceBlock>* garbage) {
-  set_state(to);
+  set_state(EntityState::kPagingOut);
   if (!pinned()) {
     try {
       *garbage = binding_->install_host(address, shared_from_this());
@@ -559,6 +565,7 @@ bool EntityStorageImpl::leave_locked(
     set_state(EntityState::kResident);
     return false;
   }
+  set_state(to);
   binding_->watch();
   return true;
 }
@@ -687,8 +694,18 @@ bool EntityStorageImpl::settled() {
   return arrival_locked() == nullptr && state() == EntityState::kResident && !calling_off_;
 }
 
+KeepAlive EntityStorageImpl::try_to_hold() noexcept {
+  try {
+    return binding_->hold();
+  } catch (const std::bad_alloc&) {
+    return nullptr;
+  }
+}
+
 void EntityStorageImpl::host_copy_released() noexcept {
-  const KeepAlive keep = binding_->hold(); // null where the storage dies
+  // Null where the storage dies. Where it could not be held it keeps its hook: until somebody is
+  // about to write to it, it does not move.
+  const KeepAlive keep = try_to_hold();
   std::shared_ptr<Recipe> recipe; // destroyed after unlocking
   std::shared_ptr<PageinTransfer> transfer;
   void* host = nullptr;

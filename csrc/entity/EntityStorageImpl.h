@@ -281,6 +281,9 @@ class EntityStorageImpl : public std::enable_shared_from_this<EntityStorageImpl>
     return binding_->hold();
   }
 
+  /// The same; null for want of a few bytes, too.
+  KeepAlive try_to_hold() noexcept;
+
   /// Whether the storage is gone, or holds other memory than the entity's.
   bool gone() const {
     return replaced() || binding_->expired();

@@ -31,6 +31,21 @@ TEST(a_request_that_fails_leaves_the_entity_resident) {
   rig.check_moves_again();
 }
 
+TEST(a_request_that_cannot_watch_the_storage_leaves_the_entity_resident) {
+  EntityRig rig(Copies::kOnStreams);
+  rig.device->interruptions.at(DeviceStep::kWatch, [] { throw std::bad_alloc(); });
+  bool failed = false;
+  try {
+    rig.entity->request_pageout();
+  } catch (const std::bad_alloc&) {
+    failed = true;
+  }
+  CHECK(failed);
+  CHECK_EQ(rig.entity->state(), R);
+  CHECK_EQ(rig.storage.use_count(), 1); // nobody keeps it
+  rig.check_moves_again();
+}
+
 TEST(a_pageout_without_host_memory_leaves_the_entity_resident) {
   for (Copies copies : kBothWays) {
     EntityRig rig(copies);

@@ -324,6 +324,22 @@ TEST(what_nobody_has_written_leaves_without_a_copy) {
   }
 }
 
+/// Who finds it gone forgets it until it comes.
+TEST(what_may_stay_after_all_is_not_taken_for_gone) {
+  for (Copies copies : kBothWays) {
+    KeptRig rig(copies);
+    State seen = R;
+    rig.device->interruptions.at(DeviceStep::kInstallHost, [&] {
+      seen = rig.entity->state();
+      throw std::bad_alloc();
+    });
+    CHECK(!rig.drop());
+    CHECK_EQ(seen, PO);
+    CHECK_EQ(rig.entity->state(), R);
+    CHECK(rig.drop());
+  }
+}
+
 /// Note [Blocks that go before they are filled]
 TEST(what_nobody_has_written_leaves_while_it_is_still_coming_in) {
   KeptRig rig(Copies::kOnStreams);

@@ -18,7 +18,7 @@
 #include "interruptions.h"
 
 /// Where a `FakeDevice` can be interrupted.
-enum class DeviceStep { kHold, kAcquire, kAllocate, kInstallHost, kFree, kKeepBlock };
+enum class DeviceStep { kHold, kAcquire, kAllocate, kInstallHost, kFree, kKeepBlock, kWatch };
 
 /// The memory of a device: plain memory, in blocks that are overwritten when they go.
 class FakeDevice : public std::enable_shared_from_this<FakeDevice> {
@@ -184,6 +184,7 @@ class FakeBinding final : public torch_lms::StorageBinding {
   }
 
   void watch() override {
+    device_->interruptions.reached(DeviceStep::kWatch);
     storage().watched = true;
   }
   void unwatch() override {

@@ -126,7 +126,7 @@ bool LargeOps::serve_from_host(Frame& frame, const EntityPtr& entity) {
   return true;
 }
 
-void LargeOps::make_fit(const at::RecordFunction& record, Frame& frame, size_t first) {
+bool LargeOps::make_fit(const at::RecordFunction& record, Frame& frame, size_t first) {
   std::vector<EntityPtr> inputs;
   size_t input_bytes = 0;
   Device& device = frame.pinned[first]->device();
@@ -141,14 +141,20 @@ void LargeOps::make_fit(const at::RecordFunction& record, Frame& frame, size_t f
   // Twice: many kernels need as much for themselves, which no shape function tells.
   const size_t made = 2 * made_bytes(record, input_bytes);
   if (device.capturing() || input_bytes + made <= device.limit_bytes() / 2) {
-    return;
+    return false;
   }
   const MemoryReport held = policy_.report(device);
   const size_t stays = held.fixed_bytes + held.unseen_bytes + held.other_bytes;
   const size_t left = device.limit_bytes() - std::min(device.limit_bytes(), stays);
   if (input_bytes + made <= left || !policy_.wakefulness().may_vacate()) {
-    return;
+    return false;
   }
+  // Ops around this one have their addresses: those stay.
+  const auto own = frame.pinned.begin() + static_cast<std::ptrdiff_t>(first);
+  const auto stays_there = [&](const EntityPtr& entity) {
+    return std::find(frame.pinned.begin(), own, entity.get()) != own;
+  };
+  inputs.erase(std::remove_if(inputs.begin(), inputs.end(), stays_there), inputs.end());
   const WithoutGil no_gil;
   std::sort(inputs.begin(), inputs.end(), [](const EntityPtr& a, const EntityPtr& b) {
     return a->nbytes() > b->nbytes();
@@ -161,6 +167,7 @@ void LargeOps::make_fit(const at::RecordFunction& record, Frame& frame, size_t f
       input_bytes -= entity->nbytes();
     }
   }
+  return true;
 }
 
 } // namespace torch_lms

@@ -38,8 +38,9 @@ class LargeOps {
   }
 
   /// The op is about to use what `frame` has pinned from `first` on, and nothing else yet. Inputs
-  /// that go are pinned all the same, and are added to `frame.served`.
-  void make_fit(const at::RecordFunction& record, Frame& frame, size_t first);
+  /// that go are pinned all the same, and are added to `frame.served`. Returns whether inputs were
+  /// let go of for a moment: other threads may have asked for the page-outs of those that stay.
+  bool make_fit(const at::RecordFunction& record, Frame& frame, size_t first);
 
   /// The op that ran on the calling thread was refused memory.
   void note_refused(const at::RecordFunction& record, size_t input_bytes);

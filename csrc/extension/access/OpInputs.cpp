@@ -129,7 +129,7 @@ C10_ALWAYS_INLINE void OpInputs::settle_pinned(
   size_t input_bytes = pinning.input_bytes;
   if (input_bytes != 0 && all &&
       large_ops_.worth_looking(frame.pinned[first]->device(), input_bytes)) {
-    large_ops_.make_fit(record, frame, first);
+    pinning.settled = !large_ops_.make_fit(record, frame, first) && pinning.settled;
   }
   if (!pinning.settled) {
     use_unsettled(pager_, frame, first, kind);

@@ -39,6 +39,10 @@ struct PolicyOptions {
   size_t copy_cost = 2;
   size_t copy_cost_without_backward = 16;
 
+  /// Storages that change places with what leaves without a copy, for one piece of memory. To look
+  /// for each one's place takes 2 ms where there are 6500 storages, in which 50 MB are copied out.
+  size_t most_to_trade = 8;
+
   /// Ops for which an order of what goes out serves: see Note [The order that is kept].
   uint64_t ops_to_keep_order = 16;
 

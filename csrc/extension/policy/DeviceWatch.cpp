@@ -14,6 +14,17 @@ void raise_to(std::atomic<size_t>& most, size_t now) {
   }
 }
 
+/// Whether nobody will say when it is on the device again: it is, or it is on its way out, from
+/// which it comes back without a word if a copy fails, or it moves within the device.
+bool stays_known(const EntityPtr& entity) {
+  if (entity == nullptr || entity->gone()) {
+    return false;
+  }
+  const EntityState now = entity->state();
+  return now == EntityState::kResident || now == EntityState::kOutQueued ||
+         now == EntityState::kPagingOut;
+}
+
 } // namespace
 
 void DeviceWatch::begin(Device& device, const PolicyOptions& options) {
@@ -85,9 +96,7 @@ void DeviceWatch::sweep_locked(std::vector<EntityPtr>& dropped) {
   for (auto at = resident_.begin(); at != resident_.end();) {
     dropped.push_back(at->second.lock());
     const EntityPtr& entity = dropped.back();
-    const bool there =
-        entity != nullptr && !entity->gone() && entity->state() == EntityState::kResident;
-    at = there ? std::next(at) : resident_.erase(at);
+    at = stays_known(entity) ? std::next(at) : resident_.erase(at);
   }
   std::unordered_set<const Entity*> seen; // the first time that one is expected will do
   for (auto at = paged_out_.begin(); at != paged_out_.end();) {
@@ -112,13 +121,14 @@ std::vector<Victim> DeviceWatch::resident_by_next_use(
     std::lock_guard<std::mutex> lock(mutex_);
     for (auto at = resident_.begin(); at != resident_.end();) {
       EntityPtr entity = at->second.lock();
-      if (entity == nullptr || entity->state() != EntityState::kResident || entity->gone()) {
+      if (!stays_known(entity)) {
         at = resident_.erase(at); // It comes back through note_resident.
         dropped.push_back(std::move(entity));
         continue;
       }
       ++at;
-      if (!entity->pinned() && entity->uses.last() >= eligible_from) {
+      if (entity->state() == EntityState::kResident && !entity->pinned() &&
+          entity->uses.last() >= eligible_from) {
         const UseHistory history = entity->uses.history();
         uint64_t next_use = history.next(now, shape);
         if (next_use < shape.began + shape.length && history.recurs(shape)) {

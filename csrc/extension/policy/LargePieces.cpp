@@ -60,13 +60,17 @@ size_t LargePieces::copy_cost() {
   return has_backward ? state_.options.copy_cost : state_.options.copy_cost_without_backward;
 }
 
+bool LargePieces::move_out_of(const CrowdedWindow& window, const EntityPtr& entity) {
+  return state_.pager.requests().relocate(
+      entity, [&](const void* address) { return !window.holds(address); });
+}
+
 /// Moves what lies in a window to other places of the device: that costs next to nothing. What
 /// cannot be moved stays in `window`. Returns whether anything has been.
 bool LargePieces::move_aside(CrowdedWindow& window) {
   std::vector<EntityPtr>& inside = window.inside;
   const auto last = std::remove_if(inside.begin(), inside.end(), [&](const EntityPtr& entity) {
-    return state_.pager.requests().relocate(
-        entity, [&](const void* address) { return !window.holds(address); });
+    return move_out_of(window, entity);
   });
   const bool moved = last != inside.end();
   inside.erase(last, inside.end());
@@ -77,16 +81,22 @@ bool LargePieces::move_aside(CrowdedWindow& window) {
 /// go, elsewhere, of what leaves without a copy, and to move it there. Returns whether anything has
 /// been moved.
 bool LargePieces::trade_places(Device& device, CrowdedWindow& window, std::vector<Victim> victims) {
+  std::vector<EntityPtr> to_move;
+  for (const EntityPtr& entity : window.inside) {
+    if (!entity->keeps_copy() && window.holds(entity->device_address())) {
+      to_move.push_back(entity);
+    }
+  }
+  if (to_move.empty() || to_move.size() > state_.options.most_to_trade) {
+    return false;
+  }
   const auto stays = [&](const Victim& victim) {
     return !victim.entity->keeps_copy() || window.holds(victim.entity->device_address());
   };
   victims.resize(victims.size() - victims.size() / 8); // what is needed very next
   victims.erase(std::remove_if(victims.begin(), victims.end(), stays), victims.end());
   bool moved = false;
-  for (const EntityPtr& entity : std::vector<EntityPtr>(window.inside)) {
-    if (entity->keeps_copy()) {
-      continue;
-    }
+  for (const EntityPtr& entity : to_move) {
     auto segments = device.blocks();
     for (auto& blocks : segments) {
       for (AllocatorBlock& block : blocks) {
@@ -97,10 +107,11 @@ bool LargePieces::trade_places(Device& device, CrowdedWindow& window, std::vecto
     const auto add = [](size_t sum, const EntityPtr& one) { return sum + one->nbytes(); };
     if (std::accumulate(place.begin(), place.end(), size_t{0}, add) >=
             copy_cost() * entity->nbytes() ||
-        pageouts_.page_out(device, place) == 0 || !move_aside(window)) {
-      return moved;
+        pageouts_.page_out(device, place) == 0 || !move_out_of(window, entity)) {
+      break;
     }
     moved = true;
+    window.inside.erase(std::find(window.inside.begin(), window.inside.end(), entity));
   }
   return moved;
 }

@@ -25,6 +25,7 @@ class LargePieces {
  private:
   std::vector<Victim> victims_on(Device& device);
   size_t copy_cost();
+  bool move_out_of(const CrowdedWindow& window, const EntityPtr& entity);
   bool move_aside(CrowdedWindow& window);
   bool trade_places(Device& device, CrowdedWindow& window, std::vector<Victim> victims);
   bool hold_placeholder(Device& device, size_t nbytes);

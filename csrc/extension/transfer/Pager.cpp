@@ -138,7 +138,7 @@ void Pager::note_served(const EntityPtr& entity, const std::string& why) {
 
 void Pager::released(const std::shared_ptr<EntityStorageImpl>& entity) noexcept {
   state_.whereabouts.left_host(*entity);
-  if (const KeepAlive storage = entity->hold()) { // which has been given other memory
+  if (const KeepAlive storage = entity->try_to_hold()) { // which has been given other memory
     compat::allow_access(*std::static_pointer_cast<c10::Storage>(storage)->unsafeGetStorageImpl());
   }
   entity->host_copy_released();

@@ -278,6 +278,21 @@ TEST(a_storage_that_dies_on_the_host) {
       });
 }
 
+TEST(a_storage_that_is_given_other_memory_on_the_host) {
+  const Settled settled;
+  OneTensor one;
+  c10::DataPtr other;
+  fail_each(
+      [&] {
+        one.renew();
+        REQUIRE(go_out(one.tensor));
+        other = c10::GetCPUAllocator()->allocate(one.tensor.nbytes());
+        std::memset(other.get(), 0, one.tensor.nbytes());
+      },
+      [&] { one.tensor.storage().unsafeGetStorageImpl()->set_data_ptr_noswap(std::move(other)); },
+      [&] { CHECK(holds(one.tensor, 0)); });
+}
+
 TEST(a_kept_copy_that_is_dropped) {
   const Settled settled;
   OneTensor one;

@@ -408,6 +408,9 @@ class AsyncDevice final : public torch_lms::Device {
   }
   void note_current_stream() override {
     noted_.fetch_add(1);
+    if (const auto meanwhile = std::exchange(when_noted, nullptr)) {
+      meanwhile();
+    }
   }
   void note_busy_streams() override {}
   c10::DataPtr allocate(size_t nbytes, int64_t) override {
@@ -464,6 +467,7 @@ class AsyncDevice final : public torch_lms::Device {
   // Set while no other thread allocates.
   std::function<bool()> has_hole; ///< For what comes in, or is moved.
   std::function<bool()> is_fragmented;
+  std::function<void()> when_noted; ///< When a stream is noted next.
   std::function<std::vector<std::vector<torch_lms::AllocatorBlock>>()> shown_blocks;
   std::atomic<int64_t> ticks{0}; ///< What its clock shows.
   std::atomic<int> leads{0};

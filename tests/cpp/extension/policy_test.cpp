@@ -5,6 +5,7 @@
 
 #include <ATen/ops/mm.h>
 #include <ATen/ops/rand.h>
+#include <ATen/ops/rrelu_with_noise_ops.h>
 #include <libgen.h>
 #include <unistd.h>
 
@@ -99,6 +100,76 @@ TEST(what_is_used_after_an_order_was_made_is_passed_over) {
     CHECK(holds(tensors[i], static_cast<int64_t>(i) + (added ? 1 : 0)));
   }
   CHECK(limited.kept());
+}
+
+/// Whoever has looked meanwhile: nobody is told that it stays.
+TEST(what_has_not_left_after_all_may_go_again) {
+  const Settled settled;
+  const PolicyOptions options;
+  const CycleTracker cycles;
+  DeviceWatch watch;
+  watch.begin(Program::get().device(), options);
+  const at::Tensor tensor = tensor_of(3);
+  const EntityPtr entity =
+      lms().pager.find_or_track(*tensor.storage().unsafeGetStorageImpl(), /*by_hand=*/true);
+  watch.note_resident(entity);
+  const auto may_go = [&] { return !watch.resident_by_next_use(cycles, 0).empty(); };
+  REQUIRE(may_go());
+  for (const bool begins : {false, true}) {
+    const std::shared_ptr<PageoutTransfer> requested = entity->begin_request();
+    REQUIRE(requested != nullptr && entity->finish_request(requested));
+    std::shared_ptr<PageoutTransfer> begun;
+    REQUIRE(!begins || entity->begin_pageout(&begun));
+    CHECK_EQ(state(tensor), begins ? "paging_out" : "out_queued");
+    CHECK(!may_go());
+    entity->abandon_pageout(requested); // its copy has failed, say
+    CHECK_EQ(state(tensor), "resident");
+    CHECK(may_go());
+  }
+  REQUIRE(go_out(tensor));
+  CHECK(!may_go());
+  CHECK(holds(tensor, 3));
+}
+
+/// See Note [Ops larger than the limit]: an op lets go of an input for a moment, to have it go out.
+TEST(what_another_thread_pages_out_while_an_op_lets_go_of_it_has_what_the_op_writes) {
+  Program::get();
+  if (Program::get().async == nullptr) {
+    SKIP("nothing tells when an op lets go");
+  }
+  const Limited limited(9 * kMiB / 2);
+  const at::Tensor given = at::full({1 << 18}, 2, at::kFloat);
+  const at::Tensor storage = at::full({1 << 19}, 7, at::kFloat); // larger: it is to go first
+  at::Tensor written = storage.slice(0, 0, 1 << 18);
+  const EntityPtr entity = lms().pager.find(*storage.storage().unsafeGetStorageImpl());
+  REQUIRE(entity != nullptr);
+  bool requested = false;
+  Program::get().async->when_noted = [&] {
+    in_threads(1, [&](int) {
+      requested = lms().pager.requests().evict(entity);
+      while (requested && !lms().pager.out_queue().has_finished()) {
+        std::this_thread::sleep_for(std::chrono::microseconds(50));
+      }
+    });
+  };
+  at::_ops::rrelu_with_noise::call( // writes 1 where a number is positive
+      given, written, 0.1, 0.3, /*training=*/true, std::nullopt);
+  REQUIRE(requested);
+  CHECK(holds(written, 1));
+}
+
+TEST(what_somebody_elses_op_has_the_address_of_stays_for_what_it_calls) {
+  const Limited limited(17 * kMiB / 4);
+  const at::Tensor held = at::full({1 << 17}, 2, at::kFloat);
+  const at::Tensor other = at::full({4, 1 << 17}, 3, at::kFloat);
+  const RecordedOp op("some::op", {held}); // small enough
+  const void* address = held.const_data_ptr();
+  REQUIRE(state(held) == "resident");
+  const at::Tensor sum = held.add(other); // too large for the limit, with what it reads
+  CHECK(lms().pager.stats().host_served.load() > 0);
+  CHECK_EQ(state(held), std::string("resident"));
+  CHECK(held.const_data_ptr() == address);
+  CHECK(holds(sum, 5));
 }
 
 void hold(const std::vector<std::pair<size_t, int32_t>>& blocks) {

@@ -214,5 +214,93 @@ TEST(what_would_be_copied_out_moves_to_where_something_leaves_without_a_copy) {
   CHECK(holds(dirty, 1) && holds(clean, 2) && holds(large, 4));
 }
 
+/// A window full of tensors, which find place where others leave that have copies.
+struct Trade : Crowded {
+  Trade(AsyncDevice& device, size_t count) : Crowded(device) {
+    for (size_t i = 0; i < 4 * count; ++i) { // the last eighth of `kept` stays
+      (i < count ? inside : i < 3 * count ? kept : soon).push_back(tensor_of(int64_t(i), 1 << 15));
+    }
+    std::sort(inside.begin(), inside.end(), [](const at::Tensor& a, const at::Tensor& b) {
+      return address_of(a) < address_of(b);
+    });
+    for (const at::Tensor& tensor : inside) {
+      before.push_back(address_of(tensor));
+    }
+    for (const at::Tensor& tensor : kept) {
+      REQUIRE(go_out(tensor));
+    }
+    for (const auto& tensors : {kept, soon}) { // what is needed very next stays
+      for (const at::Tensor& tensor : tensors) {
+        tensor.sum();
+      }
+    }
+    fake.shown_blocks = [this] { return blocks(); };
+    fake.is_fragmented = [this] { return moved() < inside.size(); };
+    fake.has_hole = [this] {
+      const bool some = left() > moved();
+      in_vain += some ? 0 : 1;
+      return some;
+    };
+  }
+
+  std::vector<std::vector<AllocatorBlock>> blocks() const {
+    std::vector<std::vector<AllocatorBlock>> segments(1);
+    for (size_t i = 0; i < inside.size(); ++i) {
+      segments[0].push_back({before[i], inside[i].nbytes(), address_of(inside[i]) != before[i]});
+    }
+    for (const at::Tensor& tensor : kept) {
+      if (state(tensor) == "resident") {
+        segments.push_back({used(tensor)});
+      }
+    }
+    return segments;
+  }
+  size_t left() const { // some may come back
+    const auto nbytes = static_cast<int64_t>(kept[0].nbytes());
+    return static_cast<size_t>(lms().pager.stats().dropped_bytes.load() / nbytes);
+  }
+  size_t moved() const {
+    size_t count = 0;
+    for (size_t i = 0; i < inside.size(); ++i) {
+      count += state(inside[i]) == "resident" && address_of(inside[i]) != before[i] ? 1 : 0;
+    }
+    return count;
+  }
+  /// Needs all of the window.
+  at::Tensor fill() const {
+    return tensor_of(4, static_cast<int64_t>(inside.size()) << 15);
+  }
+
+  std::vector<at::Tensor> inside;
+  std::vector<at::Tensor> kept;
+  std::vector<at::Tensor> soon;
+  std::vector<const char*> before;
+  size_t in_vain = 0; ///< How often a hole was looked for, and there was none.
+};
+
+TEST(who_changes_places_is_moved_when_there_is_a_place_and_nobody_else) {
+  Program::get();
+  if (Program::get().async == nullptr) {
+    SKIP("the CPU's allocator has no windows");
+  }
+  const size_t count = PolicyOptions().most_to_trade;
+  const Trade trade(*Program::get().async, count);
+  const at::Tensor large = trade.fill();
+  CHECK_EQ(trade.moved(), count);
+  CHECK_EQ(trade.left(), count);
+  CHECK_EQ(trade.in_vain, count); // before anything had left
+}
+
+TEST(many_small_ones_do_not_change_places) {
+  Program::get();
+  if (Program::get().async == nullptr) {
+    SKIP("the CPU's allocator has no windows");
+  }
+  const Trade trade(*Program::get().async, PolicyOptions().most_to_trade + 1);
+  const at::Tensor large = trade.fill();
+  CHECK_EQ(trade.moved(), 0U);
+  CHECK_EQ(trade.left(), 0U);
+}
+
 } // namespace
 } // namespace torch_lms
