@@ -101,6 +101,15 @@ def test_strides_are_the_same_behind_the_border(value: torch.Tensor) -> None:
     assert torch.equal(crossed, value)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool])
+def test_a_dimension_of_one_element_has_the_stride_that_pytorch_expects(dtype: torch.dtype) -> None:
+    value = torch.arange(32).to(dtype).as_strided((1, 1, 8, 4), (32, 4, 4, 1))
+    (carrier,) = pack(describe(value), value, CPU, "here")
+    (meta,) = carrier_metas(describe(value))
+    assert carrier.stride() == torch.empty(meta[0], device="meta").stride()
+    assert torch.equal(unpack(describe(value), [carrier], CPU), value)
+
+
 def test_a_device_becomes_that_of_the_stage() -> None:
     template = describe((torch.device("meta"), torch.ones(1)))
     carriers = pack(template, (torch.device("meta"), torch.ones(1)), CPU, "stage 0")
