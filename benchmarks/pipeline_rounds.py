@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -52,7 +53,7 @@ def run_once(given: argparse.Namespace, schedule: str, split: str) -> Row:
     """What `pipeline_gpt` says of one split, in processes of its own.
 
     Raises:
-        RuntimeError: if it failed; with the end of what it said.
+        RuntimeError: if it failed; with its ranks' errors.
     """
     with tempfile.TemporaryDirectory() as folder:
         words = ["--device", given.device, "--model", given.model, "--schedule", schedule, "--splits", split]
@@ -62,9 +63,16 @@ def run_once(given: argparse.Namespace, schedule: str, split: str) -> Row:
         done = subprocess.run(line, capture_output=True, text=True, check=False)
         written = list(Path(folder).glob("*.json"))
         if done.returncode != 0 or len(written) != 1:
-            raise RuntimeError(f"{schedule} {split}: exit status {done.returncode}\n{done.stderr[-3000:]}")
+            raise RuntimeError(f"{schedule} {split}: exit status {done.returncode}\n{reason_of(done.stderr)}")
         found: Row = json.loads(written[0].read_text())["rows"][0]
         return found
+
+
+def reason_of(words: str) -> str:
+    """What a failed run's ranks say of errors, each once: torchrun says more after that. Else the end of it all."""
+    lines = [re.sub(r"^\[rank\d+\]: ", "", line) for line in words.splitlines()]
+    errors = dict.fromkeys(line for line in lines if re.match(r"[\w.]*(Error|Exception): ", line))
+    return "\n".join(errors) or words[-3000:]
 
 
 def add_up(schedule: str, split: str, runs: Sequence[Row]) -> Row:

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.pipeline_gpt import ByHand
 from benchmarks.pipeline_models import MODELS
-from benchmarks.pipeline_rounds import judge
+from benchmarks.pipeline_rounds import judge, reason_of
 from tests.pipeline.ranks import ROOT, torchrun
 from torch_lms.errors import PartitionError
 from torch_lms.partition.costs import CostGraph, CostNode, DeviceSpec
@@ -119,3 +119,14 @@ def test_a_split_by_hand_ends_before_the_first_line_of_a_block() -> None:
 def test_a_split_by_hand_has_all_blocks_and_all_stages(blocks: tuple[int, ...]) -> None:
     with pytest.raises(PartitionError, match="3 blocks in 2 stages, found " + "/".join(map(str, blocks))):
         ByHand(blocks).partition(chain("blocks.0", "blocks.1", "blocks.2"))
+
+
+def test_a_failed_run_says_what_its_ranks_raised() -> None:
+    words = """W1126 some warning
+[rank1]: Traceback (most recent call last):
+[rank1]: torch.distributed.pipelining._utils.PipeliningShapeError: a stride mismatch
+[rank0]: torch.distributed.pipelining._utils.PipeliningShapeError: a stride mismatch
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+FAILED"""
+    assert reason_of(words) == "torch.distributed.pipelining._utils.PipeliningShapeError: a stride mismatch"
+    assert reason_of("killed") == "killed"
