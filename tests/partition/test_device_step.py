@@ -176,3 +176,21 @@ def test_the_choice_is_nearly_the_best_of_all() -> None:
                 steps.append((plain.total_us + sum(found.more_us.values())) / best_us)
     assert max(steps) < 1.15
     assert sum(steps) / len(steps) < 1.01
+
+
+def test_swaps_that_come_last_leave_alone_who_fits_without() -> None:
+    spared = needed = 0
+    for seed in range(60):
+        drawn = Drawn(seed, schedules=("gpipe", "1f1b"), segments=4)
+        plain = drawn.of_rank(0).price(()).memory_bytes
+        actions, works = drawn.schedule.ranks[0], {stage: drawn.works[stage] for stage in drawn.step.stages_of[0]}
+        usable = plain * (0.5 + drawn.draw.random() / 2)
+        alone = relieve(RecomputeAndSwap(), actions, works, usable)
+        both = relieve(RecomputeAndSwap(host_link=drawn.link), actions, works, usable)
+        last = relieve(RecomputeAndSwap(host_link=drawn.link, swap_last=True), actions, works, usable)
+        fits = alone.memory_bytes <= usable
+        assert last == (alone if fits else both)
+        spared += fits and alone != both
+        needed += not fits and both.memory_bytes <= usable
+    assert spared
+    assert needed

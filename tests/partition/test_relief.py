@@ -161,6 +161,24 @@ def test_swaps_that_are_allowed_never_make_a_stage_larger_or_slower() -> None:
     assert worse
 
 
+def test_swaps_that_come_last_do_not_come_where_to_compute_again_is_enough() -> None:
+    def tried(cap: int, relief: RecomputeAndSwap) -> tuple[bool, bool]:
+        try:
+            found = made(cap, relief)
+        except PartitionError:
+            return False, False
+        return True, any(one.swapped for one in found.stage_relief)
+
+    spared = 0
+    for cap in range(1_000, 16_000, 100):
+        alone, _ = tried(cap, RecomputeAndSwap())
+        fits, swaps = tried(cap, RecomputeAndSwap(host_link=HOST))
+        last_fits, last_swaps = tried(cap, RecomputeAndSwap(host_link=HOST, swap_last=True))
+        assert last_fits == fits
+        spared += alone and swaps and not last_swaps
+    assert spared
+
+
 def test_a_stage_that_fits_keeps_all() -> None:
     plain = made(None, RecomputeAndSwap())
     assert not plain.stage_relief

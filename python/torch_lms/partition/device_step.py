@@ -270,6 +270,10 @@ def relieve(
 
     Looked for in the first microbatches, as many as can be in flight and one more, if these take as much memory as all.
     """
+    if relief.tried_first is not None:
+        first = relieve(relief.tried_first, actions, works, usable_bytes)
+        if first.memory_bytes <= usable_bytes * (1 + _ROUNDING):
+            return first
     whole = DeviceStep(actions, works, relief.host_link)
     most = 1 + max(work.need.in_flight for work in works.values())
     some = DeviceStep([one for one in actions if one.microbatch < most], works, relief.host_link)

@@ -173,11 +173,17 @@ class MemoryRelief(Protocol):
         """The way of swapped segments; None where nothing is swapped."""
         ...
 
+    @property
+    def tried_first(self) -> MemoryRelief | None:
+        """What stands wherever it makes the stages of a device fit; None if there is no such thing."""
+        ...
+
 
 class KeepAll:
     """No swapping, no recomputing."""
 
     host_link = None
+    tried_first = None
 
     def relieve(self, need: StageNeed, usable_bytes: Any) -> Relieved:
         """As it is."""
