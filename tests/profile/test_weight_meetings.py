@@ -98,6 +98,7 @@ def test_gradients_that_are_kept_are_those_of_torch(make: Callable[[], nn.Module
     assert kept_by_torch(model.inner, x) == nbytes
 
 
+@pytest.mark.skipif(not is_available(), reason="this PyTorch has no zero bubble, and does not say what nodes get")
 def test_a_node_with_several_layers_keeps_the_gradients_of_each() -> None:
     """And those of the states that it returns, though nothing here reads them."""
     model, x = Behind(Recurrent), torch.randn(ROWS, WIDTH)

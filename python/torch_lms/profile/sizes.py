@@ -49,10 +49,11 @@ class SizeWatcher:
         """Runs a node and notes its sizes."""
         saved: dict[str, None] = {}
         own: dict[str, None] = {}
+        storages = self._storages  # nodes keep `pack`: through `self` it would keep them
 
         def pack(tensor: torch.Tensor) -> None:
-            own.update(dict.fromkeys(self._storages.model_names(tensor)))
-            saved.update(dict.fromkeys(self._storages.names(tensor, name)))
+            own.update(dict.fromkeys(storages.model_names(tensor)))
+            saved.update(dict.fromkeys(storages.names(tensor, name)))
 
         with saved_tensors_hooks(pack, _never):
             value = run()

@@ -26,17 +26,20 @@ def kept_gradient_bytes(
         is_weight: whether a leaf is a parameter; other leaves are values.
     """
     found = _Meetings(before, is_weight)
-    for tensor in outputs:
-        if tensor.grad_fn is not None and tensor.grad_fn not in before:
-            found.look(tensor.grad_fn, tensor.output_nr)
-    return found.nbytes()
+    made = [tensor for tensor in outputs if tensor.grad_fn is not None and tensor.grad_fn not in before]
+    for tensor in made:
+        found.look(tensor.grad_fn, tensor.output_nr)
+    if all(hasattr(node, "_input_metadata") for node in found.met):
+        return found.nbytes()
+    # PyTorch 1.12, which has no zero bubble, does not say what else autograd's nodes get.
+    return sum(tensor.numel() * tensor.element_size() for tensor in made)
 
 
 class _Meetings:
     def __init__(self, before: Set[Any], is_weight: Callable[[torch.Tensor], bool]) -> None:
         self._before, self._is_weight = before, is_weight
         self._reach: dict[Any, tuple[bool, bool]] = {}  # whether a node leads to values, and to weights alone
-        self._met: list[Any] = []
+        self.met: list[Any] = []  # nodes that get both
         self._asked: dict[Any, set[int]] = {}  # the outputs of each node that something else reads
 
     def look(self, root: Any, output: int) -> None:
@@ -74,12 +77,12 @@ class _Meetings:
                 values, weights = values or leads_to_values, weights or (leads_to_weights and not leads_to_values)
         self._reach[node] = values, weights
         if values and weights:
-            self._met.append(node)
+            self.met.append(node)
 
     def nbytes(self) -> int:
         """Of all that was found."""
         total = 0
-        for node in self._met:
+        for node in self.met:
             metas = node._input_metadata
             for output in self._asked[node]:
                 total += torch.Size(metas[output].shape).numel() * metas[output].dtype.itemsize
