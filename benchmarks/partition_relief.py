@@ -48,7 +48,7 @@ class CheckpointsEverywhere:
     """Stages without room compute all of their segments again, as a user would who wraps every layer."""
 
     host_link: LinkSpec | None = None
-    tried_first: MemoryRelief | None = None
+    swap_last: bool = False
 
     def relieve(self, need: StageNeed, usable_bytes: Any) -> Relieved:
         """See the class."""

@@ -28,6 +28,7 @@ from benchmarks.workloads import Program
 from torch_lms import create_balanced_partition
 from torch_lms.balanced import BalanceConfig
 from torch_lms.partition import KEEP_ALL, CostModel, LinkSpec, MemoryRelief, RecomputeAndSwap
+from torch_lms.profile.links import measure_link
 from torch_lms.profile.profiler import ProfileConfig
 from torch_lms.stages.running import Stages
 
@@ -99,10 +100,17 @@ def inputs_of(program: Program) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return found[0], found[1]
 
 
+def host_link(device: torch.device) -> LinkSpec:
+    """The slower way between a device and the host."""
+    ways = [measure_link(*ends) for ends in ((str(device), "cpu"), ("cpu", str(device)))]
+    slower = min(ways, key=lambda link: link.bytes_per_us)
+    return LinkSpec(bytes_per_us=slower.bytes_per_us, latency_us=slower.latency_us)
+
+
 def relief_of(kind: str, device: torch.device) -> MemoryRelief | None:
-    """None is the library's own choice, with the link that was profiled."""
+    """What may be given up; swaps need not come last."""
     if kind == "swap":
-        return None if device.type == "cuda" else RecomputeAndSwap(host_link=_TINY_LINK)
+        return RecomputeAndSwap(host_link=host_link(device) if device.type == "cuda" else _TINY_LINK)
     return RecomputeAndSwap() if kind == "recompute" else KEEP_ALL
 
 

@@ -55,8 +55,8 @@ class BalanceConfig:
             guessed, with a warning, between others.
         memory_cap_bytes: of each device; by default what a CUDA device has and no cap elsewhere.
         relief: what stages without room give up until their backward: ``KEEP_ALL`` for nothing, ``RecomputeAndSwap``.
-            By default that of ``cost``, if it has one; else stages compute segments again until they fit, and swap
-            some where that is not enough and a CUDA device's link to the host was profiled.
+            By default that of ``cost``, if it has one; else stages compute segments again, and where that is not enough
+            swap some, if a CUDA device's link to the host was profiled, until they fit.
         materialize: whether to move stages to their devices.
         state_dict: of a model on the meta device.
         init_fn: initialises modules of a model on the meta device.

@@ -155,7 +155,7 @@ class GiveUpAll:
     """Estimates that what is held can be lowered by as much as is needed; then computes all segments again, or none."""
 
     host_link = None
-    tried_first = None
+    swap_last = False
 
     def relieve(self, need: StageNeed, usable_bytes: float) -> Relieved:
         held = need.in_flight * need.held_bytes

@@ -33,7 +33,13 @@ from torch_lms.partition.units import Units
 
 HOST = LinkSpec(bytes_per_us=100.0)
 COPIES = DataParallel(ranks=2, link=LinkSpec(bytes_per_us=20.0), bucket_bytes=40)
-RELIEFS = [RecomputeAndSwap(), RecomputeAndSwap(host_link=HOST), RecomputeAndSwap(host_link=HOST, recompute=False)]
+SWAPS_LAST = RecomputeAndSwap(host_link=HOST, swap_last=True)
+RELIEFS = [
+    RecomputeAndSwap(),
+    RecomputeAndSwap(host_link=HOST),
+    SWAPS_LAST,
+    RecomputeAndSwap(host_link=HOST, recompute=False),
+]
 
 
 def chain(blocks: int, saved_bytes: int = 300, **options: object) -> CostGraph:
@@ -161,22 +167,38 @@ def test_swaps_that_are_allowed_never_make_a_stage_larger_or_slower() -> None:
     assert worse
 
 
-def test_swaps_that_come_last_do_not_come_where_to_compute_again_is_enough() -> None:
-    def tried(cap: int, relief: RecomputeAndSwap) -> tuple[bool, bool]:
-        try:
-            found = made(cap, relief)
-        except PartitionError:
-            return False, False
-        return True, any(one.swapped for one in found.stage_relief)
+def half_recomputable() -> CostGraph:
+    """Every other block keeps statistics of what it was given."""
+    graph = chain(8)
+    odd = {f"c{block}" for block in range(1, 8, 2)}
+    nodes = [replace(node, writes=("layer.running_mean",)) if node.name in odd else node for node in graph.nodes]
+    return replace(graph, nodes=tuple(nodes))
 
-    spared = 0
-    for cap in range(1_000, 16_000, 100):
-        alone, _ = tried(cap, RecomputeAndSwap())
-        fits, swaps = tried(cap, RecomputeAndSwap(host_link=HOST))
-        last_fits, last_swaps = tried(cap, RecomputeAndSwap(host_link=HOST, swap_last=True))
-        assert last_fits == fits
-        spared += alone and swaps and not last_swaps
-    assert spared
+
+def test_where_computing_again_is_enough_nothing_is_swapped_if_swaps_come_last() -> None:
+    graph = half_recomputable()
+    cap = int(max(made(None, RecomputeAndSwap()).stage_memory_bytes) * 0.75)
+    tight = {
+        relief: problem(graph, cap, relief)
+        for relief in (RecomputeAndSwap(), RecomputeAndSwap(host_link=HOST), SWAPS_LAST)
+    }
+    alone, first, last = (find_algorithm("dp").partition(one) for one in tight.values())
+    assert first.step_us < alone.step_us
+    assert last == alone
+    alone, first, last = (partition(one, "dp") for one in tight.values())
+    assert any(one.swapped for one in first.stage_relief)
+    assert any(one.recomputed for one in last.stage_relief)
+    assert last == alone
+
+
+def test_where_computing_again_is_not_enough_swaps_that_come_last_are_used() -> None:
+    graph = half_recomputable()
+    cap = int(max(made(None, RecomputeAndSwap()).stage_memory_bytes) * 0.4)
+    for partitioned in (find_algorithm("dp").partition, lambda one: partition(one, "dp")):
+        with pytest.raises(PartitionError, match="found none"):
+            partitioned(problem(graph, cap, RecomputeAndSwap()))
+        assert partitioned(problem(graph, cap, SWAPS_LAST)).fits
+    assert any(one.swapped for one in partition(problem(graph, cap, SWAPS_LAST), "dp").stage_relief)
 
 
 def test_a_stage_that_fits_keeps_all() -> None:

@@ -47,7 +47,9 @@ def add_partition(parser: argparse.ArgumentParser) -> None:
     devices = parser.add_argument_group("devices", "One value for all, or one for each, comma separated.")
     devices.add_argument("--cap", help="memory of a device, such as 24GiB")
     devices.add_argument("--relieve", action="store_true", help="stages without room compute segments again")
-    devices.add_argument("--host-gb-per-s", type=float, help="with --relieve: swap as well, over a link this fast")
+    devices.add_argument(
+        "--host-gb-per-s", type=float, help="with --relieve: swap where that is not enough, over this link"
+    )
     devices.add_argument("--speed", default="1", help="times the profiled device's (%(default)s)")
     devices.add_argument("--reorder", action="store_true", help="the devices may change places")
     devices.add_argument("--link-gb-per-s", type=float, help="between devices; by default what the profile measured")
@@ -127,7 +129,7 @@ def _relief(given: argparse.Namespace) -> MemoryRelief:
         return KEEP_ALL
     rate = given.host_gb_per_s
     link = None if rate is None else LinkSpec(bytes_per_us=rate * _BYTES_PER_US_OF_GB_PER_S)
-    return RecomputeAndSwap(host_link=link)
+    return RecomputeAndSwap(host_link=link, swap_last=True)
 
 
 def _read(path: Path) -> Profile:

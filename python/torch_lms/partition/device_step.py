@@ -27,6 +27,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from math import ceil
 
 from torch_lms.partition.link_spec import LinkSpec
@@ -268,24 +269,27 @@ def relieve(
 ) -> RelievedDevice:
     """Has the stages of a device give up what costs the least time, or makes them as small as they can be.
 
-    Looked for in the first microbatches, as many as can be in flight and one more, if these take as much memory as all.
+    Looked for in the first microbatches, as many as can be in flight and one more, if these take as much memory as all;
+    where swaps come last, without them first.
     """
-    if relief.tried_first is not None:
-        first = relieve(relief.tried_first, actions, works, usable_bytes)
-        if first.memory_bytes <= usable_bytes * (1 + _ROUNDING):
-            return first
     whole = DeviceStep(actions, works, relief.host_link)
     most = 1 + max(work.need.in_flight for work in works.values())
     some = DeviceStep([one for one in actions if one.microbatch < most], works, relief.host_link)
     ways = relief.ways({stage: work.need for stage, work in works.items()})
     steps = [whole] if some.price(()).memory_bytes < whole.price(()).memory_bytes else [some, whole]
     best: Choice = ()
-    for step in steps if ways else []:
-        found = _Search(step, ways, usable_bytes).best()
+    for allowed, step in product(_tried_together(relief, ways), steps):
+        found = _Search(step, allowed, usable_bytes).best()
         best = min(best, found, key=lambda one: _rank(whole.price(one), usable_bytes))
         if _fits(whole.price(best), usable_bytes):
             break
     return _relieved(whole, best)
+
+
+def _tried_together(relief: MemoryRelief, ways: Sequence[Sequence[Choice]]) -> list[Sequence[Sequence[Choice]]]:
+    """Ways to choose from: where swaps come last, at first those that do without."""
+    no_swaps = [way for way in ways if not any(one.swapped for choice in way for one in choice)]
+    return [some for some in ([no_swaps, ways] if relief.swap_last else [ways]) if some]
 
 
 def _relieved(step: DeviceStep, choice: Choice) -> RelievedDevice:

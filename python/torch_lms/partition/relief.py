@@ -3,7 +3,8 @@
 Note [Two looks]: the partition algorithms look at many stages at once, so what a stage would take is estimated by a
 formula, for arrays of one shape with one element for each stage (scalars work too). That only says which cuts are worth
 a closer look. What the last few of them take is found by the simulator of ``torch_lms.plan``, which runs each device's
-step with what its stages give up (``device_step``), and decides what that is.
+step with what its stages give up (``device_step``), and decides what that is. Where swaps come last, both look without
+them first, and with them only where nothing fits so.
 """
 
 from __future__ import annotations
@@ -174,8 +175,8 @@ class MemoryRelief(Protocol):
         ...
 
     @property
-    def tried_first(self) -> MemoryRelief | None:
-        """What stands wherever it makes the stages of a device fit; None if there is no such thing."""
+    def swap_last(self) -> bool:
+        """Whether ways that swap are tried only where no other fits; `relieve` must estimate accordingly."""
         ...
 
 
@@ -183,7 +184,7 @@ class KeepAll:
     """No swapping, no recomputing."""
 
     host_link = None
-    tried_first = None
+    swap_last = False
 
     def relieve(self, need: StageNeed, usable_bytes: Any) -> Relieved:
         """As it is."""
