@@ -28,6 +28,7 @@ from benchmarks.workloads import Program
 from torch_lms import create_balanced_partition
 from torch_lms.balanced import BalanceConfig
 from torch_lms.partition import KEEP_ALL, CostModel, LinkSpec, MemoryRelief, RecomputeAndSwap
+from torch_lms.partition.costs import slower_of
 from torch_lms.profile.links import measure_link
 from torch_lms.profile.profiler import ProfileConfig
 from torch_lms.stages.running import Stages
@@ -102,9 +103,7 @@ def inputs_of(program: Program) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def host_link(device: torch.device) -> LinkSpec:
     """The slower way between a device and the host."""
-    ways = [measure_link(*ends) for ends in ((str(device), "cpu"), ("cpu", str(device)))]
-    slower = min(ways, key=lambda link: link.bytes_per_us)
-    return LinkSpec(bytes_per_us=slower.bytes_per_us, latency_us=slower.latency_us)
+    return slower_of([measure_link(*ends) for ends in ((str(device), "cpu"), ("cpu", str(device)))])
 
 
 def relief_of(kind: str, device: torch.device) -> MemoryRelief | None:

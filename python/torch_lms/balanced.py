@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torch_lms.errors import PartitionError
-from torch_lms.partition.costs import CostGraph, CostModel, DataParallel, DeviceSpec, optimizer_multiplier
+from torch_lms.partition.costs import CostGraph, CostModel, DataParallel, DeviceSpec, optimizer_multiplier, slower_of
 from torch_lms.partition.interface import Algorithm, Partition, PartitionProblem
 from torch_lms.partition.link_spec import LinkSpec
 from torch_lms.partition.partitioning import partition
@@ -277,10 +277,7 @@ def _host_link(profile: Profile) -> LinkSpec | None:
     """The slower way between the profiled device and the host; None where it was not profiled, or nothing can swap."""
     device = profile.device.partition(" ")[0]
     ways = [link for link in profile.links if {link.source, link.target} == {device, "cpu"}]
-    if not ways or not can_swap():
-        return None
-    slower = min(ways, key=lambda link: link.bytes_per_us)
-    return LinkSpec(bytes_per_us=slower.bytes_per_us, latency_us=slower.latency_us)
+    return slower_of(ways) if ways and can_swap() else None
 
 
 def _find_links(

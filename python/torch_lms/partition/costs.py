@@ -253,6 +253,12 @@ class DeviceSpec:
             )
 
 
+def slower_of(ways: Sequence[Any]) -> LinkSpec:
+    """Of links of a profile, at least one, the one with the lower rate."""
+    slower = min(ways, key=lambda link: link.bytes_per_us)
+    return LinkSpec(bytes_per_us=slower.bytes_per_us, latency_us=slower.latency_us)
+
+
 def links_from_profile(profile: Profile, devices: Sequence[DeviceSpec]) -> LinkSpec | dict[tuple[str, str], LinkSpec]:
     """The links between some devices as a profile measured them; unmeasured pairs get the slowest of these.
 

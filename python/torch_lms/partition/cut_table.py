@@ -92,23 +92,13 @@ class CutTable:
         if self.memory is None or self.usable[device] == np.inf:
             return
         forward, backward = ((before[None, :] - before[:, None]) / self.devices[stage].speed for before in self._before)
-        need = StageNeed(
-            time_us=forward + backward,
-            forward_us=forward,
-            static_bytes=self.memory.static_bytes,
-            held_bytes=self.memory.held_bytes,
-            transient_bytes=self.memory.transient_bytes,
-            kept_bytes=self.memory.kept_bytes,
-            freed_bytes=self.memory.freed_bytes,
-            input_transient_bytes=self.memory.input_transient_bytes,
-            in_flight=self.step.in_flight[stage],
-            moments=self.step.alone[stage],
+        need = self.memory.need(
+            ...,
+            self.step,
+            stage,
+            times_us=(forward + backward, forward),
             speed=self.devices[stage].speed,
-            replays=self.step.replays,
-            half_done=self.step.half_done[stage],
-            offers=self.memory.offers,
-            first=self.cuts[:, None],
-            end=self.cuts[None, :],
+            cuts=(self.cuts[:, None], self.cuts[None, :]),
         )
         made = self.model.relief.relieve(need, self.usable[device])
         share = np.ceil(made.memory_bytes) / self.usable[device]
@@ -227,22 +217,13 @@ class CutTable:
     def _need(self, stage: int, marks: Marks, rows: Array) -> StageNeed:
         """Of one stage in many partitions."""
         assert self.memory is not None  # that is why one asks
-        memory, at = self.memory, (marks[:, stage], marks[:, stage + 1])
-        return StageNeed(
-            time_us=rows[FORWARDS, stage] + rows[BACKWARDS, stage],
-            forward_us=rows[FORWARDS, stage],
-            static_bytes=memory.static_bytes[at],
-            held_bytes=memory.held_bytes[at],
-            transient_bytes=memory.transient_bytes[at],
-            kept_bytes=memory.kept_bytes[at],
-            freed_bytes=memory.freed_bytes[at],
-            input_transient_bytes=memory.input_transient_bytes[at],
-            in_flight=self.step.in_flight[stage],
-            moments=self.step.alone[stage],
+        at = marks[:, stage], marks[:, stage + 1]
+        forward = rows[FORWARDS, stage]
+        return self.memory.need(
+            at,
+            self.step,
+            stage,
+            times_us=(forward + rows[BACKWARDS, stage], forward),
             speed=self.devices[stage].speed,
-            replays=self.step.replays,
-            half_done=self.step.half_done[stage],
-            offers=memory.offers,
-            first=self.cuts[at[0]],
-            end=self.cuts[at[1]],
+            cuts=(self.cuts[at[0]], self.cuts[at[1]]),
         )

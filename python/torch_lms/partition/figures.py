@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,7 +37,21 @@ class Step:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Figures:
+class _OfStages:
+    """The part of `Figures` that `_of_stages` knows."""
+
+    stage_forward_us: tuple[float, ...]
+    stage_backward_us: tuple[float, ...]
+    stage_time_us: tuple[float, ...]
+    stage_memory_bytes: tuple[int, ...]
+    cut_forward_us: tuple[float, ...]
+    cut_backward_us: tuple[float, ...]
+    device_time_us: tuple[float, ...]
+    stage_relief: tuple[StageRelief, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures(_OfStages):
     """A partition's costs, each a tuple over the stages, the borders between them, or the devices.
 
     Attributes:
@@ -59,21 +72,13 @@ class Figures:
         stage_relief: what each stage gives up to fit; empty where none does.
     """
 
-    stage_forward_us: tuple[float, ...]
-    stage_backward_us: tuple[float, ...]
-    stage_time_us: tuple[float, ...]
-    stage_memory_bytes: tuple[int, ...]
     cut_forward_bytes: tuple[int, ...]
     cut_backward_bytes: tuple[int, ...]
-    cut_forward_us: tuple[float, ...]
-    cut_backward_us: tuple[float, ...]
     device_names: tuple[str, ...]
     device_stages: tuple[tuple[int, ...], ...]
-    device_time_us: tuple[float, ...]
     device_memory_bytes: tuple[int, ...]
     usable_bytes: tuple[float, ...]
     step: Step
-    stage_relief: tuple[StageRelief, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -128,7 +133,7 @@ def measure(
     for action, added_us in more_us.items():
         rows[FORWARDS if action.kind == FORWARD else BACKWARDS, action.stage] += added_us / model.microbatches
     return Figures(
-        **_of_stages(step, rows, found),
+        **vars(_of_stages(step, rows, found)),
         cut_forward_bytes=tuple(map(int, cut_forward)),
         cut_backward_bytes=tuple(map(int, cut_backward)),
         device_names=tuple(dict.fromkeys(device.name for device in devices)),
@@ -139,32 +144,21 @@ def measure(
     )
 
 
-class _OfStages(TypedDict):
-    stage_forward_us: tuple[float, ...]
-    stage_backward_us: tuple[float, ...]
-    stage_time_us: tuple[float, ...]
-    stage_memory_bytes: tuple[int, ...]
-    cut_forward_us: tuple[float, ...]
-    cut_backward_us: tuple[float, ...]
-    device_time_us: tuple[float, ...]
-    stage_relief: tuple[StageRelief, ...]
-
-
 def _of_stages(step: TrainingStep, rows: Array, found: Sequence[RelievedDevice]) -> _OfStages:
     """What `Figures` says of stages and borders, and the times of devices, which are their sums."""
     of_stage = {stage: found[device] for device, own in enumerate(step.stages_of) for stage in own}
     relief = tuple(of_stage[stage].stage_relief[stage] for stage in sorted(of_stage))
     work = rows[FORWARDS] + rows[BACKWARDS]
-    return {
-        "stage_forward_us": tuple(rows[FORWARDS].tolist()),
-        "stage_backward_us": tuple(rows[BACKWARDS].tolist()),
-        "stage_time_us": tuple(work.tolist()),
-        "stage_memory_bytes": tuple(of_stage[stage].stage_memory_bytes[stage] for stage in sorted(of_stage)),
-        "cut_forward_us": tuple(rows[SEND, :-1].tolist()),
-        "cut_backward_us": tuple(rows[BACK, :-1].tolist()),
-        "device_time_us": tuple(float(work[list(own)].sum()) for own in step.stages_of),
-        "stage_relief": relief if any(relief) else (),
-    }
+    return _OfStages(
+        stage_forward_us=tuple(rows[FORWARDS].tolist()),
+        stage_backward_us=tuple(rows[BACKWARDS].tolist()),
+        stage_time_us=tuple(work.tolist()),
+        stage_memory_bytes=tuple(of_stage[stage].stage_memory_bytes[stage] for stage in sorted(of_stage)),
+        cut_forward_us=tuple(rows[SEND, :-1].tolist()),
+        cut_backward_us=tuple(rows[BACK, :-1].tolist()),
+        device_time_us=tuple(float(work[list(own)].sum()) for own in step.stages_of),
+        stage_relief=relief if any(relief) else (),
+    )
 
 
 def _relieved(

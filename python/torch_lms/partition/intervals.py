@@ -16,15 +16,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from torch_lms.partition.costs import CostModel
 from torch_lms.partition.offers import NO_OFFERS, Offers
-from torch_lms.partition.relief import KEEP_ALL
+from torch_lms.partition.relief import KEEP_ALL, StageNeed
 from torch_lms.partition.segments import offers_of
 from torch_lms.partition.sequence import UnitSequence
+from torch_lms.partition.steps import TrainingStep
 from torch_lms.partition.units import MODEL_INPUT
 from torch_lms.partition.weight_gradients import WeightGradients
 from torch_lms.schedules.rules import splits_backward
@@ -58,6 +60,38 @@ class StageMatrices:
     freed_bytes: Array
     input_transient_bytes: Array
     offers: Offers = NO_OFFERS
+
+    def need(
+        self, at: Any, step: TrainingStep, stage: int, *, times_us: tuple[Any, Any], speed: float, cuts: tuple[Any, Any]
+    ) -> StageNeed:
+        """What a stage takes between some cuts if it keeps all.
+
+        Args:
+            at: the elements of the matrices.
+            step: whose stage it is.
+            stage: its number.
+            times_us: of one microbatch, on its device: forward and backward together, and forward.
+            speed: of its device.
+            cuts: its first and its last ones.
+        """
+        return StageNeed(
+            time_us=times_us[0],
+            forward_us=times_us[1],
+            static_bytes=self.static_bytes[at],
+            held_bytes=self.held_bytes[at],
+            transient_bytes=self.transient_bytes[at],
+            kept_bytes=self.kept_bytes[at],
+            freed_bytes=self.freed_bytes[at],
+            input_transient_bytes=self.input_transient_bytes[at],
+            in_flight=step.in_flight[stage],
+            moments=step.alone[stage],
+            speed=speed,
+            replays=step.replays,
+            half_done=step.half_done[stage],
+            offers=self.offers,
+            first=cuts[0],
+            end=cuts[1],
+        )
 
 
 def stage_matrices(sequence: UnitSequence, cuts: Ints, model: CostModel) -> StageMatrices:

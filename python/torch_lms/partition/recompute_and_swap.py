@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torch_lms.partition.link_spec import LinkSpec
-from torch_lms.partition.moments import InFlight, Moment
+from torch_lms.partition.moments import Moment
 from torch_lms.partition.offers import Segment
 from torch_lms.partition.relief import Choice, GivenUp, Relieved, StageNeed
 
@@ -125,8 +125,7 @@ class _Estimate:
             for first, end in zip(need.offers.first.tolist(), need.offers.end.tolist(), strict=True)
         ]
         self._given_bytes = np.zeros(count)  # of each microbatch whose backward has not begun
-        always = Moment((InFlight(need.in_flight, need.in_flight, 0),), 0, inputs=False)
-        self._kept_at = [self._at_moment(one) for one in need.moments or [always]]
+        self._kept_at = [self._at_moment(one) for one in need.worst_moments]
         self._swapped_bytes = np.zeros(count)  # of the largest segment
         self._again_bytes = np.zeros(count)
         self._added_us = np.zeros(count)

@@ -60,7 +60,8 @@ class StageNeed:
         freed_bytes: of ``held_bytes``, what a backward of inputs frees.
         input_transient_bytes: working space of a backward of inputs, besides all that it keeps.
         in_flight: microbatches.
-        moments: those of the stage by itself that may be the worst; empty where no microbatch is ever half done.
+        moments: those of the stage by itself that may be the worst; empty for one with as many as are in flight, none
+            half done.
         speed: of the device.
         replays: how often what is computed again is, for each microbatch.
         half_done: microbatches at most that are in the two parts of their backward: all that they gave up is there.
@@ -89,10 +90,14 @@ class StageNeed:
     @property
     def memory_bytes(self) -> Array:
         """All of it together, at the worst moment."""
-        moments = self.moments or [Moment((InFlight(self.in_flight, self.in_flight, 0),), 0, inputs=False)]
-        most = np.maximum.reduce([self.bytes_of(one.held[0]) + self.working_bytes(one) for one in moments])
+        most = np.maximum.reduce([self.bytes_of(one.held[0]) + self.working_bytes(one) for one in self.worst_moments])
         total: Array = self.static_bytes + most
         return total
+
+    @property
+    def worst_moments(self) -> tuple[Moment, ...]:
+        """``moments``, or the one that stands for them."""
+        return self.moments or (Moment((InFlight(self.in_flight, self.in_flight, 0),), 0, inputs=False),)
 
     def working_bytes(self, moment: Moment) -> Array:
         """What runs takes."""

@@ -180,7 +180,7 @@ def _pack(template: Any, value: Any, carriers: list[torch.Tensor], numbers: list
 
 def _to_carrier(slot: TensorSlot, value: torch.Tensor) -> torch.Tensor:
     dense = value.permute(slot.order).contiguous()
-    if dense.stride() != torch.empty(dense.shape, device="meta").stride():
+    if min(dense.shape, default=2) < 2 and dense.stride() != torch.empty(dense.shape, device="meta").stride():
         dense = dense.flatten().view(dense.shape)  # dimensions of size 1 have any stride, and PyTorch compares them
     carrier = _carrier(slot.dtype)
     if carrier == slot.dtype:

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from torch_lms.profile.storages import tensor_bytes
+
 __all__ = ["kept_gradient_bytes"]
 
 
@@ -32,7 +34,7 @@ def kept_gradient_bytes(
     if all(hasattr(node, "_input_metadata") for node in found.met):
         return found.nbytes()
     # PyTorch 1.12, which has no zero bubble, does not say what else autograd's nodes get.
-    return sum(tensor.numel() * tensor.element_size() for tensor in made)
+    return sum(map(tensor_bytes, made))
 
 
 class _Meetings:

@@ -11,6 +11,7 @@ its time with that counts. Here stages that share a device have equal parts of i
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,9 +60,8 @@ class _Halving:
         self.speed = np.array([device.speed for device in problem.devices])
         shared = Counter(device.name for device in problem.devices)
         self.usable = [model.usable_bytes(device) / shared[device.name] for device in problem.devices]
-        step = problem.step_on(problem.devices)
-        self.in_flight, self.half_done = np.array(step.in_flight), np.array(step.half_done)
-        self.replays, self.alone = step.replays, step.alone
+        self.step = problem.step_on(problem.devices)
+        self.in_flight, self.half_done = np.array(self.step.in_flight), np.array(self.step.half_done)
         depth = max((problem.stages - 1).bit_length(), 1)
         self.tries = max(int((_MOST_PLANS ** (1 / depth)) / 2), 2)
         self.exact = self._exact_memory(problem, sequence)
@@ -84,24 +84,15 @@ class _Halving:
 
     def _need(self, exact: StageMatrices, start: int, end: int, stage: int) -> StageNeed:
         speed = float(self.speed[stage])
-        return StageNeed(
-            time_us=(self.time[end] - self.time[start]) / speed,
-            forward_us=(self.forward[end] - self.forward[start]) / speed,
-            static_bytes=exact.static_bytes[start, end],
-            held_bytes=exact.held_bytes[start, end],
-            transient_bytes=exact.transient_bytes[start, end],
-            kept_bytes=exact.kept_bytes[start, end],
-            freed_bytes=exact.freed_bytes[start, end],
-            input_transient_bytes=exact.input_transient_bytes[start, end],
-            in_flight=int(self.in_flight[stage]),
-            moments=self.alone[stage],
+        need = exact.need(
+            (start, end),
+            self.step,
+            stage,
+            times_us=((self.time[end] - self.time[start]) / speed, (self.forward[end] - self.forward[start]) / speed),
             speed=speed,
-            replays=self.replays,
-            half_done=int(self.half_done[stage]),
-            offers=exact.offers.within(start, end),
-            first=start,
-            end=end,
+            cuts=(start, end),
         )
+        return replace(need, offers=exact.offers.within(start, end))
 
     def _exact_memory(self, problem: PartitionProblem, sequence: UnitSequence) -> StageMatrices | None:
         """Of every contiguous stage, where memory matters and the graph is small enough for that."""
