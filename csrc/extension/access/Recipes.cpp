@@ -332,7 +332,8 @@ void Recipes::invalidate_readers(const c10::StorageImpl& storage) {
   }
   for (const EntityPtr& entity : dropped) {
     const KeepAlive storage = entity->hold(); // it may be another thread's, who lets go of it
-    if (storage != nullptr && entity->state() != EntityState::kResident) {
+    const EntityState now = entity->state();
+    if (storage != nullptr && (now == EntityState::kDropped || now == EntityState::kPagingIn)) {
       entity->pin();
       if (pager_.use(entity) == Place::kHost) {
         entity->end_service();

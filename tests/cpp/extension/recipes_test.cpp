@@ -612,6 +612,18 @@ TEST(a_write_and_a_drop_at_once_lose_nothing) {
   }
 }
 
+TEST(what_has_been_made_again_and_gone_out_stays_out_when_what_it_was_made_from_is_written) {
+  const Observed observed;
+  const at::Tensor input = tensor_of(3);
+  const Made made = made_by([&] { return input.mul(5); });
+  REQUIRE(made.drop());
+  REQUIRE(holds(made.tensor, 15));
+  REQUIRE(go_out(made.tensor));
+  input.zero_();
+  CHECK_EQ(state(made.tensor), "paged_out");
+  CHECK(holds(made.tensor, 15));
+}
+
 TEST(it_stays_while_it_is_made_for_who_does_not_use_it) {
   const Observed observed;
   const at::Tensor input = tensor_of(3);
