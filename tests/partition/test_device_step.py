@@ -70,7 +70,7 @@ class Drawn:
             offers=Offers(segments=tuple(segments), first=np.zeros(count, np.int64), end=np.ones(count, np.int64)),
             end=1,
         )
-        return StageWork(parts=tuple(parts), need=need, input_backward_share=self.model.input_backward_share)
+        return StageWork(parts=tuple(parts), need=need, input_backward_share=self.model.input_share(stage))
 
     def of_rank(self, rank: int) -> DeviceStep:
         works = {stage: self.works[stage] for stage in self.step.stages_of[rank]}

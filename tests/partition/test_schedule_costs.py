@@ -200,11 +200,12 @@ def test_buckets_are_reduced_one_by_one_as_they_become_final(schedule: str, over
     problem = replace(drawn, cost_model=model)
     actions = problem.step_on(problem.devices).schedule
     assert isinstance(problem.links, LinkSpec)
-    link, share = problem.links, model.input_backward_share
+    link = problem.links
     for _, placed in itertools.islice(contiguous_placements(problem), 4):
         figures = measured(problem, placed)
 
         def duration(action: Action, made: Figures = figures) -> float:
+            share = model.input_backward_share if action.stage else 0.0  # the first stage has no gradients of inputs
             part = {"B": 1.0, "I": share, "W": 1 - share}
             times = made.stage_forward_us if action.kind == "F" else made.stage_backward_us
             return times[action.stage] * part.get(action.kind, 1.0)

@@ -21,7 +21,8 @@ from torch_lms.pipeline.config import PipelineConfig
 from torch_lms.pipeline.runner import Pipeline
 from torch_lms.profile.profiler import ProfileConfig, profile
 from torch_lms.profile.tracing import trace
-from torch_lms.schedules import Action
+from torch_lms.schedules import Action, Schedule
+from torch_lms.schedules.traffic import expected_us, traffic_of
 from torch_lms.stages.cutting import split
 
 WIDTH, ROWS, MICROBATCHES = 64, 32, 6
@@ -125,6 +126,17 @@ def planned(traced: Any, x: torch.Tensor) -> tuple[StageMatrices, list[tuple[int
     )
 
 
+def on_the_way(schedule: Schedule, rank: int, place: int) -> int:
+    """Values that have room, or have it still, for a transfer alone while an action of a rank ends."""
+    traffic, actions = traffic_of(schedule, rank, expected_us()), schedule.ranks[rank]
+    coming = [one for one in traffic.transfers if one.receives and one.place <= place]
+    gradients = [action for action in actions[:place] if action.kind == "I" and rank]
+    ended = {done for action in actions[: place + 1] for done in traffic.ended[action]}
+    over = {(action.kind, action.microbatch) for action in actions[: place + 1]}
+    leaving = [one for one in gradients if one not in ended and ("W", one.microbatch) in over]
+    return len(leaving) + sum(one.used_by in actions[place + 1 :] for one in coming)
+
+
 def half_done_microbatches(rank: int, world: int) -> None:
     """To the byte, scalars left out, with up to as many half-done microbatches as there are ranks."""
     x = torch.randn(MICROBATCHES * ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
@@ -145,13 +157,10 @@ def half_done_microbatches(rank: int, world: int) -> None:
     assert max(seen.now["keeping"] for seen in recorder.seen) == rank + 1
     assert kept >= before + behind
     assert (freed > 0) == (rank > 0)
-    for seen in recorder.seen:
+    for place, seen in enumerate(recorder.seen):
         now = seen.now
         said = now["all"] * (held - freed) + now["whole"] * freed + now["keeping"] * kept
-        said -= (
-            now["all"] * (before or VALUE) + now["keeping"] * behind
-        )  # in buffers, or the batch: not made in the step
-        said += (seen.done["F"] - now["all"]) * behind  # PyTorch holds what it sends until the step ends
-        said += (seen.done["I"] - now["keeping"]) * before
+        said -= now["all"] * VALUE * (rank == 0)  # the batch is not made in the step
+        said += VALUE * on_the_way(pipeline.schedule, rank, place)
         said += freed * (seen.kind == "I")  # until the action returns
         assert 0 <= seen.live_bytes - said <= SCALARS * (1 + seen.done["F"]), (rank, seen, said)

@@ -317,7 +317,8 @@ class CostModel:
         schedule: ``gpipe``, ``1f1b``, ``interleaved`` or ``zero_bubble``, as ``torch_lms.pipeline`` runs them.
         microbatches: in a step.
         overlap_communication: whether a device computes while its transfers run.
-        input_backward_share: of a backward's time, what the gradients of the inputs take, where zero bubble splits it.
+        input_backward_share: of a backward's time, what the gradients of the inputs take, where zero bubble splits it;
+            the first stage has none.
         data_parallel: copies of the pipeline.
         optimizer_offload: the link to the host where optimizer state is kept there; None where devices keep it.
         relief: what may lower a stage's memory at a cost in time.
@@ -354,6 +355,10 @@ class CostModel:
             raise PartitionError(f"expected at least 1 microbatch, found {self.microbatches}")
         if not 0 <= self.input_backward_share <= 1:
             raise PartitionError(f"expected a share of backward from 0 to 1, found {self.input_backward_share}")
+
+    def input_share(self, stage: int) -> float:
+        """Of a stage's backward, what the gradients of its inputs take."""
+        return self.input_backward_share if stage else 0.0
 
     def usable_bytes(self, device: DeviceSpec) -> float:
         """What stages may take of a device's memory."""

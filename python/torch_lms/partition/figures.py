@@ -272,7 +272,7 @@ class _Memory:
         for segment, run in itertools.groupby(order, key=segment_of.get):
             times = self._times[:, list(run)].sum(axis=1) / need.speed
             parts.append(Part(forward_us=float(times[0]), backward_us=float(times[1]), segment=segment))
-        return StageWork(parts=tuple(parts), need=need, input_backward_share=model.input_backward_share)
+        return StageWork(parts=tuple(parts), need=need, input_backward_share=model.input_share(stage))
 
     def _sums(self, sizes: Mapping[str, float]) -> Array:
         return np.array([sum(sizes.get(name, 0.0) for name in names) for names in self._names], dtype=np.float64)

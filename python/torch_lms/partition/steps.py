@@ -90,7 +90,7 @@ class TrainingStep:
         self.alone = tuple(moments_alone(self.schedule, stage) for stage in range(len(devices)))
         self.moments = tuple(moments_of(self.schedule, rank, self.stages_of[rank]) for rank in range(count))
         tasks = tasks_of(self.schedule, overlap=model.overlap_communication)
-        self._nodes = [_node(task, model.input_backward_share) for task in tasks]
+        self._nodes = [_node(task, model.input_share(task.action.stage)) for task in tasks]
         self._at = {task.action: index for index, task in enumerate(tasks) if not task.transfer}
         self.replays = 2 if any(task.action.kind == WEIGHT_BACKWARD for task in tasks) else 1
         self._add_ends(tasks, model.overlap_communication)

@@ -102,16 +102,6 @@ def describe(value: Any) -> Any:
     return ConstantSlot(value)
 
 
-def _rebuild(template: Any, of_item: Any, device: torch.device) -> Any:
-    if isinstance(template, SequenceSlot):
-        return template.make([of_item(item) for item in template.items])
-    if isinstance(template, MappingSlot):
-        return dict(zip(template.keys, map(of_item, template.items), strict=False))
-    if isinstance(template, ConstantSlot) and isinstance(template.value, torch.device):
-        return device
-    return template.value
-
-
 def _leaves(template: Any) -> Iterator[Any]:
     if isinstance(template, (SequenceSlot, MappingSlot)):
         for item in template.items:
@@ -195,19 +185,25 @@ def unpack(template: Any, carriers: Sequence[torch.Tensor], device: torch.device
     tensors = iter(carriers[:count])
     numbers = iter(carriers[count].view(torch.int64).tolist() if any(isinstance(s, NumberSlot) for s in leaves) else [])
 
-    def rebuild(slot: Any) -> Any:
-        if isinstance(slot, TensorSlot):
-            return _from_carrier(slot, next(tensors))
-        if isinstance(slot, NumberSlot):
-            number = next(numbers)
-            return (
-                struct.unpack("<d", struct.pack("<q", number))[0]
-                if isinstance(slot.value, float)
-                else type(slot.value)(number)
-            )
-        return _rebuild(slot, rebuild, device)
+    return _unpack(template, tensors, numbers, device)
 
-    return rebuild(template)
+
+def _unpack(slot: Any, tensors: Iterator[torch.Tensor], numbers: Iterator[int], device: torch.device) -> Any:
+    """No function within `unpack`: one that calls itself would hold the carriers until the next collection."""
+    if isinstance(slot, TensorSlot):
+        return _from_carrier(slot, next(tensors))
+    if isinstance(slot, NumberSlot):
+        number = next(numbers)
+        return (
+            struct.unpack("<d", struct.pack("<q", number))[0]
+            if isinstance(slot.value, float)
+            else type(slot.value)(number)
+        )
+    if isinstance(slot, SequenceSlot):
+        return slot.make([_unpack(item, tensors, numbers, device) for item in slot.items])
+    if isinstance(slot, MappingSlot):
+        return {key: _unpack(item, tensors, numbers, device) for key, item in zip(slot.keys, slot.items, strict=True)}
+    return device if isinstance(slot.value, torch.device) else slot.value
 
 
 def _from_carrier(slot: TensorSlot, carrier: torch.Tensor) -> torch.Tensor:

@@ -33,6 +33,7 @@ from torch_lms.pipeline.timeline import MeasuredStep, Timeline, peak_memory_byte
 from torch_lms.pipeline.transfers import make_channels
 from torch_lms.pipeline.transport import Backend, Transport, shapes_of
 from torch_lms.schedules.actions import Schedule
+from torch_lms.schedules.traffic import expected_us
 from torch_lms.stages.materialize import materialize
 from torch_lms.stages.placement import find_device
 from torch_lms.stages.stage import Stage
@@ -154,8 +155,9 @@ class Pipeline:
             self.scaler = PipelineGradScaler(self._members, self.device, self._liveness)
         self._timeline = Timeline(self.device)
         self._members.meet(self.device)
-        own_groups = self._members.on_nccl and not self.config.uses_torch
-        self._channels = make_channels(self._members, self._liveness, own_groups)
+        self._channels = make_channels(self._members)
+        # The first rank's, since all have to order their transfers alike.
+        self._duration_us = expected_us(self._messages.gather(_expected_times_us(stages))[0])
         self._transport = Transport(
             self._boundaries, self._members, self._messages, self._channels[2], self._make_backend
         )
@@ -368,11 +370,12 @@ class Pipeline:
         """What runs a step, once the boundaries know what crosses."""
         config = self.config
         recorder: Recorder = self._timeline if self._averages is None else Recorders(self._timeline, self._averages)
+        how = self._duration_us, self._channels[:2], recorder
         if config.uses_torch:
-            numbers = config.schedule, self.ranks, config.microbatches
-            return torch_backend.TorchBackend(self._boundaries, *numbers, self._members.group, recorder)
+            what = config.schedule, config.microbatches, self._members
+            return torch_backend.TorchBackend(self._boundaries, *what, *how)
         assert self._schedule is not None
-        return Executor(self._boundaries[0], self._schedule, self._channels[:2], recorder)
+        return Executor(self._boundaries[0], self._schedule, *how)
 
     @contextmanager
     def _agreement(self) -> Iterator[None]:
@@ -388,6 +391,12 @@ class Pipeline:
         for rank, text in zip(self._members.ranks, told, strict=False):
             if text is not None:
                 raise PipelineError(f"expected all ranks to be ready, found that rank {rank} failed: {text}")
+
+
+def _expected_times_us(stages: Sequence[Stage]) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
+    """Forward and backward of each stage, where a partition has predicted them."""
+    partition = getattr(stages, "partition", None)
+    return None if partition is None else (partition.figures.stage_forward_us, partition.figures.stage_backward_us)
 
 
 def _sum(losses: Sequence[torch.Tensor]) -> torch.Tensor | None:

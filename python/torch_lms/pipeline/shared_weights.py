@@ -97,11 +97,10 @@ class SharedWeights:
                 if mine[source] is not mine[target]:
                     self._take(mine[target], mine[source], copy)
             elif source in mine:
-                leaving = mine[source].contiguous()
-                wait_all([self._channel.send(leaving, ranks[1])])
+                wait_all(self._channel.send_all([mine[source].contiguous()], ranks[1]))
             elif target in mine:
                 buffer = torch.empty_like(mine[target], memory_format=torch.contiguous_format)
-                wait_all([self._channel.receive(buffer, ranks[0])])
+                wait_all(self._channel.receive_all([buffer], ranks[0]))
                 self._take(mine[target], buffer, copy)
 
     @staticmethod

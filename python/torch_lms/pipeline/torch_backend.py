@@ -11,11 +11,17 @@ times as long where it was not needed.
 Note [Weights that are sent on]: a weight may meet what came in no sooner than in Exit, where its value leaves the
 stage. PyTorch lets go of a stage's outputs after the backward of inputs, and a node of a Python function does not live
 by its name alone. So the outputs are held until the backward of weights.
+
+Note [Own traffic]: PyTorch's schedules of several stages ask for what comes in an order that takes all actions for
+equally long. NCCL does what a group is given one after the other, so that a receive whose values are late holds up all
+that come after it: on four H100s they took 1.3 times as long as their data says. And they keep room for each
+microbatch, and all that was sent, until the step ends. So stages give PyTorch nothing to transfer, and do it themselves
+(``border_traffic``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -23,7 +29,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torch_lms.errors import PipelineError
+from torch_lms.pipeline.border_traffic import BorderTraffic
 from torch_lms.pipeline.boundary import Boundary
+from torch_lms.pipeline.members import Members
+from torch_lms.pipeline.transfers import Channel
 from torch_lms.schedules.actions import BACKWARD, FORWARD, INPUT_BACKWARD, WEIGHT_BACKWARD, Action, Schedule
 from torch_lms.schedules.rules import ONE_STAGE_EACH, make_schedule
 from torch_lms.stages.folding import recomputes
@@ -52,9 +61,10 @@ class TorchBackend:
     Args:
         boundaries: this rank's stages, which know what crosses their borders.
         name: of the schedule.
-        ranks: how many there are.
         microbatches: in a step.
-        group: of the ranks.
+        members: the ranks.
+        duration_us: of each action, the same on all ranks.
+        directions: the channels for activations and for gradients.
         recorder: notes when actions run.
 
     Raises:
@@ -62,7 +72,14 @@ class TorchBackend:
     """
 
     def __init__(
-        self, boundaries: Sequence[Boundary], name: str, ranks: int, microbatches: int, group: Any, recorder: Recorder
+        self,
+        boundaries: Sequence[Boundary],
+        name: str,
+        microbatches: int,
+        members: Members,
+        duration_us: Callable[[Action], float],
+        directions: Sequence[Channel],
+        recorder: Recorder,
     ) -> None:
         from torch.distributed import pipelining
 
@@ -71,7 +88,7 @@ class TorchBackend:
             name = "gpipe"  # PyTorch's 1F1B takes no fewer microbatches than stages, and there the two hold the same
         self._microbatches = microbatches
         self._has_last = any(boundary.is_last for boundary in boundaries)
-        made = [_make_stage(boundary, group, recorder) for boundary in boundaries]
+        made = [_make_stage(boundary, members.group, recorder) for boundary in boundaries]
         rule = getattr(pipelining, SCHEDULES[name])
         single = name in ONE_STAGE_EACH
         try:
@@ -81,7 +98,10 @@ class TorchBackend:
             raise PipelineError(
                 f"expected numbers that {SCHEDULES[name]} takes, found: {error}; change microbatches"
             ) from error
-        self.schedule = self._as_data(name, ranks, stages, microbatches)
+        self.schedule = self._as_data(name, members.count, stages, microbatches)
+        self._traffic = BorderTraffic(boundaries, self.schedule, members.place, duration_us, directions)
+        for stage in made:
+            stage.traffic = self._traffic
 
     def _as_data(self, name: str, ranks: int, stages: int, microbatches: int) -> Schedule:
         if name in ONE_STAGE_EACH:
@@ -91,11 +111,13 @@ class TorchBackend:
     def step(self) -> list[torch.Tensor]:
         """Runs the schedule once; returns the microbatches' losses where the last stage is."""
         losses: list[torch.Tensor] = []
+        self._traffic.start()
         if self._has_last:
             placeholder = torch.zeros(self._microbatches)  # a target has to be given; Boundary has the true one
             self._schedule.step(target=placeholder, losses=losses, return_outputs=False)
         else:
             self._schedule.step(return_outputs=False)
+        self._traffic.finish()
         return [loss.detach() for loss in losses]
 
 
@@ -156,8 +178,12 @@ def _make_stage(boundary: Boundary, group: Any, recorder: Recorder) -> Any:
     index, crossing = boundary.stage.index, boundary.crossing
     loss_like, one_run = crossing.loss_like, recomputes(boundary.stage.code)
 
-    class RecordedStage(PipelineStage):  # type: ignore[misc, unused-ignore]
-        """Tells the recorder when its actions run."""
+    class OwnStage(PipelineStage):  # type: ignore[misc, unused-ignore]
+        """Tells the recorder when its actions run, and receives and sends by itself; see Note [Own traffic]."""
+
+        traffic: BorderTraffic
+        _received: Sequence[torch.Tensor] | None = None
+        _done: Action
 
         def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
             """A forward."""
@@ -186,14 +212,61 @@ def _make_stage(boundary: Boundary, group: Any, recorder: Recorder) -> Any:
             with _kept_gradients(self.backward_state[bwd_chunk_id][1] or ()):
                 return self._record(WEIGHT_BACKWARD, bwd_chunk_id, super().backward_weight_one_chunk, *args, **kwargs)
 
-        @staticmethod
-        def _record(kind: str, microbatch: int, run: Any, *args: Any, **kwargs: Any) -> Any:
-            recorder.begin(Action(index, kind, microbatch))
+        def _record(self, kind: str, microbatch: int, run: Any, *args: Any, **kwargs: Any) -> Any:
+            self._done = Action(index, kind, microbatch)
+            self._received = self.traffic.before(self._done)
+            recorder.begin(self._done)
             result = run(microbatch, *args, **kwargs)
-            recorder.end(Action(index, kind, microbatch))
+            recorder.end(self._done)
             return result
 
-    return RecordedStage(
+        def _take(self, otherwise: Any, microbatch: int) -> Any:
+            """What has come from another rank; else what PyTorch has, from a stage of this one."""
+            received, self._received = self._received, None
+            return otherwise(microbatch) if received is None else tuple(received)
+
+        def _retrieve_recv_activations(self, fwd_chunk_id: int) -> Any:
+            values = self._take(super()._retrieve_recv_activations, fwd_chunk_id)
+            return tuple(value.requires_grad_() for value in values)
+
+        def _retrieve_recv_grads(self, bwd_chunk_id: int) -> Any:
+            return self._take(super()._retrieve_recv_grads, bwd_chunk_id)
+
+        def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
+            """Nothing: it was asked for."""
+            return []
+
+        def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[Any]:
+            """Nothing: it was asked for."""
+            return []
+
+        def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[Any]:
+            """Nothing: what PyTorch would send goes its own way."""
+            return self._send(super().get_fwd_send_ops(fwd_chunk_id))
+
+        def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[Any]:
+            """Nothing: what PyTorch would send goes its own way."""
+            return self._send(super().get_bwd_send_ops(bwd_chunk_id))
+
+        def _send(self, operations: Sequence[Any]) -> list[Any]:
+            self.traffic.after(self._done, [operation.tensor for operation in operations])
+            return []
+
+        def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+            return self._without_room(super()._prepare_forward_infra, *args, **kwargs)
+
+        def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+            return self._without_room(super()._prepare_backward_infra, *args, **kwargs)
+
+        def _without_room(self, prepare: Any, *args: Any, **kwargs: Any) -> Any:
+            """Has PyTorch make its buffers, which are not used, on no device."""
+            device, self.device = self.device, torch.device("meta")
+            try:
+                return prepare(*args, **kwargs)
+            finally:
+                self.device = device
+
+    return OwnStage(
         boundary,
         index,
         boundary.stage.count,

@@ -6,8 +6,9 @@ of weights after that of inputs. Ranks do their actions one after the other in t
 that breaks an order across ranks stops: no rank can go on.
 
 Note [Transfers]: what an action made and another rank needs is transferred. From one rank to another there is one
-transfer at a time, in the order in which they were made; both directions, and a rank's own actions, run at once. Where
-transfers do not overlap with computing, the rank that receives does nothing else until a transfer has ended.
+transfer of activations at a time, and one of gradients, in the order in which they were made; both directions, and a
+rank's own actions, run at once. Where transfers do not overlap with computing, the rank that receives does nothing else
+until a transfer has ended.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class _Order:
         self.tasks: list[Task] = []
         self.done: dict[Action, int] = {}
         self.sent: dict[Action, int] = {}
-        self.latest: dict[tuple[int, ...], int] = {}  # on each rank, and from each rank to each other
+        self.latest: dict[tuple[int, ...], int] = {}  # on each rank, and of each lane between two
 
     def add(self, rank: int, action: Action) -> bool:
         """Adds an action, unless what it needs is not there yet."""
@@ -115,7 +116,8 @@ class _Order:
         target = self._target(action)
         if self.overlap and target not in (None, rank):
             assert target is not None  # said above
-            self.sent[action] = self._append(rank, action, True, [self.done[action]], (rank, target))
+            lane = rank, target, int(action.kind == FORWARD)
+            self.sent[action] = self._append(rank, action, True, [self.done[action]], lane)
         return True
 
     def _target(self, action: Action) -> int | None:
