@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx, nn
+from torch import nn
 
 from tests.profile.models import Branching, Convolutions, Fresh, OneBranching, TiedLM, Unseen
 from torch_lms._torch_compat import has_export
@@ -17,6 +17,7 @@ from torch_lms.profile.devices import find_device, made_on
 from torch_lms.profile.document import NodeProfile
 from torch_lms.profile.piecewise import PieceByPiece, Pieces
 from torch_lms.profile.profiler import _scaled_to_step
+from torch_lms.profile.regions import Region
 from torch_lms.profile.sizes import SizeWatcher
 from torch_lms.profile.steps import StepTime
 from torch_lms.profile.storages import StorageNames
@@ -315,9 +316,9 @@ def test_a_graph_makes_its_tensors_where_it_is_profiled_and_afterwards_where_it_
     assert graph_module is not None
 
     def code() -> list[str]:
-        modules = [module for module in graph_module.modules() if isinstance(module, fx.GraphModule)]
-        assert len(modules) == 2
-        return [str(module.code) for module in modules]
+        regions = [module for module in graph_module.modules() if isinstance(module, Region)]
+        assert len(regions) == 1
+        return [str(graph_module.code), regions[0].generated.source]
 
     before = code()
     assert all("device(type='cpu')" in text for text in before)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Mapping
 from typing import Any
 
@@ -98,3 +100,13 @@ def test_stages_on_their_own_have_tied_weights_in_each_and_merge(traced: Any) ->
         materialize(stage, "cpu")
     assert merge_state_dicts(made).keys() == found.model.state_dict().keys()
     assert torch.equal(run_stages(made, **kwargs).loss, found.model(**kwargs).loss)
+
+
+@pytest.mark.parametrize("copied", [list, copy.deepcopy, lambda stages: pickle.loads(pickle.dumps(stages))])
+def test_stages_run_on_another_device_than_that_of_the_trace(traced: Any, copied: Any) -> None:
+    found, graph, kwargs = traced
+    devices = tuple(DeviceSpec(name=f"d{index}") for index in range(2))
+    cut = partition(PartitionProblem(graph=graph, devices=devices), "uniform").stage_of
+    made = copied([materialize(stage, "meta") for stage in split(found, cut, model=found.model)])
+    assert run_stages(made, **kwargs).loss.is_meta
+    assert torch.equal(run_stages(split(found, cut, model=found.model), **kwargs).loss, found.model(**kwargs).loss)

@@ -17,6 +17,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torch_lms.fitting.recorder import RecordedOp, RecordedStorage, StepRecorder
+from torch_lms.profile.devices import device_of, made_on
 from torch_lms.profile.huggingface import as_in_training
 from torch_lms.profile.interpreter import ProfilingInterpreter, graph_facts
 from torch_lms.profile.node_facts import NodeFacts
@@ -70,7 +71,10 @@ def record_step(traced: TracedModel, device: torch.device, optimizer: Any, *, fa
             stack.enter_context(torch.cuda.device(device))
         if fake:
             mode = FakeTensorMode(allow_non_fake_inputs=True)
+            home = device_of(traced.model)
             traced = _twin(traced, device, mode)
+            if traced.graph_module is not None and home != device:
+                stack.enter_context(made_on(traced.graph_module, home, device))
             stack.enter_context(mode)
         else:
             stack.enter_context(placed_on(traced.model, device))
@@ -194,7 +198,8 @@ def _twin(traced: TracedModel, device: torch.device, mode: FakeTensorMode) -> Tr
     memo: dict[int, Any] = {}
     with mode:
         memo[id(traced.sample)] = traced.sample.mapped(fake)
-        for tensor in [*traced.model.parameters(), *traced.model.buffers()]:
+        constants = () if traced.graph_module is None else traced.graph_module.buffers()
+        for tensor in [*traced.model.parameters(), *traced.model.buffers(), *constants]:
             is_parameter = isinstance(tensor, nn.Parameter)
             made = fake(tensor)
             memo[id(tensor)] = nn.Parameter(made.detach(), tensor.requires_grad) if is_parameter else made

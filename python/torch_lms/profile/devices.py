@@ -10,6 +10,7 @@ import torch
 from torch import fx, nn
 
 from torch_lms.errors import LmsError, ProfileError
+from torch_lms.profile.graph_code import Generated
 
 __all__ = ["device_of", "devices_of", "find_device", "fits", "made_on"]
 
@@ -77,31 +78,37 @@ def fits(model: nn.Module, device: torch.device) -> bool:
 def made_on(graph_module: fx.GraphModule, source: torch.device, target: torch.device) -> Iterator[None]:
     """Has a graph that was traced on one device make its tensors on another; puts it back afterwards.
 
-    A tracer writes down where tensors are made: ``arange(4, device=device("cpu"))``.
+    See Note [Devices in code] in graph_code.
     """
-    before: list[tuple[fx.Node, Any, Any]] = []
+    nodes: list[tuple[fx.Node, Any, Any]] = []
     changed: list[fx.GraphModule] = []
+    generated: list[tuple[Generated, dict[str, Any]]] = []
 
     def exchange(value: Any) -> Any:
         return target if isinstance(value, torch.device) and value == source else value
 
     for module in graph_module.modules():
+        if isinstance(module, Generated):
+            generated.append((module, dict(vars(module))))
+            module.make_on(target, source)
         if not isinstance(module, fx.GraphModule):
             continue
-        nodes = [node for node in module.graph.nodes if source in _devices_in(node)]
-        for node in nodes:
-            before.append((node, node.args, node.kwargs))
+        own = [node for node in module.graph.nodes if source in _devices_in(node)]
+        for node in own:
+            nodes.append((node, node.args, node.kwargs))
             node.args, node.kwargs = fx.node.map_aggregate((node.args, node.kwargs), exchange)
-        changed += [module] if nodes else []
+        changed += [module] if own else []
     try:
         for module in changed:
             module.recompile()
         yield
     finally:
-        for node, args, kwargs in before:
+        for node, args, kwargs in nodes:
             node.args, node.kwargs = args, kwargs
         for module in changed:
             module.recompile()
+        for one, before in generated:
+            vars(one).update(before)
 
 
 def _devices_in(node: fx.Node) -> set[torch.device]:

@@ -17,6 +17,7 @@ from torch import fx, nn
 from torch_lms._torch_compat import named_parameters_with_ties
 from torch_lms.profile.arguments import Sample
 from torch_lms.profile.ownership import set_module
+from torch_lms.profile.regions import Region, is_assertion, is_region
 
 __all__ = ["Range", "Shapes", "export_graph"]
 
@@ -82,20 +83,6 @@ class _Made:
 
     type: type
     fields: Mapping[str, Any]
-
-
-class WithoutGradient(nn.Module):
-    """A part of the model that ran under ``torch.no_grad`` or another mode, kept whole."""
-
-    def __init__(self, graph_module: fx.GraphModule, mode: Any, arguments: tuple[Any, ...]) -> None:
-        super().__init__()
-        self.inside = graph_module
-        self._mode = mode
-        self._arguments = arguments
-
-    def forward(self, *values: Any) -> Any:
-        """Runs the part in its mode."""
-        return self._mode(*self._arguments, self.inside, *values)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,10 +189,10 @@ class _Rebuilder:
         """Copies a node, or notes how it is read."""
         if node.op == "output":
             self._results = tuple(node.args[0])  # type: ignore[arg-type]
-        if node.op != "call_function" or self._is_assertion(node):
+        if node.op != "call_function" or is_assertion(node):
             return
         target = node.target
-        if getattr(target, "namespace", "") == "higher_order":
+        if is_region(node):
             made = self._region(node)
         else:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._read)
@@ -223,9 +210,6 @@ class _Rebuilder:
             return tuple(_range(size, known) for size in source.meta["val"].shape)
 
         return {name: sizes(exported) for exported, (_, name) in self._placeholders.items() if name}
-
-    def _is_assertion(self, node: fx.Node) -> bool:
-        return not node.users and "assert" in str(node.target)
 
     def _read(self, node: fx.Node) -> fx.Node:
         """The new graph's node for one of the old's; attributes get their node where they are read first."""
@@ -255,12 +239,10 @@ class _Rebuilder:
 
     def _region(self, node: fx.Node) -> fx.Node:
         """A call of a module for what ran in a mode of its own."""
-        inside = next(index for index, arg in enumerate(node.args) if getattr(arg, "op", "") == "get_attr")
-        source = getattr(self._program.graph_module, str(node.args[inside].target))  # type: ignore[union-attr]
-        name = f"region_{sum(isinstance(value, WithoutGradient) for value in self.attributes.values())}"
-        self.attributes[name] = WithoutGradient(source, node.target, tuple(node.args[:inside]))
-        args = fx.node.map_arg(tuple(node.args[inside + 1 :]), self._read)
-        return self.graph.create_node("call_module", name, args)
+        region, given = Region.of(node, self._program.graph_module)
+        name = f"region_{sum(isinstance(value, Region) for value in self.attributes.values())}"
+        self.attributes[name] = region
+        return self.graph.create_node("call_module", name, fx.node.map_arg(given, self._read))
 
     def output(self, structure: Any) -> None:
         """Ends the graph with the model's own structure of outputs."""

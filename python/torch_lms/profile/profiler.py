@@ -155,11 +155,16 @@ def _profile_on(
             stack.enter_context(placed_on(whole, device))
             if traced is not None and traced.graph_module is not None:  # it has constants of its own
                 stack.enter_context(placed_on(traced.graph_module, device))
-                stack.enter_context(made_on(traced.graph_module, home, device))
         stack.enter_context(preserved(whole))
         progress = stack.enter_context(Progress(config.progress, type(whole).__name__))
         run = _ProfileRun(whole, sample.to(home if config.pieces else device), device, config, progress)
         run.notes += [note] if note else []
+        if traced is None:
+            with progress.phase("tracing"):
+                traced = trace_sample(whole, run.sample, sources=config.sources)
+            home = device_of(whole)  # where it is traced
+        if home != device and traced.graph_module is not None:
+            stack.enter_context(made_on(traced.graph_module, home, device))
         return run.measure(traced, optimizer)
 
 
@@ -179,10 +184,8 @@ class _ProfileRun:
         self.nodes: list[NodeFacts] = []
         self.steps: list[StepTime] = []
 
-    def measure(self, traced: TracedModel | None, optimizer: Any) -> Profile:
-        """Traces, sizes, times, and puts it all together."""
-        with self.progress.phase("tracing"):
-            traced = traced or trace_sample(self.model, self.sample, sources=self.config.sources)
+    def measure(self, traced: TracedModel, optimizer: Any) -> Profile:
+        """Sizes, times, and puts it all together."""
         self.traced = traced
         storages = StorageNames(self.model)
         watcher = SizeWatcher(storages)

@@ -18,12 +18,12 @@ from torch import fx, nn
 
 from torch_lms.errors import PartitionError
 from torch_lms.partition.relief import StageRelief
+from torch_lms.profile.graph_code import generate
 from torch_lms.stages import installation, mutations
 from torch_lms.stages.arguments import find_arguments
 from torch_lms.stages.folding import generate_with_relief
 from torch_lms.stages.sizes import sizes_in
 from torch_lms.stages.stage import Borders, Stage, own_name
-from torch_lms.stages.stage_code import generate
 
 if TYPE_CHECKING:
     from torch_lms.profile.tracing import TracedModel

@@ -22,8 +22,8 @@ from torch import fx
 
 from torch_lms.errors import PartitionError
 from torch_lms.partition.relief import StageRelief
+from torch_lms.profile.graph_code import GraphCode, generate
 from torch_lms.stages.giving_up import Swaps, recomputed
-from torch_lms.stages.stage_code import StageCode, generate
 
 __all__ = ["generate_with_relief", "recomputes"]
 
@@ -32,13 +32,13 @@ _SIGNATURE = re.compile(r"^def forward\(.*:\n", re.MULTILINE)
 _CALLS = {"recomputed": "recomputed", "swapped": "swaps.run"}
 
 
-def generate_with_relief(graph: fx.Graph, relief: StageRelief, title: str) -> StageCode:
+def generate_with_relief(graph: fx.Graph, relief: StageRelief, title: str) -> GraphCode:
     """The code of a stage's graph, with a function for each segment that it gives up.
 
     Args:
         graph: of the stage.
         relief: names of nodes of the graph; a segment's nodes follow each other but for attributes that are read.
-        title: as of `StageCode`.
+        title: as of `GraphCode`.
 
     Raises:
         PartitionError: for a segment whose nodes are not in the graph, or do not follow each other.
@@ -57,7 +57,7 @@ def generate_with_relief(graph: fx.Graph, relief: StageRelief, title: str) -> St
     _merge(names, {"recomputed": recomputed, "Swaps": Swaps})
     if relief.swapped:
         forward = _SIGNATURE.sub(lambda found: f"{found[0]}    swaps = Swaps(self)\n", forward, count=1)
-    return StageCode("\n".join([*functions, forward]), names, title)
+    return GraphCode("\n".join([*functions, forward]), names, title)
 
 
 def recomputes(source: str) -> bool:

@@ -11,9 +11,9 @@ import torch
 from torch import fx, nn
 
 from torch_lms.errors import PartitionError
+from torch_lms.profile.graph_code import Generated, GraphCode
 from torch_lms.stages.arguments import Argument
 from torch_lms.stages.placement import Placement
-from torch_lms.stages.stage_code import StageCode, with_device
 
 __all__ = ["Borders", "Stage", "own_name"]
 
@@ -34,6 +34,7 @@ _TAKEN = frozenset(
         "placement",
         "set_code",
         "set_device",
+        "make_on",
         "code",
         "generated",
         "save_code",
@@ -97,7 +98,7 @@ class _Own:
         raise AttributeError(f"expected a module, parameter or buffer {name!r} in stage {stage.index}, found none")
 
 
-class Stage(nn.Module):
+class Stage(Generated):
     """A part of a model, with generated code.
 
     Attributes:
@@ -118,7 +119,7 @@ class Stage(nn.Module):
         placement: the device and the rank that it was put on; None until then.
     """
 
-    def __init__(self, *, index: int, count: int, code: StageCode, borders: Borders) -> None:
+    def __init__(self, *, index: int, count: int, code: GraphCode, borders: Borders) -> None:
         super().__init__()
         self.index = index
         self.count = count
@@ -165,15 +166,12 @@ class Stage(nn.Module):
         found = self._modules.get(first)
         return super().get_submodule(target) if found is None else found.get_submodule(rest)
 
-    def set_code(self, code: StageCode) -> None:
-        """Exchanges the code that runs."""
-        self._code = code
-        self._run = code.compile()
-
     def set_device(self, device: torch.device) -> None:
-        """Notes the device that the stage is on, and has its code make tensors there."""
+        """Notes the device that the stage is on, and has its code make tensors there, with that of modules inside."""
         if self.device not in (None, device):
-            self.set_code(with_device(self._code, self.device, device))
+            for module in self.modules():
+                if isinstance(module, Generated):
+                    module.make_on(device, self.device)
         self.device = device
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Stage:
@@ -186,11 +184,6 @@ class Stage(nn.Module):
     def code(self) -> str:
         """The generated Python source of ``forward``."""
         return self._code.source
-
-    @property
-    def generated(self) -> StageCode:
-        """The code with the names that it uses."""
-        return self._code
 
     def save_code(self, path: str | Path) -> None:
         """Writes the generated source, for reading."""
@@ -218,10 +211,3 @@ class Stage(nn.Module):
     def extra_repr(self) -> str:
         """Place and borders."""
         return f"{self.index} of {self.count}, inputs={self.inputs}, outputs={self.outputs}, feeds={self.feeds}"
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key != "_run"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call, unused-ignore]
-        self._run = self._code.compile()

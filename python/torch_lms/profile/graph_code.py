@@ -1,6 +1,10 @@
-"""A stage's Python code: written by torch.fx, headed by the modules that its lines come from, and compiled.
+"""The Python code of a graph: written by torch.fx, headed by the modules that its lines come from, and compiled.
 
 The code is what runs: it can be read (`Stage.code`), saved, and stepped through, and tracebacks show its lines.
+
+Note [Devices in code]: a tracer writes down where tensors are made, and where they go: ``arange(4,
+device=device("cpu"))``. Whoever runs the code of a model on another device exchanges the one for the other, in what is
+made of code inside it as well.
 """
 
 from __future__ import annotations
@@ -13,15 +17,15 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
-__all__ = ["StageCode", "generate", "owner", "with_device"]
+__all__ = ["Generated", "GraphCode", "generate", "owner"]
 
-_OWN = "own."  # see Note [Names that the stage has for itself] in stage
+_OWN = "own."  # see Note [Names that the stage has for itself] in stages.stage
 _ASSIGNED = re.compile(r"^    (\w+)(?: : [^=]+)? = ")
 
 
-class StageCode:
+class GraphCode:
     """Source code of a ``forward`` with the names that it uses.
 
     Attributes:
@@ -58,8 +62,34 @@ class StageCode:
             name: importlib.import_module(value.name) if isinstance(value, _Module) else value for name, value in names
         }
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> StageCode:
-        return StageCode(self.source, self.names, self.title)
+    def __deepcopy__(self, memo: dict[int, Any]) -> GraphCode:
+        return GraphCode(self.source, self.names, self.title)
+
+
+class Generated(nn.Module):
+    """A module whose forward is code of a graph. Copies and pickles have it as it is: it is not traced again."""
+
+    def set_code(self, code: GraphCode) -> None:
+        """Exchanges the code that runs."""
+        self._code = code
+        self._run = code.compile()
+
+    @property
+    def generated(self) -> GraphCode:
+        """The code with the names that it uses."""
+        return self._code
+
+    def make_on(self, device: torch.device, instead_of: torch.device) -> None:
+        """Has the code make tensors on another device; see Note [Devices in code]. Modules inside are not changed."""
+        source = self._code.source.replace(repr(instead_of), repr(device))
+        self.set_code(GraphCode(source, self._code.names, self._code.title))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "_run"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call, unused-ignore]
+        self._run = self._code.compile()
 
 
 class _Module:
@@ -69,7 +99,7 @@ class _Module:
         self.name = name
 
 
-def generate(graph: fx.Graph, title: str) -> StageCode:
+def generate(graph: fx.Graph, title: str) -> GraphCode:
     """The code of a graph, each run of lines under the path of the module that it comes from."""
     written = graph.python_code("self")
     owners = {node.name: owner(node) for node in graph.nodes}
@@ -83,7 +113,7 @@ def generate(graph: fx.Graph, title: str) -> StageCode:
             current = path
         lines.append(line.rstrip())
     source = "\n".join(line for line in lines if line) + "\n"
-    return StageCode(source, {"torch": torch, "device": torch.device, **written.globals}, title)
+    return GraphCode(source, {"torch": torch, "device": torch.device, **written.globals}, title)
 
 
 def owner(node: fx.Node) -> str:
@@ -98,11 +128,3 @@ def owner(node: fx.Node) -> str:
     entry = list(stack.values())[-1]
     path = entry[0] if isinstance(entry, tuple) else list(stack)[-1]
     return str(path)
-
-
-def with_device(code: StageCode, replaced: torch.device, device: torch.device) -> StageCode:
-    """The code with one constant device exchanged for another.
-
-    A tracer writes down where tensors are made. Those of a model on one device are to be made where its parameters go.
-    """
-    return StageCode(code.source.replace(repr(replaced), repr(device)), code.names, code.title)
