@@ -66,6 +66,7 @@ def shared_problems(draw: st.DrawFn, schedule: str) -> PartitionProblem:
         overlap_communication=draw(st.booleans()),
         memory_buffer=0.0,
         input_backward_share=draw(st.sampled_from([0.5, 0.3])),
+        transfer_share=draw(st.sampled_from([0.0, 0.3])),
         data_parallel=draw(copies()),
         optimizer_offload=draw(st.sampled_from([None, LinkSpec(bytes_per_us=50.0, latency_us=1.0)])),
     )
@@ -131,7 +132,9 @@ def test_a_search_that_is_cut_short_says_how_much_may_be_missing(schedule: str, 
 def test_steps_and_memory_of_devices_are_those_of_the_actions(schedule: str, data: st.DataObject) -> None:
     """Without step ends, against `simulate` and a count of what is held along each device's own order."""
     drawn = data.draw(shared_problems(schedule))
-    model = CostModel(schedule=schedule, microbatches=drawn.cost_model.microbatches, memory_buffer=0.0)
+    slowed = drawn.cost_model.transfer_share
+    microbatches = drawn.cost_model.microbatches
+    model = CostModel(schedule=schedule, microbatches=microbatches, memory_buffer=0.0, transfer_share=slowed)
     problem = PartitionProblem(graph=drawn.graph, devices=drawn.devices, links=drawn.links, cost_model=model)
     if schedule in ("gpipe", "1f1b"):  # a device for each stage, as these have it
         devices = tuple(DeviceSpec(name=f"e{index}") for index in range(problem.stages))
@@ -144,9 +147,11 @@ def test_steps_and_memory_of_devices_are_those_of_the_actions(schedule: str, dat
         figures = measured(problem, placed)
 
         def duration(action: Action, made: Figures = figures) -> float:
-            if action.kind == "F":
-                return made.stage_forward_us[action.stage]
-            return made.stage_backward_us[action.stage] * (1.0 if action.kind == "B" else 0.5)
+            forward, split = action.kind == "F", 0.5 if action.stage else 0.0
+            times = made.stage_forward_us if forward else made.stage_backward_us
+            borders = (0.0, *(made.cut_forward_us if forward else made.cut_backward_us), 0.0)
+            whole_us = times[action.stage] + slowed * sum(borders[action.stage : action.stage + 2])
+            return whole_us * {"I": split, "W": 1 - split}.get(action.kind, 1.0)
 
         def transfer(action: Action, made: Figures = figures) -> float:
             onward = action.kind == "F"
@@ -196,7 +201,7 @@ def test_matrices_say_what_every_contiguous_stage_takes(schedule: str, data: st.
 def test_buckets_are_reduced_one_by_one_as_they_become_final(schedule: str, overlap: bool, data: st.DataObject) -> None:
     """The end of a step, against a link for each device that takes one bucket after the other."""
     drawn = data.draw(shared_problems(schedule))
-    model = replace(drawn.cost_model, optimizer_offload=None, overlap_communication=overlap)
+    model = replace(drawn.cost_model, optimizer_offload=None, overlap_communication=overlap, transfer_share=0.0)
     problem = replace(drawn, cost_model=model)
     actions = problem.step_on(problem.devices).schedule
     assert isinstance(problem.links, LinkSpec)

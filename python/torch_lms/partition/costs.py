@@ -285,11 +285,12 @@ class CostModel:
     its actions in their order, each as soon as what it needs is there (``schedules.simulation``). An action takes the
     stage's forward or backward time; zero bubble's two parts of a backward take a share of it each. From one device to
     another there is one transfer at a time, and each direction has its own way. Where communication does not overlap, a
-    device that receives does nothing else. Values between stages of one device are not transferred. Devices are told
-    apart by their names. A device that is named for several stages does their actions in turns: those of
-    interleaved and zero bubble as the schedule says (there stage s is on device ``s % devices``), under 1F1B and GPipe
-    in the order in which they would begin if each stage had its own device and all took equally long. The bubble is the
-    share of the devices' time in which they do not compute.
+    device that receives does nothing else; where it does, the stages at both ends take longer by a share of its time.
+    Values between stages of one device are not transferred. Devices are told apart by their names. A device that is
+    named for several stages does their actions in turns: those of interleaved and zero bubble as the schedule says
+    (there stage s is on device ``s % devices``), under 1F1B and GPipe in the order in which they would begin if each
+    stage had its own device and all took equally long. The bubble is the share of the devices' time in which they do
+    not compute.
 
     Note [Step's end]: a stage's trainable parameters' gradients are summed over the data-parallel ranks in buckets of
     equal size, one stage after the other on each device. With overlap a bucket begins when its gradients are final: in
@@ -319,6 +320,7 @@ class CostModel:
         overlap_communication: whether a device computes while its transfers run.
         input_backward_share: of a backward's time, what the gradients of the inputs take, where zero bubble splits it;
             the first stage has none.
+        transfer_share: of a transfer's time, by how much longer the stages at both ends compute where that overlaps.
         data_parallel: copies of the pipeline.
         optimizer_offload: the link to the host where optimizer state is kept there; None where devices keep it.
         relief: what may lower a stage's memory at a cost in time.
@@ -333,6 +335,7 @@ class CostModel:
     microbatches: int = 8
     overlap_communication: bool = True
     input_backward_share: float = 0.5
+    transfer_share: float = 0.0
     data_parallel: DataParallel = field(default_factory=DataParallel)
     optimizer_offload: LinkSpec | None = None
     relief: MemoryRelief = KEEP_ALL
@@ -355,6 +358,8 @@ class CostModel:
             raise PartitionError(f"expected at least 1 microbatch, found {self.microbatches}")
         if not 0 <= self.input_backward_share <= 1:
             raise PartitionError(f"expected a share of backward from 0 to 1, found {self.input_backward_share}")
+        if not 0 <= self.transfer_share <= 1:
+            raise PartitionError(f"expected a share of transfers from 0 to 1, found {self.transfer_share}")
 
     def input_share(self, stage: int) -> float:
         """Of a stage's backward, what the gradients of its inputs take."""

@@ -48,6 +48,7 @@ Array = NDArray[np.float64]
 # of the all-reduce, which is REDUCE, where the last backward ends.
 FORWARDS, BACKWARDS, SEND, BACK, REDUCE, TAIL, UPDATE = range(7)
 ROWS = 7
+_SLOWED = (FORWARDS, SEND), (BACKWARDS, BACK)
 _MOST_AT_ONCE = 4096
 
 
@@ -89,6 +90,7 @@ class TrainingStep:
         self.half_done = tuple(half_done(self.schedule, stage) for stage in range(len(devices)))
         self.alone = tuple(moments_alone(self.schedule, stage) for stage in range(len(devices)))
         self.moments = tuple(moments_of(self.schedule, rank, self.stages_of[rank]) for rank in range(count))
+        self._transfer_share = model.transfer_share if model.overlap_communication else 0.0
         tasks = tasks_of(self.schedule, overlap=model.overlap_communication)
         self._nodes = [_node(task, model.input_share(task.action.stage)) for task in tasks]
         self._at = {task.action: index for index, task in enumerate(tasks) if not task.transfer}
@@ -106,8 +108,8 @@ class TrainingStep:
         Raises:
             PartitionError: if the schedule does not take these devices or microbatches.
         """
-        price = model.schedule, model.microbatches, model.overlap_communication, model.input_backward_share
-        return _made(device_of_stage(names), *price)
+        shares = model.input_backward_share, model.transfer_share
+        return _made(device_of_stage(names), model.schedule, model.microbatches, model.overlap_communication, *shares)
 
     def _add_ends(self, tasks: Sequence[Task], overlap: bool) -> None:
         """The all-reduce of each stage's gradients and its state's way; see Note [Tails], and ``costs``."""
@@ -138,7 +140,7 @@ class TrainingStep:
         Args:
             rows: times by row, stage, and step.
         """
-        shape = rows.shape[2]
+        rows, shape = self._slowed(rows), rows.shape[2]
         chunks = [rows[:, :, start : start + _MOST_AT_ONCE] for start in range(0, shape, _MOST_AT_ONCE)]
         return np.concatenate([self._latest(chunk) for chunk in chunks]) if chunks else np.zeros(0)
 
@@ -168,7 +170,7 @@ class TrainingStep:
             rows: times by row and stage.
             more_us: by which actions are longer than these say.
         """
-        times: list[float] = (rows[self._rows, self._stages] * self._shares).tolist()
+        times: list[float] = (self._slowed(rows)[self._rows, self._stages] * self._shares).tolist()
         for action, added_us in (more_us or {}).items():
             times[self._at[action]] += added_us
         ends: list[float] = []
@@ -185,7 +187,20 @@ class TrainingStep:
         while at >= 0:
             passes[self._rows[at], self._stages[at]] += self._shares[at]
             at = origin[at]
+        for computing, transfers in _SLOWED:
+            passes[transfers, :-1] += self._transfer_share * (passes[computing, :-1] + passes[computing, 1:])
         return step_us, passes
+
+    def _slowed(self, rows: Array) -> Array:
+        """The same times, where computing is longer for the transfers at both borders of a stage."""
+        if not self._transfer_share:
+            return rows
+        rows = rows.copy()
+        for computing, transfers in _SLOWED:
+            more_us = self._transfer_share * rows[transfers, :-1]
+            rows[computing, :-1] += more_us
+            rows[computing, 1:] += more_us
+        return rows
 
     def memory_bytes(self, device: int, needs: Mapping[int, StageNeed]) -> Any:
         """What a device takes at the worst moment of its stages, in one partition or in many."""
@@ -198,9 +213,15 @@ class TrainingStep:
 
 
 @lru_cache(maxsize=64)
-def _made(devices: tuple[int, ...], schedule: str, microbatches: int, overlap: bool, share: float) -> TrainingStep:
+def _made(
+    devices: tuple[int, ...], schedule: str, microbatches: int, overlap: bool, input_share: float, transfer_share: float
+) -> TrainingStep:
     model = CostModel(
-        schedule=schedule, microbatches=microbatches, overlap_communication=overlap, input_backward_share=share
+        schedule=schedule,
+        microbatches=microbatches,
+        overlap_communication=overlap,
+        input_backward_share=input_share,
+        transfer_share=transfer_share,
     )
     return TrainingStep(devices, model)
 
