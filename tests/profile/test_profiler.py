@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 from tests.profile.models import Branching, Convolutions, Fresh, OneBranching, TiedLM, Unseen
 from torch_lms._torch_compat import has_export
 from torch_lms.errors import ProfileError
-from torch_lms.profile import Profile, ProfileConfig, profile, profiler, trace
+from torch_lms.profile import Profile, ProfileConfig, interpreter, profile, profiler, trace
 from torch_lms.profile.devices import find_device, made_on
 from torch_lms.profile.document import NodeProfile
 from torch_lms.profile.piecewise import PieceByPiece, Pieces
@@ -329,6 +329,19 @@ def test_a_graph_makes_its_tensors_where_it_is_profiled_and_afterwards_where_it_
     assert code() == before
     assert torch.equal(graph_module(x), Making()(x))
     assert profile(traced, x, config=replace(QUICK, device="cpu:1")).device == "cpu:1"
+
+
+def test_a_graph_is_looked_through_once_however_often_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[fx.Graph] = []
+    find = interpreter.find_constraints
+
+    def count(graph: fx.Graph, modules: Any) -> Any:
+        looked.append(graph)
+        return find(graph, modules)
+
+    monkeypatch.setattr(interpreter, "find_constraints", count)
+    profile(TiedLM(), IDS, config=replace(QUICK, timed_runs=3))
+    assert len(looked) == 1
 
 
 def test_progress_is_shown_on_the_error_stream(capsys: pytest.CaptureFixture[str]) -> None:

@@ -129,6 +129,7 @@ class _Estimate:
         self._swapped_bytes = np.zeros(count)  # of the largest segment
         self._again_bytes = np.zeros(count)
         self._added_us = np.zeros(count)
+        self._crowded = self._memory() > self._usable  # no more once a stage fits: it gives nothing up then
 
     def _some(self, values: Any) -> Array:
         some: Array = np.broadcast_to(values, self._where.shape)[self._where].astype(np.float64)
@@ -150,9 +151,8 @@ class _Estimate:
         return total
 
     def _open(self, number: int) -> Ints:
-        at = np.flatnonzero(self._kept[number])
-        crowded: Ints = at[self._memory(at) > self._usable[at]]
-        return crowded
+        at: Ints = np.flatnonzero(self._kept[number] & self._crowded)
+        return at
 
     def swap_if_free(self, number: int, copy_us: float) -> None:
         """Swaps a segment in the stages that still miss room and whose link is idle for long enough."""
@@ -168,10 +168,13 @@ class _Estimate:
         self._give_up(number, at, self._again_bytes, self._need.offers.segments[number].entering_bytes)
 
     def _give_up(self, number: int, at: Ints, back_bytes: Array, entering_bytes: float) -> None:
+        if not at.size:
+            return
         saved = self._need.offers.segments[number].saved_bytes
         self._kept[number][at] = False
         self._given_bytes[at] += saved - entering_bytes
         back_bytes[at] = np.maximum(back_bytes[at], saved)
+        self._crowded[at] = self._memory(at) > self._usable[at]
 
     def take_at_least_as_long_as(self, other: _Estimate) -> None:
         """Adds time where another one of the same stages takes longer."""

@@ -38,7 +38,6 @@ class ProfilingInterpreter(fx.Interpreter):
 
     Attributes:
         execution_times_sec: of each node of the last run.
-        parameter_sizes: bytes of the parameters that each node reads.
         activation_sizes: bytes of the tensors that each node gave.
     """
 
@@ -46,7 +45,7 @@ class ProfilingInterpreter(fx.Interpreter):
         self._traced = traced if isinstance(traced, TracedModel) else None
         self._module = traced if isinstance(traced, nn.Module) else None
         self.execution_times_sec: dict[str, float] = {}
-        self.parameter_sizes: dict[str, int] = {}
+        self._parameter_sizes: dict[str, int] = {}
         self.activation_sizes: dict[str, int] = {}
         self._watcher: Watcher = watcher or _PlainClock(self)
         if self._traced is not None:
@@ -59,9 +58,15 @@ class ProfilingInterpreter(fx.Interpreter):
                 "use torch_lms.profile.profile, which falls back to the ops as they run"
             )
         super().__init__(traced.graph_module)
-        sizes = {name: tensor_bytes(value) for name, value in named_parameters_with_ties(traced.model)}
-        for facts in graph_facts(traced):
-            self.parameter_sizes[facts.name] = sum(sizes[name] for name in facts.parameters)
+
+    @property
+    def parameter_sizes(self) -> dict[str, int]:
+        """Bytes of the parameters that each node reads; looked up when it is asked for, which takes a while."""
+        if self._traced is not None and not self._parameter_sizes:
+            sizes = {name: tensor_bytes(value) for name, value in named_parameters_with_ties(self._traced.model)}
+            for facts in graph_facts(self._traced):
+                self._parameter_sizes[facts.name] = sum(sizes[name] for name in facts.parameters)
+        return self._parameter_sizes
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the graph once on the model's arguments; a plain module is traced for them first."""

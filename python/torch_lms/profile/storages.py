@@ -58,6 +58,7 @@ class StorageNames:
     def __init__(self, model: nn.Module) -> None:
         self.bytes: dict[str, int] = {}
         self._names: dict[int, str] = {}
+        self._counts: dict[str, int] = {}
         self._refs: list[Any] = []
         self._model: dict[int, str] = {}
         for name, tensor in [*named_parameters_with_ties(model), *model.named_buffers()]:
@@ -93,7 +94,10 @@ class StorageNames:
         key = storage_key(tensor)
         if key not in self._names:
             self._refs.append(storage_weak_ref(tensor))
-            count = sum(name == node or name.startswith(f"{node}.") for name in self.bytes)
-            self._names[key] = f"{node}.{count}" if count else node
-            self.bytes[self._names[key]] = storage_bytes(tensor)
+            count = self._counts.get(node, 0)
+            while (name := f"{node}.{count}" if count else node) in self.bytes:
+                count += 1
+            self._counts[node] = count
+            self._names[key] = name
+            self.bytes[name] = storage_bytes(tensor)
         return self._names[key]
