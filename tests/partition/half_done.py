@@ -10,7 +10,7 @@ from torch_lms.partition import CostNode, PartitionProblem
 from torch_lms.partition.units import Value
 from torch_lms.schedules import Action
 
-__all__ = ["bytes_of_microbatch", "peak_along"]
+__all__ = ["bytes_of_microbatch", "on_the_way", "peak_along"]
 
 
 def bytes_of_microbatch(problem: PartitionProblem, placed: np.ndarray, stage: int) -> tuple[float, float, float, float]:
@@ -81,6 +81,16 @@ def bytes_of_microbatch(problem: PartitionProblem, placed: np.ndarray, stage: in
     return held(own), kept, left, max(most, kept)
 
 
+def on_the_way(problem: PartitionProblem, placed: np.ndarray, stage: int) -> int:
+    """What comes in from the stage before, and what goes back there."""
+    over = [
+        value
+        for value in problem.units.values
+        if value.producer >= 0 and placed[value.producer] < stage <= max(_readers(problem, placed, value))
+    ]
+    return sum(value.forward_bytes + value.backward_bytes for value in over)
+
+
 def peak_along(
     problem: PartitionProblem, placed: np.ndarray, actions: Sequence[Action], transient: Sequence[float]
 ) -> float:
@@ -93,7 +103,8 @@ def peak_along(
         microbatch = action.stage, action.microbatch
         if action.kind == "F":
             now[microbatch] = held
-        peak = max(peak, sum(now.values()) + (most if action.kind == "I" else transient[action.stage]))
+        working = most if action.kind == "I" else transient[action.stage]
+        peak = max(peak, sum(now.values()) + working + on_the_way(problem, placed, action.stage))
         if action.kind == "I":
             now[microbatch] = left + kept
         if action.kind in "BW":

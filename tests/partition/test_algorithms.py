@@ -162,7 +162,7 @@ def test_a_graph_that_takes_no_time_is_still_cut(name: str) -> None:
 
 def test_auto_names_what_it_chose_and_what_has_no_room() -> None:
     graph = chain([10, 10, 10, 100])
-    devices = tuple(DeviceSpec(name=f"d{index}", memory_cap_bytes=9000) for index in range(2))
+    devices = tuple(DeviceSpec(name=f"d{index}", memory_cap_bytes=10_200) for index in range(2))
     made = partition(PartitionProblem(graph=graph, devices=devices, cost_model=CostModel(memory_buffer=0.0)))
     assert made.algorithm == "auto"
     assert "dp" in made.reason

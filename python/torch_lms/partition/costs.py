@@ -302,11 +302,12 @@ class CostModel:
 
     Note [Stage memory]: parameters with gradient and optimizer state, once for each stage that uses them; for each
     microbatch in flight the storages that its nodes save, each once, and the values that cross its borders, unless
-    they are among these; and the largest output with its gradient of any one node, as working space. A microbatch is in
-    flight from the begin of its forward to the end of its backward, or of the weights' part of it. Between two parts it
-    holds less of these, and gradients as well (Note [Half done] in ``moments``). A stage's own figure is that of its
-    own worst moment; a device's is that of the worst moment of all its stages together, with the working space of the
-    one that runs. State on the host takes no memory of the device.
+    they are among these; and as working space the largest output with its gradient of any one node, and once more what
+    comes in from the stage before and what goes back there: that is on its way while another microbatch runs. A
+    microbatch is in flight from the begin of its forward to the end of its backward, or of the weights' part of it.
+    Between two parts it holds less of these, and gradients as well (Note [Half done] in ``moments``). A stage's own
+    figure is that of its own worst moment; a device's is that of the worst moment of all its stages together, with the
+    working space of the one that runs. State on the host takes no memory of the device.
 
     Attributes:
         time_weight: of the RFC's cost, where times and sizes are shares of the whole graph's.

@@ -118,7 +118,7 @@ def measure(
     rows[FORWARDS] = np.bincount(stage_of_unit, weights=units.forward_us, minlength=stages) / speeds
     rows[BACKWARDS] = np.bincount(stage_of_unit, weights=units.backward_us, minlength=stages) / speeds
     cut_forward, cut_backward = _sent(units, stage_of_unit, stages)
-    memory = _Memory(units, stage_of_unit, speeds, cut_backward, model)
+    memory = _Memory(units, stage_of_unit, speeds, (cut_forward, cut_backward), model)
     found = [
         _relieved(device, step, memory, rows, usable[device], model, simulated=simulated)
         for device in range(len(usable))
@@ -198,7 +198,12 @@ class _Memory:
     """What each stage keeps, by what it is for."""
 
     def __init__(
-        self, units: Units, stage_of_unit: Ints, speeds: Array, cut_backward: Sequence[int], model: CostModel
+        self,
+        units: Units,
+        stage_of_unit: Ints,
+        speeds: Array,
+        cut_bytes: tuple[Sequence[int], Sequence[int]],
+        model: CostModel,
     ) -> None:
         stages, self._speeds = len(speeds), speeds
         self._units, self._stage_of_unit, self._relieves = units, stage_of_unit, model.relief is not KEEP_ALL
@@ -212,12 +217,14 @@ class _Memory:
         self.held = _held(units, stage_of_unit, saved)
         self.kept, self.freed, self.input_transient = np.zeros(stages), np.zeros(stages), np.zeros(stages)
         if splits_backward(model.schedule):
-            self._split(cut_backward)
+            self._split(cut_bytes[1])
         self.static = self._sums(model.parameter_cost_bytes(units.graph))
         self.gradients = self._sums(model.gradient_bytes(units.graph))
         self.states = self._sums(model.optimizer_state_bytes(units.graph))
         self.transient = np.zeros(stages)
         np.maximum.at(self.transient, stage_of_unit, units.transient_bytes)
+        on_the_way = np.array([0.0, *np.sum(cut_bytes, axis=0)])
+        self.transient, self.input_transient = self.transient + on_the_way, self.input_transient + on_the_way
 
     def _split(self, cut_backward: Sequence[int]) -> None:
         """What a microbatch has that is half done; see Note [Half done] in ``moments``."""

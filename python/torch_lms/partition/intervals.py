@@ -98,19 +98,21 @@ def stage_matrices(sequence: UnitSequence, cuts: Ints, model: CostModel) -> Stag
     """The matrices over some cuts, in ascending order with 0 and the end among them."""
     saved = _uses(sequence, [node.saved for node in sequence.units.nodes])
     held = _sum(_held(sequence, _as_they_are(saved)), cuts)
-    transient, none = _largest(sequence, cuts), np.zeros_like(held)
-    kept, freed, inputs = none, none, transient
+    largest, none = _largest(sequence, cuts), np.zeros_like(held)
+    kept, freed, inputs = none, none, largest
     if splits_backward(model.schedule):
         gradients = WeightGradients(sequence.units, sequence.position)
-        kept, inputs = _kept(sequence, cuts, gradients, transient)
+        kept, inputs = _kept(sequence, cuts, gradients, largest)
         freed = _freed(sequence, cuts, gradients, held)
+    over = (cuts > 0) & (cuts < len(sequence))  # of the values at a first cut once more, both ways
+    on_the_way = np.where(over, (sequence.cut_forward_bytes + sequence.cut_backward_bytes)[cuts], 0.0)[:, None]
     return StageMatrices(
         static_bytes=parameter_matrix(sequence, cuts, model.parameter_cost_bytes(sequence.units.graph)),
         held_bytes=held,
-        transient_bytes=transient,
+        transient_bytes=largest + on_the_way,
         kept_bytes=kept,
         freed_bytes=freed,
-        input_transient_bytes=inputs,
+        input_transient_bytes=inputs + on_the_way,
         offers=NO_OFFERS if model.relief is KEEP_ALL else offers_of(sequence),
     )
 

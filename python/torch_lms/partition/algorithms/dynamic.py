@@ -28,6 +28,7 @@ _CELLS = 2e7
 _QUICK_CELLS = 1e5
 _ROUGH_CELLS = 5e5
 _MOST_SOLVED = 2
+_ROUNDING = 1e-12  # of a product of floats, which must not make a cap a byte larger
 
 Devices = tuple[DeviceSpec, ...]
 
@@ -142,7 +143,7 @@ def least_caps(problem: PartitionProblem) -> LeastCaps:
     factor = min(one[0] for one in tried)
     least = "least " if all(exact for _, _, exact in tried) else ""
     caps = tuple(
-        None if device.memory_cap_bytes is None else math.ceil(device.memory_cap_bytes * factor)
+        None if device.memory_cap_bytes is None else math.ceil(device.memory_cap_bytes * factor * (1 - _ROUNDING))
         for device in problem.devices
     )
     if factor <= 1:
