@@ -90,6 +90,8 @@ def add_up(schedule: str, split: str, runs: Sequence[Row]) -> Row:
         row["peak_gib"] = max(peaks)
         row["predicted_gib"] = max(run[f"stage{stage}_predicted_peak_gib"] for run in runs for stage in range(stages))
         row["peak_off"] = statistics.median(worst_off(run, stages, "peak_gib") for run in runs)
+        names = ("peak_gib", "predicted_peak_gib")
+        row |= {f"stages_{name}": [runs[-1][f"stage{stage}_{name}"] for stage in range(stages)] for name in names}
     return row | {"commit": commit(), "command": command()}
 
 

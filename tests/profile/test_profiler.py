@@ -261,7 +261,8 @@ def test_values_piece_by_piece_are_those_of_the_model(build: Any, args: Any) -> 
 
 def test_a_model_that_is_larger_than_the_device_is_profiled_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiler, "fits", lambda model, device: False)
-    found = profile(TiedLM(), IDS, config=replace(QUICK, device="cpu:1"))
+    with pytest.warns(UserWarning, match="TiedLM is larger than what is free on cpu:1: it is profiled piece by piece"):
+        found = profile(TiedLM(), IDS, config=replace(QUICK, device="cpu:1"))
     assert found.device == "cpu:1"
     assert any("TiedLM is larger than what is free on cpu:1" in note for note in found.notes)
     assert any("piece by piece" in note for note in found.notes)
@@ -273,7 +274,8 @@ def test_a_step_that_does_not_fit_whole_is_profiled_piece_by_piece(monkeypatch: 
 
     monkeypatch.setattr(profiler, "placed_on", placed_on)
     traced = trace(TiedLM(), (IDS,))
-    found = profile(traced, IDS, config=replace(QUICK, device="cpu:1"))
+    with pytest.warns(UserWarning, match="needs more memory than is free on cpu:1: it is profiled piece by piece"):
+        found = profile(traced, IDS, config=replace(QUICK, device="cpu:1"))
     assert any("needs more memory than is free on cpu:1" in note for note in found.notes)
     assert all(node.forward_us > 0 for node in found.nodes if node.gradient_bytes and node.op.startswith("call"))
     with pytest.raises(RuntimeError, match="out of memory"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
@@ -124,15 +125,20 @@ def profile(
     run = partial(_profile_on, device, whole, model, bind_sample(whole, sample_args, sample_kwargs), optimizer)
     if config.pieces is not None or device_of(whole) == device:
         return run(replace(config, pieces=bool(config.pieces)))
-    if not fits(whole, device):
-        return run(replace(config, pieces=True), f"{type(whole).__name__} is larger than what is free on {device}")
-    try:
-        return run(replace(config, pieces=False))
-    except RuntimeError as error:
-        if "out of memory" not in str(error):
-            raise
-        reason = f"a step of {type(whole).__name__} needs more memory than is free on {device}"
-    torch.cuda.empty_cache()
+    reason = f"{type(whole).__name__} is larger than what is free on {device}"
+    if fits(whole, device):
+        try:
+            return run(replace(config, pieces=False))
+        except RuntimeError as error:
+            if "out of memory" not in str(error):
+                raise
+            reason = f"a step of {type(whole).__name__} needs more memory than is free on {device}"
+        torch.cuda.empty_cache()
+    warnings.warn(
+        f"{reason}: it is profiled piece by piece, which takes far longer; give a smaller sample, or say "
+        "ProfileConfig(pieces=True)",
+        stacklevel=2,
+    )
     return run(replace(config, pieces=True), reason)
 
 
