@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping, Sequence
 
 import pytest
@@ -60,6 +61,14 @@ def draw_schedule(data: st.DataObject) -> Schedule:
 
 def draw_times(data: st.DataObject, schedule: Schedule) -> Times:
     return {action: data.draw(st.sampled_from([0.5, 1.0, 1.5, 2.0, 7.0])) for _, action in schedule}
+
+
+@given(data=st.data())
+def test_no_queue_stops_whatever_a_partition_has_predicted(data: st.DataObject) -> None:
+    schedule = draw_schedule(data)
+    strange = st.sampled_from([-1.0, 0.0, 1e-300, 1e-6, 1.0, 1e9, 3e15, math.inf, math.nan])
+    run = Run(schedule, {action: data.draw(strange) for _, action in schedule}, draw_times(data, schedule))
+    assert run.ends.keys() == run.after.keys()
 
 
 @given(data=st.data())

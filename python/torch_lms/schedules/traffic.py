@@ -21,7 +21,8 @@ from torch_lms.schedules.simulation import Task, tasks_of
 
 __all__ = ["Traffic", "Transfer", "expected_us", "traffic_of"]
 
-_LEAST_US = 0.01  # of an action, so that what needs a transfer ends after it
+# Of an action, so that what needs a transfer ends after it, in numbers as exact as these are. Not a number is the least.
+_LEAST_US, _MOST_US = 0.01, 1e9
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def _transfers(tasks: list[Task], rank: int, duration_us: Callable[[Action], flo
     uses: dict[int, Task] = {}
     for number, task in enumerate(tasks):
         begin_us = max((ends_us[one] for one in task.needs), default=0.0)
-        ends_us.append(begin_us + (0.0 if task.transfer else max(duration_us(task.action), _LEAST_US)))
+        ends_us.append(begin_us + (0.0 if task.transfer else min(_MOST_US, max(_LEAST_US, duration_us(task.action)))))
         if task.transfer:
             made.append((ends_us[-1], number))
             continue
