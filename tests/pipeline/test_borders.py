@@ -7,9 +7,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import fx, nn
 
 from torch_lms.errors import PipelineError
 from torch_lms.pipeline.borders import carrier_metas, describe, pack, unpack
+from torch_lms.pipeline.boundary import Boundary, Microbatch
+from torch_lms.stages.cutting import split
 
 CPU = torch.device("cpu")
 Pair = namedtuple("Pair", "left right")
@@ -131,3 +134,41 @@ def test_a_device_becomes_that_of_the_stage() -> None:
 def test_what_is_not_as_in_the_first_step_is_refused(first: Any, later: Any) -> None:
     with pytest.raises(PipelineError, match="stage 7, as in the first step"):
         pack(describe(first), later, CPU, "stage 7")
+
+
+class Counting(nn.Module):
+    """Weighs what it makes by a buffer that each microbatch writes."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("count", torch.zeros(4, dtype=dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        count = self.count.add_(1)
+        loss: torch.Tensor = (self.last(self.first(x)) * count).mean()
+        return loss
+
+
+class BufferTracer(fx.Tracer):
+    proxy_buffer_attributes = True
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+def test_a_value_in_a_buffer_leaves_as_it_was_for_its_microbatch(dtype: torch.dtype) -> None:
+    """It may be sent, or read by the next stage on the same rank, when the next microbatch has written the buffer."""
+    model = Counting(dtype)
+    graph = BufferTracer().trace(model)
+    names = [node.name for node in graph.nodes if node.op.startswith("call_")]
+    stage_of = {name: int(index >= names.index("last")) for index, name in enumerate(names)}
+    stage = split(fx.GraphModule(model, graph), stage_of, model=model)[0]
+    boundary = Boundary(stage, CPU, None, 2, carries_random=False)
+    microbatches = [Microbatch({"x": torch.ones(2, 4)})] * 2
+    boundary.prepare(None, [], microbatches[0])
+    boundary.load(microbatches)
+    counts = []
+    made = [boundary() for _ in microbatches]
+    for carriers in made:
+        values = unpack(boundary.crossing.outgoing, carriers, CPU)
+        counts += [value.tolist() for name, value in zip(stage.outputs, values, strict=True) if "add" in name]
+    assert counts == [[1.0] * 4, [2.0] * 4]

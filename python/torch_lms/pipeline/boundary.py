@@ -7,6 +7,9 @@
 Note [Token]: a transport expects a gradient of every carrier, also of integers and of values that have no influence on
 the loss. Enter's backward gives zeros for these; the token, an empty sum from Enter to Exit, makes sure that it runs.
 What Enter gives is no leaf and no view, so that the stage may work on it in place.
+
+Note [Buffers that leave]: a value may lie in a buffer, which the next microbatch's forward may write before this one's
+has been sent, or read where the next stage is on the same rank. So it leaves as a copy.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_lms._torch_compat import storage_key
 from torch_lms.errors import PipelineError
 from torch_lms.pipeline.borders import carrier_metas, describe, pack, unpack
 from torch_lms.pipeline.randomness import RandomStream
@@ -150,9 +154,22 @@ class Boundary(nn.Module):
         result = self._run(values, microbatch)
         if self.is_last:
             return _apply_exit(token, self.loss_of(result, microbatch), self._scale)
-        where = f"stage {self.stage.index}"
-        packed = pack(self.crossing.outgoing, result, self.device, where)
+        packed = self.pack(self.crossing.outgoing, result)
         return tuple(_apply_exit(token, carrier) for carrier in packed)
+
+    def pack(self, outgoing: Any, result: Any) -> list[torch.Tensor]:
+        """The carriers of what the stage returns; see Note [Buffers that leave].
+
+        Args:
+            outgoing: template of the stage's outputs.
+            result: these.
+
+        Raises:
+            PipelineError: if they are not of the template.
+        """
+        buffers = {storage_key(buffer) for buffer in self.stage.buffers() if buffer.layout is torch.strided}
+        packed = pack(outgoing, result, self.device, f"stage {self.stage.index}")
+        return [carrier.clone() if storage_key(carrier) in buffers else carrier for carrier in packed]
 
     def prepare(self, incoming: Any, carriers: Sequence[torch.Tensor], microbatch: Microbatch) -> list[torch.Tensor]:
         """Runs once, to find what crosses its borders, which is `crossing` then.
@@ -174,7 +191,7 @@ class Boundary(nn.Module):
                 return []
             outgoing = describe(result)
             self.crossing = Crossing(incoming, outgoing)
-            return [carrier.detach() for carrier in pack(outgoing, result, self.device, "this stage")]
+            return [carrier.detach() for carrier in self.pack(outgoing, result)]
 
     def empty_carriers(self, incoming: Any) -> list[torch.Tensor]:
         """Room for the carriers of a template."""

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from torch_lms._torch_compat import function_mode
-from torch_lms.pipeline.borders import describe, pack
+from torch_lms.pipeline.borders import describe
 from torch_lms.pipeline.boundary import Boundary, Microbatch
 from torch_lms.pipeline.messages import Messages
 from torch_lms.pipeline.transfers import Channel
@@ -137,7 +137,6 @@ def forward_all(
     count = boundaries[0].stage.count
     places = _Places(ranks, count, len(microbatches))
     by_stage = {boundary.stage.index: boundary for boundary in boundaries}
-    device = boundaries[0].device
     templates: dict[int, Any] = {}  # of what goes into each stage here, and out of it
     arrived: dict[tuple[int, int], list[torch.Tensor]] = {}
     results: list[Any] = []
@@ -154,7 +153,7 @@ def forward_all(
                 if microbatch == 0:
                     templates[stage + 1] = describe(result)
                     messages.tell(f"{name}/{stage + 1}", templates[stage + 1])
-                leaving = pack(templates[stage + 1], result, device, f"stage {stage}")
+                leaving = by_stage[stage].pack(templates[stage + 1], result)
         before = places.item(tick, (place - 1) % ranks)
         if before is not None and before[0] + 1 < count:
             stage, microbatch = before[0] + 1, before[1]

@@ -21,7 +21,7 @@ from torch_lms.schedules.simulation import Task, tasks_of
 
 __all__ = ["Traffic", "Transfer", "expected_us", "traffic_of"]
 
-# Of an action, so that what needs a transfer ends after it, in numbers as exact as these are. Not a number is the least.
+# Of an action, so that what needs a transfer ends after it, as exact as numbers are. What is no number is the least.
 _LEAST_US, _MOST_US = 0.01, 1e9
 
 
