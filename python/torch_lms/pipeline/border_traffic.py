@@ -50,7 +50,7 @@ class BorderTraffic:
         self._place_of = {action: place for place, action in enumerate(schedule.ranks[rank])}
         self._plan = traffic_of(schedule, rank, duration_us)
         self._next: deque[Transfer] = deque()
-        self._on_cuda, self._done = boundaries[0].device.type == "cuda", deque[Any]()
+        self._device, self._done = boundaries[0].device, deque[Any]()
         self._leaving: dict[Action, Sequence[torch.Tensor]] = {}
         self._coming: dict[Action, Started] = {}
         self._sent: dict[Action, Started] = {}
@@ -76,8 +76,8 @@ class BorderTraffic:
 
     def _stay_near(self) -> None:
         """See Note [Ahead of the device]."""
-        if self._on_cuda:
-            self._done.append(torch.cuda.current_stream().record_event())
+        if self._device.type == "cuda":  # which need not be the process's current one
+            self._done.append(torch.cuda.current_stream(self._device).record_event())
             if len(self._done) > _ACTIONS_AHEAD:
                 self._done.popleft().synchronize()
 
