@@ -167,3 +167,17 @@ def half_done_microbatches(rank: int, world: int) -> None:
         said += freed * (seen.kind == "I")  # until the action returns
         assert seen.live_bytes - said <= SCALARS * (1 + seen.done["F"]), (rank, seen, said)
         assert seen.live_bytes >= said or LETS_GO_OF_OUTPUTS, (rank, seen, said)
+
+
+def stages_of_one_rank(rank: int, world: int) -> None:
+    """No microbatch's values outlive its backward, gradients too."""
+    x = torch.randn(MICROBATCHES * ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
+    traced = trace(Scored(), (x[:ROWS].clone(),))
+    _, _, stage_of = planned(traced, x[:ROWS].clone())
+    config = PipelineConfig(schedule="zero_bubble", microbatches=MICROBATCHES)
+    live = LiveBytes()
+    with Pipeline(split(traced, stage_of), config=config) as pipeline:
+        pipeline.step(x)  # makes the gradients of the weights
+        with live:
+            pipeline.step(x)
+        assert live.count() <= SCALARS * MICROBATCHES < VALUE, live.count()

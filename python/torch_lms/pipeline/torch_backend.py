@@ -220,17 +220,23 @@ def _make_stage(boundary: Boundary, group: Any, recorder: Recorder) -> Any:
             recorder.end(self._done)
             return result
 
-        def _take(self, otherwise: Any, microbatch: int) -> Any:
-            """What has come from another rank; else what PyTorch has, from a stage of this one."""
+        def _take(self, otherwise: Any, rooms: Any, microbatch: int) -> Any:
+            """What has come from another rank; else what PyTorch has, from a stage of this one, and would keep."""
             received, self._received = self._received, None
-            return otherwise(microbatch) if received is None else tuple(received)
+            if received is not None:
+                return tuple(received)
+            values = otherwise(microbatch)
+            for room in rooms[microbatch]:
+                if getattr(room, "buffer", None) is not None:  # 2.15 has let go of it
+                    room.buffer = torch.empty(0, device="meta")
+            return values
 
         def _retrieve_recv_activations(self, fwd_chunk_id: int) -> Any:
-            values = self._take(super()._retrieve_recv_activations, fwd_chunk_id)
+            values = self._take(super()._retrieve_recv_activations, self.args_recv_info, fwd_chunk_id)
             return tuple(value.requires_grad_() for value in values)
 
         def _retrieve_recv_grads(self, bwd_chunk_id: int) -> Any:
-            return self._take(super()._retrieve_recv_grads, bwd_chunk_id)
+            return self._take(super()._retrieve_recv_grads, self.grad_recv_info, bwd_chunk_id)
 
         def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
             """Nothing: it was asked for."""
@@ -250,6 +256,10 @@ def _make_stage(boundary: Boundary, group: Any, recorder: Recorder) -> Any:
 
         def _send(self, operations: Sequence[Any]) -> list[Any]:
             self.traffic.after(self._done, [operation.tensor for operation in operations])
+            return []
+
+        def _get_init_p2p_neighbors_ops(self) -> list[Any]:
+            """Nothing: the ranks have met. PyTorch 2.11 has a lone rank send to itself, which Gloo refuses."""
             return []
 
         def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
