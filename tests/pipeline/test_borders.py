@@ -139,6 +139,8 @@ def test_what_is_not_as_in_the_first_step_is_refused(first: Any, later: Any) -> 
 class Counting(nn.Module):
     """Weighs what it makes by a buffer that each microbatch writes."""
 
+    count: torch.Tensor
+
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from torch_lms.pipeline.timeline import MeasuredStep, peak_memory_bytes, reset_peak_memory
+from torch_lms.pipeline.timeline import MeasuredStep, Timeline, peak_memory_bytes, reset_peak_memory
 from torch_lms.schedules.actions import BACKWARD, FORWARD, Action
 from torch_lms.schedules.simulation import Event
 
@@ -20,6 +20,21 @@ def test_the_peak_is_that_of_the_device_since_it_was_reset(monkeypatch: pytest.M
     first, second = peaks
     reset_peak_memory(second)
     assert (peak_memory_bytes(first), peak_memory_bytes(second)) == (5 * MIB, MIB)
+
+
+def test_actions_are_timed_on_the_ranks_device_whichever_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, timed, waited = torch.device("cuda", 1), [], []
+    event = SimpleNamespace(record=lambda stream=None: timed.append(stream), elapsed_time=lambda other: 2.0)
+    monkeypatch.setattr(torch.cuda, "Event", lambda **kwargs: event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda of=None: of)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda of=None: waited.append(of))
+    timeline = Timeline(device)
+    timeline.enabled = True
+    timeline.start()
+    timeline.begin(Action(0, FORWARD, 0))
+    timeline.end(Action(0, FORWARD, 0))
+    assert [found.end_us for found in timeline.events(1)] == [2000.0]
+    assert (timed, waited) == ([device] * 3, [device])
 
 
 def test_the_cpu_does_not_count() -> None:

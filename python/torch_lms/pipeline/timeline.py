@@ -36,7 +36,7 @@ class Timeline:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+        self._cuda, self._device = device.type == "cuda", device
         self.enabled = False
         self._begun: Any = None
         self._marks: list[tuple[Action, Any, Any]] = []
@@ -61,7 +61,7 @@ class Timeline:
     def events(self, rank: int) -> list[Event]:
         """What was measured; waits for the device."""
         if self._cuda and self._marks:
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(self._device)
         return [
             Event(rank, action, self._elapsed_us(self._begun, begin), self._elapsed_us(self._begun, end))
             for action, begin, end in self._marks
@@ -71,7 +71,7 @@ class Timeline:
         if not self._cuda:
             return time.perf_counter_ns()
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))
         return event
 
     def _elapsed_us(self, begin: Any, end: Any) -> float:
