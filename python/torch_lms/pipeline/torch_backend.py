@@ -259,8 +259,8 @@ def _make_stage(boundary: Boundary, group: Any, recorder: Recorder) -> Any:
             return []
 
         def _get_init_p2p_neighbors_ops(self) -> list[Any]:
-            """Nothing: the ranks have met. PyTorch 2.11 has a lone rank send to itself, which Gloo refuses."""
-            return []
+            """Of PyTorch 2.11: nothing where a lone rank would send to itself, which Gloo refuses."""
+            return super()._get_init_p2p_neighbors_ops() if self.group_size > 1 else []
 
         def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
             return self._without_room(super()._prepare_forward_infra, *args, **kwargs)
