@@ -35,7 +35,7 @@ from torch_lms.partition.relief import Choice, MemoryRelief, StageNeed, StageRel
 from torch_lms.plan.decision import RECOMPUTE, SWAP, Decision
 from torch_lms.plan.simulator import simulate
 from torch_lms.plan.trace import Link, Recipe, Trace, TraceOp, TraceStorage
-from torch_lms.schedules.actions import BACKWARD, FORWARD, INPUT_BACKWARD, KINDS, WEIGHT_BACKWARD, Action
+from torch_lms.schedules.actions import BACKWARD, FORWARD, INPUT_BACKWARD, KINDS, WEIGHT_BACKWARD, Action, share_of
 
 __all__ = ["DeviceStep", "Part", "Priced", "RelievedDevice", "StageWork", "relieve"]
 
@@ -65,8 +65,8 @@ class StageWork:
         """What an action takes for each part."""
         if kind == FORWARD:
             return [part.forward_us for part in self.parts]
-        share = {INPUT_BACKWARD: self.input_backward_share, WEIGHT_BACKWARD: 1 - self.input_backward_share}
-        return [part.backward_us * share.get(kind, 1.0) for part in self.parts]
+        share = share_of(kind, self.input_backward_share)
+        return [part.backward_us * share for part in self.parts]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,7 @@ from torch_lms.errors import PartitionError, PipelineError
 from torch_lms.partition.costs import CostModel
 from torch_lms.partition.moments import half_done, moments_alone, moments_of
 from torch_lms.partition.relief import StageNeed
-from torch_lms.schedules.actions import BACKWARD, FORWARD, INPUT_BACKWARD, WEIGHT_BACKWARD, Action, Schedule
+from torch_lms.schedules.actions import BACKWARD, FORWARD, WEIGHT_BACKWARD, Action, Schedule, share_of
 from torch_lms.schedules.rules import ONE_STAGE_EACH, make_schedule
 from torch_lms.schedules.simulation import Task, in_flight, on_ranks, tasks_of
 
@@ -250,5 +250,4 @@ def _node(task: Task, input_share: float) -> _Node:
     stage, kind = task.action.stage, task.action.kind
     if task.transfer:
         return _Node(*((SEND, stage) if kind == FORWARD else (BACK, stage - 1)), 1.0, task.needs)
-    share = {FORWARD: 1.0, BACKWARD: 1.0, INPUT_BACKWARD: input_share, WEIGHT_BACKWARD: 1 - input_share}[kind]
-    return _Node(FORWARDS if kind == FORWARD else BACKWARDS, stage, share, task.needs)
+    return _Node(FORWARDS if kind == FORWARD else BACKWARDS, stage, share_of(kind, input_share), task.needs)

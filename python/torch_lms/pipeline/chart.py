@@ -9,6 +9,7 @@ from typing import Any
 from torch_lms.errors import PipelineError
 from torch_lms.schedules.actions import BACKWARD, FORWARD, INPUT_BACKWARD, WEIGHT_BACKWARD, Action, Schedule
 from torch_lms.schedules.simulation import Event, simulate
+from torch_lms.schedules.traffic import expected_us
 
 __all__ = ["draw_charts", "predict"]
 
@@ -34,7 +35,7 @@ def predict(
     Args:
         schedule: what runs.
         forward_us: of one microbatch in each stage.
-        backward_us: as ``forward_us``; a backward of inputs and one of weights take half of it each.
+        backward_us: as ``forward_us``; of its two parts each takes half, and the first stage's of weights all of it.
         send_us: what goes over each border in a forward; nothing if left out.
         back_us: in a backward; as ``send_us``.
 
@@ -49,15 +50,10 @@ def predict(
             f"expected times of {schedule.stages} stages and of the borders between them, found {found}"
         )
 
-    def duration(action: Action) -> float:
-        if action.kind == FORWARD:
-            return forward_us[action.stage]
-        return backward_us[action.stage] * (1.0 if action.kind == BACKWARD else 0.5)
-
     def transfer(action: Action) -> float:
         return send_us[action.stage] if action.kind == FORWARD else back_us[action.stage - 1]
 
-    return simulate(schedule, duration, transfer)
+    return simulate(schedule, expected_us((forward_us, backward_us)), transfer)
 
 
 def draw_charts(charts: Mapping[str, Sequence[Event]], path: str | Path, *, title: str = "") -> Path:

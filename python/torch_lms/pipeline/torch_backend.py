@@ -14,7 +14,7 @@ by its name alone. So the outputs are held until the backward of weights.
 
 Note [Own traffic]: PyTorch's schedules of several stages ask for what comes in an order that takes all actions for
 equally long. NCCL does what a group is given one after the other, so that a receive whose values are late holds up all
-that come after it: on four H100s they took 1.3 times as long as their data says. And they keep room for each
+that come after it: on four H200s they took 1.2 and 1.4 times as long as predicted. And they keep room for each
 microbatch, and all that was sent, until the step ends. So stages give PyTorch nothing to transfer, and do it themselves
 (``border_traffic``).
 """

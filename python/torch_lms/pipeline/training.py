@@ -26,7 +26,7 @@ from torch_lms.stages.running import Stages
 
 __all__ = ["TrainingPipeline", "train"]
 
-# On two H100s, beside transfers of NCCL both ways at once, matrix products and sums take about twice as long.
+# NCCL's transfers take units of a GPU and of its memory's rate from what it computes; how much depends on both.
 _CUDA_TRANSFER_SHARE = 0.25
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from torch_lms.errors import PipelineError
 from torch_lms.schedules.actions import BACKWARD, FORWARD, INPUT_BACKWARD, WEIGHT_BACKWARD, Action, Schedule
 
-__all__ = ["Event", "Task", "check_schedule", "in_flight", "on_ranks", "simulate", "tasks_of"]
+__all__ = ["Event", "Task", "begin_of", "check_schedule", "ends_of", "in_flight", "on_ranks", "simulate", "tasks_of"]
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,22 @@ def tasks_of(schedule: Schedule, *, overlap: bool = True) -> list[Task]:
     if stuck:
         raise PipelineError(f"expected a schedule that ends, found it stuck: {', '.join(stuck)}; reorder these actions")
     return order.tasks
+
+
+def begin_of(task: Task, ends_us: Sequence[float]) -> float:
+    """When a task begins: when those that it needs have ended."""
+    return max((ends_us[one] for one in task.needs), default=0.0)
+
+
+def ends_of(
+    tasks: Sequence[Task], duration_us: Callable[[Action], float], transfer_us: Callable[[Action], float]
+) -> list[float]:
+    """When each task ends if each begins as soon as it can."""
+    ends_us: list[float] = []
+    for task in tasks:
+        took_us = (transfer_us if task.transfer else duration_us)(task.action)
+        ends_us.append(begin_of(task, ends_us) + took_us)
+    return ends_us
 
 
 class _Order:
@@ -150,13 +166,13 @@ def simulate(
     Raises:
         PipelineError: if the schedule stops, with the action that each rank waits in.
     """
-    ends: list[float] = []
-    events = []
-    for task in tasks_of(schedule, overlap=overlap):
-        start = max((ends[one] for one in task.needs), default=0.0)
-        ends.append(start + (transfer_us if task.transfer else duration_us)(task.action))
-        if not task.transfer:
-            events.append(Event(task.rank, task.action, start, ends[-1]))
+    tasks = tasks_of(schedule, overlap=overlap)
+    ends = ends_of(tasks, duration_us, transfer_us)
+    events = [
+        Event(task.rank, task.action, begin_of(task, ends), end)
+        for task, end in zip(tasks, ends, strict=True)
+        if not task.transfer
+    ]
     return sorted(events, key=lambda event: (event.start_us, event.rank))
 
 

@@ -3,8 +3,8 @@
 Note [Traffic]: a transport does all that a rank gives it one after the other, each when the actions given before it are
 over and the other rank has come to it too. So transfers have one order for all ranks, that of the moments at which they
 can begin if every action takes as long as it should. A rank comes to a receive before the action in which it then is,
-or behind it, whichever is nearer. Before that moment it would wait on the device, after it the other rank would, and on
-an H100 matrix products take up to 1.17 times as long beside such a wait.
+or behind it, whichever is nearer. Before that moment it would wait on the device, after it the other rank would, and
+what a GPU computes beside such a wait takes longer.
 
 A send has ended for certain where an action begins that could not do so without it: there nobody waits for it, and what
 was sent may go.
@@ -16,8 +16,8 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from torch_lms.schedules.actions import FORWARD, INPUT_BACKWARD, WEIGHT_BACKWARD, Action, Schedule
-from torch_lms.schedules.simulation import Task, tasks_of
+from torch_lms.schedules.actions import FORWARD, Action, Schedule, share_of
+from torch_lms.schedules.simulation import Task, begin_of, ends_of, tasks_of
 
 __all__ = ["Traffic", "Transfer", "expected_us", "traffic_of"]
 
@@ -64,9 +64,8 @@ def expected_us(times_us: tuple[Sequence[float], Sequence[float]] | None = None)
 
     def duration_us(action: Action) -> float:
         forward_us, backward_us = (1.0, 2.0) if times_us is None else (own[action.stage] for own in times_us)
-        share = 0.5 if action.stage else 0.0  # the first stage has no gradients of inputs
-        parts = {INPUT_BACKWARD: share, WEIGHT_BACKWARD: 1 - share}
-        return forward_us if action.kind == FORWARD else backward_us * parts.get(action.kind, 1.0)
+        share = share_of(action.kind, 0.5 if action.stage else 0.0)  # the first stage has no gradients of inputs
+        return share * (forward_us if action.kind == FORWARD else backward_us)
 
     return duration_us
 
@@ -87,19 +86,21 @@ def traffic_of(schedule: Schedule, rank: int, duration_us: Callable[[Action], fl
 
 
 def _transfers(tasks: list[Task], rank: int, duration_us: Callable[[Action], float]) -> tuple[Transfer, ...]:
-    ends_us: list[float] = []
+
+    def taken_us(action: Action) -> float:
+        return min(_MOST_US, max(_LEAST_US, duration_us(action)))
+
+    ends_us = ends_of(tasks, taken_us, lambda action: 0.0)
     made: list[tuple[float, int]] = []  # when a transfer can begin, and its number
     middles_us: list[float] = []  # of the rank's own actions
     uses: dict[int, Task] = {}
     for number, task in enumerate(tasks):
-        begin_us = max((ends_us[one] for one in task.needs), default=0.0)
-        ends_us.append(begin_us + (0.0 if task.transfer else min(_MOST_US, max(_LEAST_US, duration_us(task.action)))))
         if task.transfer:
-            made.append((ends_us[-1], number))
+            made.append((ends_us[number], number))
             continue
         uses.update((one, task) for one in task.needs if tasks[one].transfer)
         if task.rank == rank:
-            middles_us.append((begin_us + ends_us[-1]) / 2)
+            middles_us.append((begin_of(task, ends_us) + ends_us[number]) / 2)
     found = []
     for begin_us, number in sorted(made):
         use = uses[number]
