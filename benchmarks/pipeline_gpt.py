@@ -354,7 +354,13 @@ def draw(job: Job, pipeline: TrainingPipeline, events: Sequence[Event], folder: 
     """The automatic split, predicted and measured."""
     figures = pipeline.partition.figures
     times = figures.stage_forward_us, figures.stage_backward_us, figures.cut_forward_us, figures.cut_backward_us
-    charts = {"predicted": predict(pipeline.schedule, *times), "measured": events}
+    predicted = predict(
+        pipeline.schedule,
+        *times,
+        weights_us=figures.stage_weights_us,
+        transfers_in_turn=figures.transfers_in_turn,
+    )
+    charts = {"predicted": predicted, "measured": events}
     try:
         picture = draw_charts(charts, folder / f"{file_name(job)}.svg", title=f"{job.shape.name}, automatic split")
         print("wrote", picture.name)

@@ -19,6 +19,7 @@ from torch_lms.partition.link_spec import LinkSpec
 from torch_lms.partition.partitioning import partition
 from torch_lms.partition.recompute_and_swap import RecomputeAndSwap
 from torch_lms.partition.relief import KEEP_ALL, MemoryRelief
+from torch_lms.schedules.rules import splits_backward
 from torch_lms.stages.cutting import split
 from torch_lms.stages.giving_up import can_swap
 from torch_lms.stages.materialize import materialize
@@ -232,6 +233,8 @@ def _profile(
         settings = replace(settings, device=here)
     if settings.accumulate is None:
         settings = replace(settings, accumulate=config.cost.microbatches > 1)
+    if settings.two_parts is None:
+        settings = replace(settings, two_parts=splits_backward(config.cost.schedule))
     return profile(model, *args, optimizer=optimizer, config=settings, **kwargs)
 
 

@@ -19,7 +19,8 @@ __all__ = ["contiguous_placements", "graphs", "make_graph", "measured", "problem
 
 def make_graph(seed: int, nodes: int) -> CostGraph:
     """A graph with branches, skips, tied parameters, shared storages, unused inputs and dead ends."""
-    draw, draw_kept = random.Random(seed), random.Random(seed + 1)
+    draw, draw_kept, draw_parts = (random.Random(seed + more) for more in range(3))
+    in_parts = draw_parts.random() < 0.5
     made = [
         CostNode(
             name=f"in{index}", kind="placeholder", output_bytes=draw.randint(1, 60), output_storages=(f"i{index}",)
@@ -39,6 +40,8 @@ def make_graph(seed: int, nodes: int) -> CostGraph:
                 name=f"n{index}",
                 forward_us=draw.choice([0.0, draw.random() * 10]),
                 backward_us=draw.random() * 20,
+                input_backward_us=draw_parts.random() * 12 if in_parts else None,
+                weight_backward_us=draw_parts.choice([0.0, draw_parts.random() * 12]) if in_parts else None,
                 output_bytes=draw.choice([0, draw.randint(1, 300)]),
                 gradient_bytes=draw.choice([0, draw.randint(1, 300)]),
                 kept_gradient_bytes=draw_kept.choice([None, 0, draw_kept.randint(1, 300)]),
@@ -51,15 +54,16 @@ def make_graph(seed: int, nodes: int) -> CostGraph:
         )
         names.append(f"n{index}")
         if draw.random() < 0.1:
-            made += [_element(f"n{index}", part, draw.randint(0, 100)) for part in range(2)]
+            made += [_element(f"n{index}", part, draw.randint(0, 100), in_parts) for part in range(2)]
             names += [f"n{index}.{part}" for part in range(2)]
     made.append(CostNode(name="output", kind="output", inputs=tuple({names[-1], draw.choice(names[:-1])})))
     return CostGraph(nodes=tuple(made), parameter_bytes=parameters, storage_bytes=storages)
 
 
-def _element(name: str, part: int, nbytes: int) -> CostNode:
+def _element(name: str, part: int, nbytes: int, in_parts: bool) -> CostNode:
     """A part of a node's output, which stays with the node."""
     return CostNode(name=f"{name}.{part}", inputs=(name,), forward_us=0.5, output_bytes=nbytes, gradient_bytes=nbytes,
+                    input_backward_us=0.0 if in_parts else None, weight_backward_us=0.0 if in_parts else None,
                     element=True)  # fmt: skip
 
 

@@ -79,15 +79,15 @@ class _Stage:
                 self.clock.send(key)
 
     def backward(self, microbatch: int, kind: str) -> None:
-        share = {"I": self.work.input_backward_share, "W": 1 - self.work.input_backward_share}.get(kind, 1.0)
-        if kind == "W" and self.again:
-            share = 1.0  # all of backward once more
+        times_us = [part.weights_us if kind == "W" else part.backward_us for part in self.work.parts]
+        if kind == "W" and self.again:  # all of backward once more
+            times_us = [part.backward_us + part.weights_us for part in self.work.parts]
         rest = self.number, microbatch, None
         if kind != "W":
             self.waiting.remove(microbatch)
         if kind == "I":
             self.clock.held[rest] += float(self.work.need.kept_bytes)
-        for part in reversed(self.work.parts):
+        for part, took_us in reversed(list(zip(self.work.parts, times_us, strict=True))):
             if part.segment is not None:
                 self._have(microbatch, part.segment)
             twice = kind == "W" and part.segment in self.again  # what the inputs' part did not use is still there
@@ -95,7 +95,7 @@ class _Stage:
             self.clock.look(working + (self.segments[part.segment or 0].saved_bytes if twice else 0))
             if part.segment in self.again:
                 self.clock.now_us += self.segments[part.segment].again_us / self.work.need.speed
-            self.clock.now_us += part.backward_us * share
+            self.clock.now_us += took_us
             if part.segment is not None and kind != "I":
                 del self.clock.held[self.number, microbatch, part.segment]
         if kind == "I":

@@ -13,7 +13,7 @@ from tests.partition.relief_clock import run_with_relief
 from torch_lms.partition import Choice, CostModel, GivenUp, LinkSpec, RecomputeAndSwap, StageNeed
 from torch_lms.partition.device_step import DeviceStep, Part, RelievedDevice, StageWork, relieve
 from torch_lms.partition.offers import Offers, Segment
-from torch_lms.partition.steps import BACKWARDS, FORWARDS, ROWS, TrainingStep
+from torch_lms.partition.steps import BACKWARDS, FORWARDS, ROWS, WEIGHTS, TrainingStep
 from torch_lms.schedules import Schedule
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
@@ -40,9 +40,9 @@ class Drawn:
         segments, parts = [], []
         for number in range(draw.randint(1, most)):
             if draw.random() < 0.3:
-                parts.append(Part(forward_us=draw.uniform(0, 10), backward_us=draw.uniform(0, 20)))
+                parts.append(self._part(stage, draw.uniform(0, 10), draw.uniform(0, 20)))
             forward_us = draw.uniform(5, 20)
-            parts.append(Part(forward_us=forward_us, backward_us=2 * forward_us, segment=number))
+            parts.append(self._part(stage, forward_us, 2 * forward_us, number))
             segments.append(
                 Segment(
                     names=(f"s{number}",),
@@ -56,7 +56,7 @@ class Drawn:
         count, forward_us = len(segments), sum(part.forward_us for part in parts)
         rest, split = draw.randint(0, 100), self.model.schedule == "zero_bubble"
         need = StageNeed(
-            time_us=np.float64(forward_us + sum(part.backward_us for part in parts)),
+            time_us=np.float64(forward_us + sum(part.backward_us + part.weights_us for part in parts)),
             forward_us=np.float64(forward_us),
             static_bytes=np.float64(draw.randint(0, 100)),
             held_bytes=np.float64(sum(one.saved_bytes for one in segments) + rest),
@@ -70,7 +70,11 @@ class Drawn:
             offers=Offers(segments=tuple(segments), first=np.zeros(count, np.int64), end=np.ones(count, np.int64)),
             end=1,
         )
-        return StageWork(parts=tuple(parts), need=need, input_backward_share=self.model.input_share(stage))
+        return StageWork(parts=tuple(parts), need=need)
+
+    def _part(self, stage: int, forward_us: float, backward_us: float, segment: int | None = None) -> Part:
+        inputs, weights = (share * backward_us for share in self.model.relief_shares(stage))
+        return Part(forward_us=forward_us, backward_us=inputs, weights_us=weights, segment=segment)
 
     def of_rank(self, rank: int) -> DeviceStep:
         works = {stage: self.works[stage] for stage in self.step.stages_of[rank]}
@@ -95,7 +99,8 @@ class Drawn:
         rows = np.zeros((ROWS, len(self.works)))
         for stage, work in self.works.items():
             rows[FORWARDS, stage] = work.need.forward_us
-            rows[BACKWARDS, stage] = work.need.time_us - work.need.forward_us
+            rows[BACKWARDS, stage] = sum(part.backward_us for part in work.parts)
+            rows[WEIGHTS, stage] = sum(part.weights_us for part in work.parts)
         ranks = range(len(self.schedule.ranks))
         found = [
             self.of_rank(rank).price(tuple(one for one in choice if one.stage in self.step.stages_of[rank]))

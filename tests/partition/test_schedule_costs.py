@@ -34,6 +34,8 @@ from torch_lms.partition.intervals import stage_matrices
 from torch_lms.partition.relief import KEEP_ALL
 from torch_lms.partition.sequence import UnitSequence
 from torch_lms.schedules import Action, Event, make_schedule, simulate
+from torch_lms.schedules.simulation import events_of, tasks_of
+from torch_lms.schedules.traffic import expected_us, in_turn
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 exhaustive = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
@@ -67,6 +69,7 @@ def shared_problems(draw: st.DrawFn, schedule: str) -> PartitionProblem:
         memory_buffer=0.0,
         input_backward_share=draw(st.sampled_from([0.5, 0.3])),
         transfer_share=draw(st.sampled_from([0.0, 0.3])),
+        transfers_in_turn=draw(st.booleans()),
         data_parallel=draw(copies()),
         optimizer_offload=draw(st.sampled_from([None, LinkSpec(bytes_per_us=50.0, latency_us=1.0)])),
     )
@@ -134,7 +137,13 @@ def test_steps_and_memory_of_devices_are_those_of_the_actions(schedule: str, dat
     drawn = data.draw(shared_problems(schedule))
     slowed = drawn.cost_model.transfer_share
     microbatches = drawn.cost_model.microbatches
-    model = CostModel(schedule=schedule, microbatches=microbatches, memory_buffer=0.0, transfer_share=slowed)
+    model = CostModel(
+        schedule=schedule,
+        microbatches=microbatches,
+        memory_buffer=0.0,
+        transfer_share=slowed,
+        transfers_in_turn=drawn.cost_model.transfers_in_turn,
+    )
     problem = PartitionProblem(graph=drawn.graph, devices=drawn.devices, links=drawn.links, cost_model=model)
     if schedule in ("gpipe", "1f1b"):  # a device for each stage, as these have it
         devices = tuple(DeviceSpec(name=f"e{index}") for index in range(problem.stages))
@@ -147,18 +156,18 @@ def test_steps_and_memory_of_devices_are_those_of_the_actions(schedule: str, dat
         figures = measured(problem, placed)
 
         def duration(action: Action, made: Figures = figures) -> float:
-            forward, split = action.kind == "F", 0.5 if action.stage else 0.0
-            times = made.stage_forward_us if forward else made.stage_backward_us
-            borders = (0.0, *(made.cut_forward_us if forward else made.cut_backward_us), 0.0)
-            whole_us = times[action.stage] + slowed * sum(borders[action.stage : action.stage + 2])
-            return whole_us * {"I": split, "W": 1 - split}.get(action.kind, 1.0)
+            borders = (0.0, *(made.cut_forward_us if action.kind == "F" else made.cut_backward_us), 0.0)
+            slower_us = slowed * sum(borders[action.stage : action.stage + 2]) if action.kind != "I" else 0.0
+            return expected_us(made.times_us)(action) + slower_us
 
         def transfer(action: Action, made: Figures = figures) -> float:
             onward = action.kind == "F"
             sizes = made.cut_forward_bytes if onward else made.cut_backward_bytes
             return link.transfer_us(sizes[action.stage if onward else action.stage - 1])
 
-        step_us = max(event.end_us for event in simulate(actions, duration, transfer))
+        tasks = tasks_of(actions)
+        tasks = in_turn(tasks, expected_us()) if model.transfers_in_turn else tasks
+        step_us = max(event.end_us for event in events_of(tasks, duration, transfer))
         assert figures.step.step_us == pytest.approx(step_us)
         assert figures.device_memory_bytes == held_along(problem, placed, actions.ranks)
         alone = [
@@ -202,7 +211,13 @@ def test_matrices_say_what_every_contiguous_stage_takes(schedule: str, data: st.
 def test_buckets_are_reduced_one_by_one_as_they_become_final(schedule: str, overlap: bool, data: st.DataObject) -> None:
     """The end of a step, against a link for each device that takes one bucket after the other."""
     drawn = data.draw(shared_problems(schedule))
-    model = replace(drawn.cost_model, optimizer_offload=None, overlap_communication=overlap, transfer_share=0.0)
+    model = replace(
+        drawn.cost_model,
+        optimizer_offload=None,
+        overlap_communication=overlap,
+        transfer_share=0.0,
+        transfers_in_turn=False,
+    )
     problem = replace(drawn, cost_model=model)
     actions = problem.step_on(problem.devices).schedule
     assert isinstance(problem.links, LinkSpec)
@@ -211,10 +226,7 @@ def test_buckets_are_reduced_one_by_one_as_they_become_final(schedule: str, over
         figures = measured(problem, placed)
 
         def duration(action: Action, made: Figures = figures) -> float:
-            share = model.input_backward_share if action.stage else 0.0  # the first stage has no gradients of inputs
-            part = {"B": 1.0, "I": share, "W": 1 - share}
-            times = made.stage_forward_us if action.kind == "F" else made.stage_backward_us
-            return times[action.stage] * part.get(action.kind, 1.0)
+            return expected_us(made.times_us)(action)
 
         def transfer(action: Action, made: Figures = figures) -> float:
             onward = action.kind == "F"

@@ -5,8 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
-from torch_lms.pipeline.torch_backend import merge_groups
+from torch_lms.pipeline.torch_backend import is_available
+from torch_lms.pipeline.weight_groups import backward_of_weights, merge_groups
+
+if is_available():
+    from torch.distributed.pipelining._backward import stage_backward_input
 
 
 def group(params: str, nodes: str) -> dict[str, Any]:
@@ -32,3 +37,56 @@ def test_others_are_one_with_each_node_once(groups: list[dict[str, Any]], recomp
     kept = dict(zip(found["intermediates"], found["grads"], strict=True))
     assert kept == {"x": "gradient of x", "y": "gradient of y"}
     assert len(found["intermediates"]) == 2
+
+
+class Both(torch.autograd.Function):
+    """A node of two outputs, where a weight meets a value: of unlike shapes, so that their gradients have no sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.save_for_backward(x, weight)
+        return x * weight, (x * weight).sum(0)
+
+    @staticmethod
+    def backward(ctx: Any, one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        return (one + other) * weight, ((one + other) * x).sum(0)
+
+
+class Meeting(torch.nn.Module):
+    """Weights at nodes of one output and of two; one that is read twice, and one that nothing reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+        self.scale, self.unread = (torch.nn.Parameter(torch.rand(4)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        one, other = Both.apply(self.first(x).relu(), self.scale)
+        return self.last(one * self.scale).tanh() + other
+
+
+@pytest.mark.skipif(not is_available(), reason="needs torch.distributed.pipelining")
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_two_parts_of_a_backward_give_the_gradients_of_the_whole(recomputes: bool) -> None:
+    model, x = Meeting(), torch.rand(3, 4)
+
+    def gradients(one_by_one: bool) -> list[torch.Tensor | None]:
+        model.zero_grad()
+        for _ in range(2):  # the second time they are added to the first ones
+            leaf = x.clone().requires_grad_()
+            output = model(leaf)
+            if one_by_one:
+                _, groups = stage_backward_input([output], [torch.ones_like(output)], [leaf], model.parameters())
+                merged = merge_groups(groups, recomputes=recomputes)
+                backward_of_weights(model.parameters(), merged)
+                assert merged == []
+            else:
+                output.backward(torch.ones_like(output))
+        return [leaf.grad, *(parameter.grad for parameter in model.parameters())]
+
+    whole, parts = gradients(False), gradients(True)
+    for expected, found in zip(whole, parts, strict=True):
+        assert (expected is None) == (found is None)
+        if expected is not None and found is not None:
+            assert torch.equal(expected, found)

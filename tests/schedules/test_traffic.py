@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from torch_lms.schedules.actions import Action, Schedule
 from torch_lms.schedules.rules import ONE_STAGE_EACH, SCHEDULES, make_schedule
-from torch_lms.schedules.simulation import simulate
-from torch_lms.schedules.traffic import Transfer, expected_us, traffic_of
+from torch_lms.schedules.simulation import ends_of, simulate, tasks_of
+from torch_lms.schedules.traffic import Transfer, expected_us, in_turn, traffic_of
 
 Times = Mapping[Action, float]
 
@@ -119,7 +119,20 @@ def test_room_is_asked_for_no_sooner_than_it_is_needed() -> None:
                 assert sum(one.used_by.kind in kinds for one in asked) <= 1 + (rank == 0)
 
 
-def test_the_first_stage_is_expected_to_have_no_gradients_of_inputs() -> None:
-    duration_us = expected_us(((10.0, 20.0), (30.0, 50.0)))
+def test_actions_are_expected_to_take_what_their_stages_take() -> None:
+    duration_us = expected_us(((10.0, 20.0), (30.0, 50.0), (30.0, 20.0)))
     assert [duration_us(Action(0, kind, 0)) for kind in "FBIW"] == [10.0, 30.0, 0.0, 30.0]
-    assert [duration_us(Action(1, kind, 0)) for kind in "FBIW"] == [20.0, 50.0, 25.0, 25.0]
+    assert [duration_us(Action(1, kind, 0)) for kind in "FBIW"] == [20.0, 50.0, 30.0, 20.0]
+    assert [expected_us()(Action(0, kind, 0)) for kind in "FBIW"] == [1.0, 2.0, 0.0, 2.0]
+    assert [expected_us()(Action(1, kind, 0)) for kind in "FBIW"] == [1.0, 2.0, 1.0, 1.0]
+
+
+@given(data=st.data())
+def test_tasks_in_turn_are_those_of_the_queues(data: st.DataObject) -> None:
+    schedule = draw_schedule(data)
+    planned, taken = draw_times(data, schedule), draw_times(data, schedule)
+    tasks = in_turn(tasks_of(schedule), planned.__getitem__)
+    assert all(one < number for number, task in enumerate(tasks) for one in task.needs)
+    run = Run(schedule, planned, taken)
+    for task, end in zip(tasks, ends_of(tasks, taken.__getitem__, lambda action: 0.0), strict=True):
+        assert end == pytest.approx(run.ends["transfer", task.action] if task.transfer else run.ends[task.action])

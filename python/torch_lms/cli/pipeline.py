@@ -190,6 +190,8 @@ def _draw(path: Path, pipeline: TrainingPipeline, events: Sequence[Event]) -> Pa
         figures.stage_backward_us,
         figures.cut_forward_us,
         figures.cut_backward_us,
+        weights_us=figures.stage_weights_us,
+        transfers_in_turn=figures.transfers_in_turn,
     )
     return draw_charts({"predicted": predicted, "measured": events}, path, title=f"GPT, {pipeline.config.schedule}")
 

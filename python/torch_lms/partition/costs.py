@@ -16,7 +16,7 @@ from torch_lms.errors import PartitionError
 from torch_lms.partition.data_parallel import DataParallel
 from torch_lms.partition.link_spec import LinkSpec
 from torch_lms.partition.relief import KEEP_ALL, MemoryRelief
-from torch_lms.schedules.rules import SCHEDULES
+from torch_lms.schedules.rules import SCHEDULES, splits_backward
 
 if TYPE_CHECKING:
     from torch_lms.profile.document import Profile
@@ -77,6 +77,8 @@ class CostNode:
         name: unique in its graph.
         forward_us: of one microbatch, on a device of speed 1.
         backward_us: as ``forward_us``.
+        input_backward_us: of its backward in two parts, as zero bubble has it, that of values; None if not known.
+        weight_backward_us: that of weights.
         output_bytes: what a border behind it carries forward.
         gradient_bytes: what it carries backward; 0 where the output needs no gradient.
         kept_gradient_bytes: of the gradients that zero bubble keeps from the backward of its inputs to that of its
@@ -97,6 +99,8 @@ class CostNode:
     name: str
     forward_us: float = 0.0
     backward_us: float = 0.0
+    input_backward_us: float | None = None
+    weight_backward_us: float | None = None
     output_bytes: int = 0
     gradient_bytes: int = 0
     kept_gradient_bytes: int | None = None
@@ -195,6 +199,8 @@ class CostGraph:
                 name=node.name,
                 forward_us=guesses.get(node.name, node.forward_us),
                 backward_us=2 * guesses[node.name] if node.name in guesses else node.backward_us,
+                input_backward_us=node.input_backward_us,
+                weight_backward_us=node.weight_backward_us,
                 output_bytes=node.output_bytes,
                 gradient_bytes=node.gradient_bytes,
                 kept_gradient_bytes=node.kept_gradient_bytes,
@@ -283,9 +289,11 @@ class CostModel:
 
     Note [Step time]: a step's time is when its last action ends if the schedule runs as its data says: each device does
     its actions in their order, each as soon as what it needs is there (``schedules.simulation``). An action takes the
-    stage's forward or backward time; zero bubble's two parts of a backward take a share of it each. From one device to
-    another there is one transfer at a time, and each direction has its own way. Where communication does not overlap, a
-    device that receives does nothing else; where it does, the stages at both ends take longer by a share of its time.
+    stage's forward or backward time; zero bubble's two parts of a backward take what was measured of their nodes, else
+    a share each, and the first stage's backward is that of weights as a whole. From one device to another there is one
+    transfer at a time, and each direction has its own way; where transfers go in turn, each device has one at a time,
+    in the order of Note [Traffic] in ``schedules.traffic``. Where communication does not overlap, a device that
+    receives does nothing else; where it does, the stages at both ends take longer by a share of its time.
     Values between stages of one device are not transferred. Devices are told apart by their names. A device that is
     named for several stages does their actions in turns: those of interleaved and zero bubble as the schedule says
     (there stage s is on device ``s % devices``), under 1F1B and GPipe in the order in which they would begin if each
@@ -319,8 +327,9 @@ class CostModel:
         schedule: ``gpipe``, ``1f1b``, ``interleaved`` or ``zero_bubble``, as ``torch_lms.pipeline`` runs them.
         microbatches: in a step.
         overlap_communication: whether a device computes while its transfers run.
-        input_backward_share: of a backward's time, what the gradients of the inputs take, where zero bubble splits it;
-            the first stage has none.
+        input_backward_share: of a backward's time, what the gradients of the inputs take, where zero bubble splits it
+            and nothing was measured; the first stage has none.
+        transfers_in_turn: whether a device has one transfer at a time, as NCCL has.
         transfer_share: of a transfer's time, by how much longer the stages at both ends compute where that overlaps.
         data_parallel: copies of the pipeline.
         optimizer_offload: the link to the host where optimizer state is kept there; None where devices keep it.
@@ -336,6 +345,7 @@ class CostModel:
     microbatches: int = 8
     overlap_communication: bool = True
     input_backward_share: float = 0.5
+    transfers_in_turn: bool = False
     transfer_share: float = 0.0
     data_parallel: DataParallel = field(default_factory=DataParallel)
     optimizer_offload: LinkSpec | None = None
@@ -362,9 +372,12 @@ class CostModel:
         if not 0 <= self.transfer_share <= 1:
             raise PartitionError(f"expected a share of transfers from 0 to 1, found {self.transfer_share}")
 
-    def input_share(self, stage: int) -> float:
-        """Of a stage's backward, what the gradients of its inputs take."""
-        return self.input_backward_share if stage else 0.0
+    def relief_shares(self, stage: int) -> tuple[float, float]:
+        """Of what a stage's backward takes longer, what belongs to the gradients of inputs and to those of weights."""
+        if not splits_backward(self.schedule):
+            return 1.0, 0.0
+        inputs = self.input_backward_share if stage else 0.0
+        return inputs, 1 - inputs
 
     def usable_bytes(self, device: DeviceSpec) -> float:
         """What stages may take of a device's memory."""

@@ -22,7 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torch_lms.partition.cut_table import CutTable, Lowest, Marks
-from torch_lms.partition.steps import BACKWARDS, ROWS
+from torch_lms.partition.steps import BACKWARDS, COMPUTED, ROWS, WEIGHTS
+from torch_lms.schedules.rules import splits_backward
 
 __all__ = ["Best", "CutSearch"]
 
@@ -133,7 +134,7 @@ class CutSearch:
             return
         rows, share = self.table.rows(marks)
         times = self.table.step.times_us(rows)
-        largest = rows[: BACKWARDS + 1].sum(axis=0).max(axis=0)
+        largest = rows[:COMPUTED].sum(axis=0).max(axis=0)
         least_share = np.maximum(share, 1 + _ROUNDING).min()
         fullest = np.maximum(share, 1 + _ROUNDING) > least_share
         shortest = times[~fullest].min()
@@ -167,24 +168,26 @@ class CutSearch:
         """
         rows = self.table.rows(best.marks[None, :])[0][:, :, 0]
         speeds = np.array([device.speed for device in self.table.devices])
-        total = (rows[: BACKWARDS + 1] * speeds).sum(axis=1)
+        total = (rows[:COMPUTED] * speeds).sum(axis=1)[:, None].repeat(self.table.stages, axis=1)
+        if splits_backward(self.table.model.schedule):  # the first stage's whole backward is that of weights
+            total[WEIGHTS, 0], total[BACKWARDS, 0] = total[BACKWARDS:, 0].sum(), 0.0
         share = speeds / speeds.sum()
         kept, shortest = rows, np.inf
         paths: dict[bytes, Array] = {}
         for turn in range(_FITTED):
             rows = rows.copy()
-            rows[: BACKWARDS + 1] = total[:, None] * share / speeds
+            rows[:COMPUTED] = total * share / speeds
             step_us, passes = self.table.step.path(rows)
             paths.setdefault(passes.tobytes(), passes)
             if step_us < shortest:
                 kept, shortest = rows, step_us
-            slope = (passes[: BACKWARDS + 1] * total[:, None]).sum(axis=0) / speeds
+            slope = (passes[:COMPUTED] * total).sum(axis=0) / speeds
             slope = slope / max(float(slope.max()), 1e-300)
             share = share * np.exp(-0.3 / (1 + turn) ** 0.7 * (slope - float((slope * share).sum())))
             share = share / share.sum()
         tight = [one for one in paths.values() if (one * kept).sum() >= (1 - _TIGHT) * shortest]
-        self._average = _even([(one[: BACKWARDS + 1] * total[:, None]).sum(axis=0) / speeds for one in tight], tight)
-        wanted: Array = kept[: BACKWARDS + 1].sum(axis=0)
+        self._average = _even([(one[:COMPUTED] * total).sum(axis=0) / speeds for one in tight], tight)
+        wanted: Array = kept[:COMPUTED].sum(axis=0)
         return np.maximum(wanted, 1e-300) / max(float(wanted.mean()), 1e-300)
 
     def _improve(self) -> None:

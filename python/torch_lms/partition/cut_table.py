@@ -14,7 +14,21 @@ from torch_lms.partition.intervals import StageMatrices, parameter_matrix, stage
 from torch_lms.partition.link_spec import LinkSpec
 from torch_lms.partition.relief import KEEP_ALL, StageNeed, relieve_device
 from torch_lms.partition.sequence import UnitSequence
-from torch_lms.partition.steps import BACK, BACKWARDS, FORWARDS, REDUCE, ROWS, SEND, TAIL, UPDATE, TrainingStep
+from torch_lms.partition.steps import (
+    BACK,
+    BACKWARDS,
+    COMPUTED,
+    FORWARDS,
+    REDUCE,
+    ROWS,
+    SEND,
+    TAIL,
+    UPDATE,
+    WEIGHTS,
+    TrainingStep,
+    add_to_backwards,
+    unit_times_us,
+)
 
 __all__ = ["CutTable", "Lowest", "Marks"]
 
@@ -62,9 +76,11 @@ class CutTable:
         self.stages = len(devices)
         self.step = TrainingStep.of([device.name for device in devices], model)
         units, order = sequence.units, sequence.order
-        self._before = [
-            np.concatenate([[0.0], np.cumsum(times[order])])[cuts] for times in (units.forward_us, units.backward_us)
-        ]
+        first, others = (
+            np.array([np.concatenate([[0.0], np.cumsum(times[order])])[cuts] for times in rows])
+            for rows in (unit_times_us(units, model, stage) for stage in (0, 1))
+        )
+        self._before = [first, *[others] * (self.stages - 1)]  # of each stage, what comes before a cut, by row
         self.send = np.array([link.transfer_us(sequence.cut_forward_bytes[cuts]) for link in links])
         self.back = np.array([link.transfer_us(sequence.cut_backward_bytes[cuts]) for link in links])
         graph = units.graph
@@ -91,12 +107,12 @@ class CutTable:
         device = next(device for device, own in enumerate(self.step.stages_of) if stage in own)
         if self.memory is None or self.usable[device] == np.inf:
             return
-        forward, backward = ((before[None, :] - before[:, None]) / self.devices[stage].speed for before in self._before)
+        times_us = [(before[None, :] - before[:, None]) / self.devices[stage].speed for before in self._before[stage]]
         need = self.memory.need(
             ...,
             self.step,
             stage,
-            times_us=(forward + backward, forward),
+            times_us=(sum(times_us), times_us[FORWARDS]),
             speed=self.devices[stage].speed,
             cuts=(self.cuts[:, None], self.cuts[None, :]),
         )
@@ -114,8 +130,7 @@ class CutTable:
             passes: how often each row of each stage counts; see ``steps``.
             starts: first cuts, as indices.
         """
-        forward, backward = passes[FORWARDS, stage], passes[BACKWARDS, stage]
-        before = (forward * self._before[0] + backward * self._before[1]) / self.devices[stage].speed
+        before = passes[:COMPUTED, stage] @ self._before[stage] / self.devices[stage].speed
         first = -before
         if stage > 0:
             first = (
@@ -123,13 +138,15 @@ class CutTable:
             )
         cost: Array = first[starts, None] + before[None, :]
         relieved = self._relieved[stage]
+        backward = passes[BACKWARDS : WEIGHTS + 1, stage] @ self.model.relief_shares(stage)
         if relieved is not None and backward:
             cost += backward * relieved[starts]
         for row, times in self._ends.items():
             if passes[row, stage]:
                 cost += passes[row, stage] * times[starts]
         if passes[TAIL, stage] and self._gradient_bytes is not None:
-            last = (self._before[1][None, :] - self._before[1][starts, None]) / self.devices[stage].speed
+            own = self._before[stage][BACKWARDS]
+            last = (own[None, :] - own[starts, None]) / self.devices[stage].speed
             last = last if relieved is None else last + relieved[starts]
             cost += passes[TAIL, stage] * self._tail_us((starts,), last)
         cost += self._refusals[stage][starts]
@@ -170,7 +187,7 @@ class CutTable:
     def loads(self) -> list[Array]:
         """What each stage keeps its device busy with for each microbatch, its own transfers included."""
         passes = np.zeros((ROWS, self.stages))
-        passes[: BACKWARDS + 1] = 1.0
+        passes[:COMPUTED] = 1.0
         loads = [self.costs(stage, passes) for stage in range(self.stages)]
         for stage in range(1, self.stages):
             send, back = self.send[stage - 1], self.back[stage - 1]
@@ -186,9 +203,8 @@ class CutTable:
         rows = np.zeros((ROWS, self.stages, len(marks)))
         for stage in range(self.stages):
             start, stop = marks[:, stage], marks[:, stage + 1]
-            for row in (FORWARDS, BACKWARDS):
-                before = self._before[row]
-                rows[row, stage] = (before[stop] - before[start]) / self.devices[stage].speed
+            before = self._before[stage]
+            rows[:COMPUTED, stage] = (before[:, stop] - before[:, start]) / self.devices[stage].speed
             if stage > 0:
                 rows[SEND, stage - 1] = self.send[stage - 1][start]
                 rows[BACK, stage - 1] = self.back[stage - 1][start]
@@ -210,7 +226,7 @@ class CutTable:
         together = self.step.memory_bytes(device, needs)
         relieved, memory = relieve_device(self.model.relief, list(needs.values()), together, self.usable[device])
         for stage, one in zip(own, relieved, strict=True):
-            rows[BACKWARDS, stage] = one.time_us - rows[FORWARDS, stage]
+            add_to_backwards(rows, self.model, stage, one.time_us - needs[stage].time_us)
         taken: Array = np.ceil(memory)
         return taken
 
@@ -218,12 +234,11 @@ class CutTable:
         """Of one stage in many partitions."""
         assert self.memory is not None  # that is why one asks
         at = marks[:, stage], marks[:, stage + 1]
-        forward = rows[FORWARDS, stage]
         return self.memory.need(
             at,
             self.step,
             stage,
-            times_us=(forward + rows[BACKWARDS, stage], forward),
+            times_us=(rows[:COMPUTED, stage].sum(axis=0), rows[FORWARDS, stage]),
             speed=self.devices[stage].speed,
             cuts=(self.cuts[at[0]], self.cuts[at[1]]),
         )

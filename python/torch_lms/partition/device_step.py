@@ -17,7 +17,7 @@ more. So what is found for a step in which the device has to wait is what it tak
 Note [Two graph tasks]: zero bubble's two parts of a backward are two of autograd's graph tasks, and checkpoints compute
 a segment again in each. What enters it, and what the first one did not use, is there until the second has ended,
 beside the second's own. And where anything is computed again the second task goes through the first one's backward
-once more (Note [Groups of weights] in ``pipeline.torch_backend``), for which it has a longer op. The simulator knows
+once more (Note [Groups of weights] in ``pipeline.weight_groups``), for which it has a longer op. The simulator knows
 nothing of the rest: the second replay's time is added to the second part, and the most that all this may take to the
 memory. The first stage, which has no gradients of inputs, in truth does all this once.
 """
@@ -35,7 +35,7 @@ from torch_lms.partition.relief import Choice, MemoryRelief, StageNeed, StageRel
 from torch_lms.plan.decision import RECOMPUTE, SWAP, Decision
 from torch_lms.plan.simulator import simulate
 from torch_lms.plan.trace import Link, Recipe, Trace, TraceOp, TraceStorage
-from torch_lms.schedules.actions import BACKWARD, FORWARD, INPUT_BACKWARD, KINDS, WEIGHT_BACKWARD, Action, share_of
+from torch_lms.schedules.actions import FORWARD, INPUT_BACKWARD, KINDS, WEIGHT_BACKWARD, Action
 
 __all__ = ["DeviceStep", "Part", "Priced", "RelievedDevice", "StageWork", "relieve"]
 
@@ -46,27 +46,35 @@ _ROUNDS = 3  # over all segments, to improve a choice
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Some units of a stage that run one after the other, and the segment that they are, if they are one."""
+    """Some units of a stage that run one after the other, and the segment that they are, if they are one.
+
+    Of a backward in two parts ``backward_us`` is the first, of inputs, and ``weights_us`` the second.
+    """
 
     forward_us: float
     backward_us: float
+    weights_us: float = 0.0
     segment: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageWork:
-    """A stage: its parts in order, what it takes, and the share of backward that is that of its inputs."""
+    """A stage: its parts in order, and what it takes."""
 
     parts: tuple[Part, ...]
     need: StageNeed
-    input_backward_share: float = 0.5
 
     def times_us(self, kind: str) -> list[float]:
         """What an action takes for each part."""
         if kind == FORWARD:
             return [part.forward_us for part in self.parts]
-        share = share_of(kind, self.input_backward_share)
-        return [part.backward_us * share for part in self.parts]
+        if kind == WEIGHT_BACKWARD:
+            return [part.weights_us for part in self.parts]
+        return [part.backward_us for part in self.parts]
+
+    def again_in_weights_us(self) -> list[float]:
+        """What a backward of weights takes that goes through that of inputs once more; see Note [Two graph tasks]."""
+        return [part.backward_us + part.weights_us for part in self.parts]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +146,7 @@ class DeviceStep:
 
     def _trace(self, again: frozenset[int]) -> Trace:
         times_us = {(stage, kind): work.times_us(kind) for stage, work in self.works.items() for kind in KINDS}
-        times_us |= {(stage, WEIGHT_BACKWARD): self.works[stage].times_us(BACKWARD) for stage in again}
+        times_us |= {(stage, WEIGHT_BACKWARD): self.works[stage].again_in_weights_us() for stage in again}
         ops = [
             TraceOp(
                 name=str(action),

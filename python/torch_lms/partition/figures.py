@@ -15,11 +15,26 @@ from torch_lms.partition.link_spec import LinkSpec
 from torch_lms.partition.offers import NO_OFFERS
 from torch_lms.partition.relief import KEEP_ALL, StageNeed, StageRelief, relieve_device
 from torch_lms.partition.segments import graph_order, offers_in
-from torch_lms.partition.steps import BACK, BACKWARDS, FORWARDS, REDUCE, ROWS, SEND, TAIL, UPDATE, TrainingStep
+from torch_lms.partition.steps import (
+    BACK,
+    BACKWARDS,
+    COMPUTED,
+    FORWARDS,
+    REDUCE,
+    ROWS,
+    SEND,
+    TAIL,
+    UPDATE,
+    WEIGHTS,
+    TrainingStep,
+    add_to_backwards,
+    unit_times_us,
+)
 from torch_lms.partition.units import MODEL_INPUT, Units, Value
 from torch_lms.partition.weight_gradients import WeightGradients
-from torch_lms.schedules.actions import FORWARD
+from torch_lms.schedules.actions import FORWARD, WEIGHT_BACKWARD
 from torch_lms.schedules.rules import splits_backward
+from torch_lms.schedules.traffic import StageTimes
 
 __all__ = ["Figures", "Step", "measure"]
 
@@ -42,6 +57,7 @@ class _OfStages:
 
     stage_forward_us: tuple[float, ...]
     stage_backward_us: tuple[float, ...]
+    stage_weights_us: tuple[float, ...]
     stage_time_us: tuple[float, ...]
     stage_memory_bytes: tuple[int, ...]
     cut_forward_us: tuple[float, ...]
@@ -57,7 +73,8 @@ class Figures(_OfStages):
     Attributes:
         stage_forward_us: of one microbatch, on the stage's device.
         stage_backward_us: as ``stage_forward_us``, with what relief adds.
-        stage_time_us: both.
+        stage_weights_us: of that, zero bubble's backward of weights; 0 where backwards are not in two parts.
+        stage_time_us: forward and backward.
         stage_memory_bytes: at its own worst moment, with what relief takes away.
         cut_forward_bytes: over each border.
         cut_backward_bytes: over each border.
@@ -69,6 +86,7 @@ class Figures(_OfStages):
         device_memory_bytes: at the worst moment of all its stages together.
         usable_bytes: of each device.
         step: of all microbatches.
+        transfers_in_turn: whether a device has one at a time.
         stage_relief: what each stage gives up to fit; empty where none does.
     """
 
@@ -79,6 +97,12 @@ class Figures(_OfStages):
     device_memory_bytes: tuple[int, ...]
     usable_bytes: tuple[float, ...]
     step: Step
+    transfers_in_turn: bool = False
+
+    @property
+    def times_us(self) -> StageTimes:
+        """Of each stage its forward, its backward, and of that the backward of weights."""
+        return self.stage_forward_us, self.stage_backward_us, self.stage_weights_us
 
     @property
     def fits(self) -> bool:
@@ -115,10 +139,11 @@ def measure(
     usable = [model.usable_bytes(devices[own[0]]) for own in step.stages_of]
     rows = np.zeros((ROWS, stages))
     speeds = np.array([device.speed for device in devices])
-    rows[FORWARDS] = np.bincount(stage_of_unit, weights=units.forward_us, minlength=stages) / speeds
-    rows[BACKWARDS] = np.bincount(stage_of_unit, weights=units.backward_us, minlength=stages) / speeds
+    first, others = (unit_times_us(units, model, stage) for stage in (0, 1))
+    unit_times = np.where(stage_of_unit == 0, first, others)
+    rows[:COMPUTED] = [np.bincount(stage_of_unit, weights=times, minlength=stages) / speeds for times in unit_times]
     cut_forward, cut_backward = _sent(units, stage_of_unit, stages)
-    memory = _Memory(units, stage_of_unit, speeds, (cut_forward, cut_backward), model)
+    memory = _Memory(units, stage_of_unit, speeds, unit_times, (cut_forward, cut_backward), model)
     found = [
         _relieved(device, step, memory, rows, usable[device], model, simulated=simulated)
         for device in range(len(usable))
@@ -129,9 +154,12 @@ def measure(
     rows[REDUCE] = model.data_parallel.all_reduce_us(memory.gradients)
     rows[TAIL] = model.data_parallel.tail_us(memory.gradients, rows[REDUCE], rows[BACKWARDS])
     rows[UPDATE] = [model.update_us(nbytes) for nbytes in memory.states]
-    step_us, _ = step.path(rows, more_us)
+    expected = rows.copy()
     for action, added_us in more_us.items():
-        rows[FORWARDS if action.kind == FORWARD else BACKWARDS, action.stage] += added_us / model.microbatches
+        row = {FORWARD: FORWARDS, WEIGHT_BACKWARD: WEIGHTS}.get(action.kind, BACKWARDS)
+        expected[row, action.stage] += added_us / model.microbatches
+    step_us, _ = (step.expecting(expected) if simulated else step).path(rows, more_us)
+    rows = expected
     return Figures(
         **vars(_of_stages(step, rows, found)),
         cut_forward_bytes=tuple(map(int, cut_forward)),
@@ -141,6 +169,7 @@ def measure(
         device_memory_bytes=tuple(one.memory_bytes for one in found),
         usable_bytes=tuple(usable),
         step=Step(step_us=step_us, bubble=_bubble(step, rows, model.microbatches, step_us)),
+        transfers_in_turn=model.transfers_in_turn,
     )
 
 
@@ -148,10 +177,12 @@ def _of_stages(step: TrainingStep, rows: Array, found: Sequence[RelievedDevice])
     """What `Figures` says of stages and borders, and the times of devices, which are their sums."""
     of_stage = {stage: found[device] for device, own in enumerate(step.stages_of) for stage in own}
     relief = tuple(of_stage[stage].stage_relief[stage] for stage in sorted(of_stage))
-    work = rows[FORWARDS] + rows[BACKWARDS]
+    backward = rows[BACKWARDS] + rows[WEIGHTS]
+    work = rows[FORWARDS] + backward
     return _OfStages(
         stage_forward_us=tuple(rows[FORWARDS].tolist()),
-        stage_backward_us=tuple(rows[BACKWARDS].tolist()),
+        stage_backward_us=tuple(backward.tolist()),
+        stage_weights_us=tuple(rows[WEIGHTS].tolist()),
         stage_time_us=tuple(work.tolist()),
         stage_memory_bytes=tuple(of_stage[stage].stage_memory_bytes[stage] for stage in sorted(of_stage)),
         cut_forward_us=tuple(rows[SEND, :-1].tolist()),
@@ -173,14 +204,14 @@ def _relieved(
 ) -> RelievedDevice:
     """What the stages of a device give up; an estimate of its cost goes to their backwards in ``rows``."""
     own = step.stages_of[device]
-    needs = {stage: memory.need(stage, rows[:2, stage], step) for stage in own}
+    needs = {stage: memory.need(stage, rows[:COMPUTED, stage], step) for stage in own}
     together = step.memory_bytes(device, needs)
     if simulated and model.relief is not KEEP_ALL and together > usable_bytes:
-        works = {stage: memory.work(stage, need, model) for stage, need in needs.items()}
+        works = {stage: memory.work(stage, need) for stage, need in needs.items()}
         return relieve(model.relief, step.schedule.ranks[device], works, usable_bytes)
     relieved, together = relieve_device(model.relief, list(needs.values()), together, usable_bytes)
     for stage, one in zip(own, relieved, strict=True):
-        rows[BACKWARDS, stage] = one.time_us - rows[FORWARDS, stage]
+        add_to_backwards(rows, model, stage, one.time_us - needs[stage].time_us)
     return RelievedDevice(
         memory_bytes=int(np.ceil(together)),
         more_us={},
@@ -190,7 +221,7 @@ def _relieved(
 
 
 def _bubble(step: TrainingStep, rows: Array, microbatches: int, step_us: float) -> float:
-    busy_us = microbatches * float(rows[: BACKWARDS + 1].sum())
+    busy_us = microbatches * float(rows[:COMPUTED].sum())
     return 1 - busy_us / (len(step.stages_of) * step_us) if step_us > 0 else 0.0
 
 
@@ -202,6 +233,7 @@ class _Memory:
         units: Units,
         stage_of_unit: Ints,
         speeds: Array,
+        unit_times: Array,
         cut_bytes: tuple[Sequence[int], Sequence[int]],
         model: CostModel,
     ) -> None:
@@ -210,7 +242,7 @@ class _Memory:
         self._names: list[set[str]] = [set() for _ in range(stages)]
         for index, parameters in enumerate(units.parameters):
             self._names[stage_of_unit[index]].update(parameters)
-        self._times = np.array([units.forward_us, units.backward_us])
+        self._times = unit_times
         saved: list[set[str]] = [set() for _ in range(stages)]
         for index, node in enumerate(units.nodes):
             saved[stage_of_unit[index]].update(node.saved)
@@ -252,7 +284,7 @@ class _Memory:
         self.freed[0] = 0.0
 
     def need(self, stage: int, times_us: Array, step: TrainingStep) -> StageNeed:
-        """Of one stage, with its forward and its backward time."""
+        """Of one stage, with the times of what it computes."""
         return StageNeed(
             time_us=times_us.sum(),
             forward_us=times_us[0],
@@ -271,15 +303,15 @@ class _Memory:
             half_done=step.half_done[stage],
         )
 
-    def work(self, stage: int, need: StageNeed, model: CostModel) -> StageWork:
+    def work(self, stage: int, need: StageNeed) -> StageWork:
         """What a stage does, in the order of its code."""
         segment_of = {unit: number for number, one in enumerate(need.offers.segments) for unit in one.units}
         order = [int(unit) for unit in graph_order(self._units) if self._stage_of_unit[unit] == stage]
         parts = []
         for segment, run in itertools.groupby(order, key=segment_of.get):
-            times = self._times[:, list(run)].sum(axis=1) / need.speed
-            parts.append(Part(forward_us=float(times[0]), backward_us=float(times[1]), segment=segment))
-        return StageWork(parts=tuple(parts), need=need, input_backward_share=model.input_share(stage))
+            forward, backward, weights = (self._times[:, list(run)].sum(axis=1) / need.speed).tolist()
+            parts.append(Part(forward_us=forward, backward_us=backward, weights_us=weights, segment=segment))
+        return StageWork(parts=tuple(parts), need=need)
 
     def _sums(self, sizes: Mapping[str, float]) -> Array:
         return np.array([sum(sizes.get(name, 0.0) for name in names) for names in self._names], dtype=np.float64)

@@ -14,6 +14,7 @@ makes the tail shorter, by no more than it is longer: a path that passes a tail 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -25,40 +26,46 @@ from torch_lms.errors import PartitionError, PipelineError
 from torch_lms.partition.costs import CostModel
 from torch_lms.partition.moments import half_done, moments_alone, moments_of
 from torch_lms.partition.relief import StageNeed
-from torch_lms.schedules.actions import BACKWARD, FORWARD, WEIGHT_BACKWARD, Action, Schedule, share_of
-from torch_lms.schedules.rules import ONE_STAGE_EACH, make_schedule
+from torch_lms.partition.units import Units
+from torch_lms.schedules.actions import BACKWARD, FORWARD, WEIGHT_BACKWARD, Action, Schedule
+from torch_lms.schedules.rules import ONE_STAGE_EACH, make_schedule, splits_backward
 from torch_lms.schedules.simulation import Task, in_flight, on_ranks, tasks_of
+from torch_lms.schedules.traffic import expected_us, in_turn
 
 __all__ = [
     "BACK",
     "BACKWARDS",
+    "COMPUTED",
     "FORWARDS",
     "REDUCE",
     "ROWS",
     "SEND",
     "TAIL",
     "UPDATE",
+    "WEIGHTS",
     "TrainingStep",
+    "add_to_backwards",
     "device_of_stage",
+    "unit_times_us",
 ]
 
 Array = NDArray[np.float64]
 
-# The rows of the times of stages. SEND and BACK are those of the border behind a stage, both ways. TAIL is what is left
-# of the all-reduce, which is REDUCE, where the last backward ends.
-FORWARDS, BACKWARDS, SEND, BACK, REDUCE, TAIL, UPDATE = range(7)
-ROWS = 7
-_SLOWED = (FORWARDS, SEND), (BACKWARDS, BACK)
+# The rows of the times of stages. Where backwards have two parts BACKWARDS is the first, of the gradients of inputs,
+# and WEIGHTS the second; else that is 0. SEND and BACK are those of the border behind a stage, both ways. TAIL is what
+# is left of the all-reduce, which is REDUCE, where the last backward ends.
+FORWARDS, BACKWARDS, WEIGHTS, SEND, BACK, REDUCE, TAIL, UPDATE = range(8)
+COMPUTED = 3  # so many of the first are what devices compute
+ROWS = 8
 _MOST_AT_ONCE = 4096
 
 
 @dataclass(frozen=True)
 class _Node:
-    """What one row of one stage's times, or a share of it, comes after."""
+    """What one row of one stage's times comes after."""
 
     row: int
     stage: int
-    share: float
     needs: tuple[int, ...]
 
 
@@ -92,13 +99,30 @@ class TrainingStep:
         self.moments = tuple(moments_of(self.schedule, rank, self.stages_of[rank]) for rank in range(count))
         self._transfer_share = model.transfer_share if model.overlap_communication else 0.0
         tasks = tasks_of(self.schedule, overlap=model.overlap_communication)
-        self._nodes = [_node(task, model.input_share(task.action.stage)) for task in tasks]
-        self._at = {task.action: index for index, task in enumerate(tasks) if not task.transfer}
+        self._slowed_rows = (FORWARDS, SEND), (WEIGHTS if splits_backward(model.schedule) else BACKWARDS, BACK)
+        self._overlap, self._in_turn = model.overlap_communication, model.transfers_in_turn
         self.replays = 2 if any(task.action.kind == WEIGHT_BACKWARD for task in tasks) else 1
-        self._add_ends(tasks, model.overlap_communication)
+        self._set_tasks(in_turn(tasks, expected_us()) if self._in_turn else tasks)
+
+    def expecting(self, rows: Array) -> TrainingStep:
+        """The same step with its transfers in the order that they have where stages take some times.
+
+        Args:
+            rows: times by row and stage.
+        """
+        if not self._in_turn:
+            return self
+        found = copy(self)
+        times_us = rows[FORWARDS], rows[BACKWARDS] + rows[WEIGHTS], rows[WEIGHTS]
+        found._set_tasks(in_turn(tasks_of(self.schedule), expected_us(times_us)))
+        return found
+
+    def _set_tasks(self, tasks: Sequence[Task]) -> None:
+        self._nodes = [_node(task) for task in tasks]
+        self._at = {task.action: index for index, task in enumerate(tasks) if not task.transfer}
+        self._add_ends(tasks, self._overlap)
         self._rows = np.array([node.row for node in self._nodes])
         self._stages = np.array([node.stage for node in self._nodes])
-        self._shares = np.array([node.share for node in self._nodes])
         self._needs = [node.needs for node in self._nodes]
 
     @staticmethod
@@ -108,8 +132,8 @@ class TrainingStep:
         Raises:
             PartitionError: if the schedule does not take these devices or microbatches.
         """
-        shares = model.input_backward_share, model.transfer_share
-        return _made(device_of_stage(names), model.schedule, model.microbatches, model.overlap_communication, *shares)
+        transfers = model.overlap_communication, model.transfers_in_turn, model.transfer_share
+        return _made(device_of_stage(names), model.schedule, model.microbatches, *transfers)
 
     def _add_ends(self, tasks: Sequence[Task], overlap: bool) -> None:
         """The all-reduce of each stage's gradients and its state's way; see Note [Tails], and ``costs``."""
@@ -131,7 +155,7 @@ class TrainingStep:
                 before = (self._add(UPDATE, stage, before),)
 
     def _add(self, row: int, stage: int, needs: tuple[int, ...]) -> int:
-        self._nodes.append(_Node(row, stage, 1.0, needs))
+        self._nodes.append(_Node(row, stage, needs))
         return len(self._nodes) - 1
 
     def times_us(self, rows: Array) -> Array:
@@ -145,20 +169,16 @@ class TrainingStep:
         return np.concatenate([self._latest(chunk) for chunk in chunks]) if chunks else np.zeros(0)
 
     def _latest(self, rows: Array) -> Array:
-        shares: dict[tuple[int, int, float], Array] = {}
         ends: list[Array] = []
         latest = np.zeros(rows.shape[2])
         for node in self._nodes:
-            key = node.row, node.stage, node.share
-            if key not in shares:
-                shares[key] = rows[node.row, node.stage] * node.share
             if not node.needs:
-                ends.append(shares[key])
+                ends.append(rows[node.row, node.stage])
                 continue
             start = ends[node.needs[0]]
             for one in node.needs[1:]:
                 start = np.maximum(start, ends[one])
-            ends.append(start + shares[key])
+            ends.append(start + rows[node.row, node.stage])
             if node.row == UPDATE:
                 latest = np.maximum(latest, ends[-1])
         return latest
@@ -170,7 +190,7 @@ class TrainingStep:
             rows: times by row and stage.
             more_us: by which actions are longer than these say.
         """
-        times: list[float] = (self._slowed(rows)[self._rows, self._stages] * self._shares).tolist()
+        times: list[float] = self._slowed(rows)[self._rows, self._stages].tolist()
         for action, added_us in (more_us or {}).items():
             times[self._at[action]] += added_us
         ends: list[float] = []
@@ -185,9 +205,9 @@ class TrainingStep:
         at = ends.index(max(ends))
         step_us, passes = ends[at], np.zeros(rows.shape)
         while at >= 0:
-            passes[self._rows[at], self._stages[at]] += self._shares[at]
+            passes[self._rows[at], self._stages[at]] += 1
             at = origin[at]
-        for computing, transfers in _SLOWED:
+        for computing, transfers in self._slowed_rows:
             passes[transfers, :-1] += self._transfer_share * (passes[computing, :-1] + passes[computing, 1:])
         return step_us, passes
 
@@ -196,7 +216,7 @@ class TrainingStep:
         if not self._transfer_share:
             return rows
         rows = rows.copy()
-        for computing, transfers in _SLOWED:
+        for computing, transfers in self._slowed_rows:
             more_us = self._transfer_share * rows[transfers, :-1]
             rows[computing, :-1] += more_us
             rows[computing, 1:] += more_us
@@ -214,13 +234,13 @@ class TrainingStep:
 
 @lru_cache(maxsize=64)
 def _made(
-    devices: tuple[int, ...], schedule: str, microbatches: int, overlap: bool, input_share: float, transfer_share: float
+    devices: tuple[int, ...], schedule: str, microbatches: int, overlap: bool, in_turn: bool, transfer_share: float
 ) -> TrainingStep:
     model = CostModel(
         schedule=schedule,
         microbatches=microbatches,
         overlap_communication=overlap,
-        input_backward_share=input_share,
+        transfers_in_turn=in_turn,
         transfer_share=transfer_share,
     )
     return TrainingStep(devices, model)
@@ -246,8 +266,26 @@ def _schedule(devices: tuple[int, ...], model: CostModel) -> Schedule:
     return made
 
 
-def _node(task: Task, input_share: float) -> _Node:
+def _node(task: Task) -> _Node:
     stage, kind = task.action.stage, task.action.kind
     if task.transfer:
-        return _Node(*((SEND, stage) if kind == FORWARD else (BACK, stage - 1)), 1.0, task.needs)
-    return _Node(FORWARDS if kind == FORWARD else BACKWARDS, stage, share_of(kind, input_share), task.needs)
+        return _Node(*((SEND, stage) if kind == FORWARD else (BACK, stage - 1)), task.needs)
+    return _Node(_ROW_OF.get(kind, BACKWARDS), stage, task.needs)
+
+
+_ROW_OF = {FORWARD: FORWARDS, WEIGHT_BACKWARD: WEIGHTS}
+
+
+def unit_times_us(units: Units, model: CostModel, stage: int) -> Array:
+    """What each unit takes in a stage, on a device of speed 1: the first `COMPUTED` rows."""
+    if not splits_backward(model.schedule):
+        return np.stack([units.forward_us, units.backward_us, np.zeros(len(units))])
+    if stage == 0:  # nobody asks for the gradients of its inputs
+        return np.stack([units.forward_us, np.zeros(len(units)), units.backward_us])
+    return np.stack([units.forward_us, *units.two_parts_us(model.input_backward_share)])
+
+
+def add_to_backwards(rows: Array, model: CostModel, stage: int, added_us: Any) -> None:
+    """Adds what the backwards of a stage take longer, for each microbatch."""
+    for row, share in zip((BACKWARDS, WEIGHTS), model.relief_shares(stage), strict=True):
+        rows[row, stage] += share * added_us

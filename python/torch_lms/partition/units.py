@@ -15,7 +15,7 @@ crosses a border.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -130,6 +130,20 @@ class Units:
         """Of each unit."""
         return np.array([node.backward_us for node in self.nodes], dtype=np.float64)
 
+    def two_parts_us(self, input_share: float) -> NDArray[np.float64]:
+        """Of each unit's backward in two parts, that of inputs and that of weights.
+
+        Args:
+            input_share: of the whole, what the first one takes where nothing was measured.
+        """
+        parts = [
+            (node.backward_us * input_share, node.backward_us * (1 - input_share))
+            if node.input_backward_us is None or node.weight_backward_us is None
+            else (node.input_backward_us, node.weight_backward_us)
+            for node in self.nodes
+        ]
+        return np.array(parts, dtype=np.float64).reshape(-1, 2).T
+
     @cached_property
     def time_us(self) -> NDArray[np.float64]:
         """Forward and backward of each unit."""
@@ -196,11 +210,18 @@ def _together(nodes: list[CostNode]) -> CostNode:
         nodes[0],
         forward_us=sum(node.forward_us for node in nodes),
         backward_us=sum(node.backward_us for node in nodes),
+        input_backward_us=_sum_of_known(node.input_backward_us for node in nodes),
+        weight_backward_us=_sum_of_known(node.weight_backward_us for node in nodes),
         output_bytes=largest.output_bytes,
         gradient_bytes=largest.gradient_bytes,
         parameters=tuple(dict.fromkeys(name for node in nodes for name in node.parameters)),
         saved=tuple(dict.fromkeys(id_ for node in nodes for id_ in node.saved)),
     )
+
+
+def _sum_of_known(times_us: Iterable[float | None]) -> float | None:
+    times = list(times_us)
+    return None if None in times else sum(time for time in times if time is not None)
 
 
 def check_partition(graph: CostGraph, stage_of: Mapping[str, int], stages: int) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch_lms.errors import PipelineError
 from torch_lms.schedules.actions import BACKWARD, FORWARD, INPUT_BACKWARD, WEIGHT_BACKWARD, Action, Schedule
-from torch_lms.schedules.simulation import Event, simulate
-from torch_lms.schedules.traffic import expected_us
+from torch_lms.schedules.simulation import Event, events_of, tasks_of
+from torch_lms.schedules.traffic import expected_us, in_turn
 
 __all__ = ["draw_charts", "predict"]
 
@@ -29,15 +29,21 @@ def predict(
     backward_us: Sequence[float],
     send_us: Sequence[float] | None = None,
     back_us: Sequence[float] | None = None,
+    *,
+    weights_us: Sequence[float] | None = None,
+    transfers_in_turn: bool = False,
 ) -> list[Event]:
     """When each action will run.
 
     Args:
         schedule: what runs.
         forward_us: of one microbatch in each stage.
-        backward_us: as ``forward_us``; of its two parts each takes half, and the first stage's of weights all of it.
+        backward_us: as ``forward_us``.
         send_us: what goes over each border in a forward; nothing if left out.
         back_us: in a backward; as ``send_us``.
+        weights_us: of a backward in two parts, what that of weights takes; half of it, and all of it in the first stage
+            if left out.
+        transfers_in_turn: whether a rank has one transfer at a time.
 
     Raises:
         PipelineError: if there is not one time for each stage and border.
@@ -53,7 +59,10 @@ def predict(
     def transfer(action: Action) -> float:
         return send_us[action.stage] if action.kind == FORWARD else back_us[action.stage - 1]
 
-    return simulate(schedule, expected_us((forward_us, backward_us)), transfer)
+    if weights_us is None:
+        weights_us = [took_us / 2 if stage else took_us for stage, took_us in enumerate(backward_us)]
+    duration_us, tasks = expected_us((forward_us, backward_us, weights_us)), tasks_of(schedule)
+    return events_of(in_turn(tasks, duration_us) if transfers_in_turn else tasks, duration_us, transfer)
 
 
 def draw_charts(charts: Mapping[str, Sequence[Event]], path: str | Path, *, title: str = "") -> Path:

@@ -33,7 +33,7 @@ from torch_lms.pipeline.timeline import MeasuredStep, Timeline, peak_memory_byte
 from torch_lms.pipeline.transfers import make_channels
 from torch_lms.pipeline.transport import Backend, Transport, shapes_of
 from torch_lms.schedules.actions import Schedule
-from torch_lms.schedules.traffic import expected_us
+from torch_lms.schedules.traffic import StageTimes, expected_us
 from torch_lms.stages.materialize import materialize
 from torch_lms.stages.placement import find_device
 from torch_lms.stages.stage import Stage
@@ -393,10 +393,10 @@ class Pipeline:
                 raise PipelineError(f"expected all ranks to be ready, found that rank {rank} failed: {text}")
 
 
-def _expected_times_us(stages: Sequence[Stage]) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
-    """Forward and backward of each stage, where a partition has predicted them."""
+def _expected_times_us(stages: Sequence[Stage]) -> StageTimes | None:
+    """Of each stage, where a partition has predicted them."""
     partition = getattr(stages, "partition", None)
-    return None if partition is None else (partition.figures.stage_forward_us, partition.figures.stage_backward_us)
+    return None if partition is None else partition.figures.times_us
 
 
 def _sum(losses: Sequence[torch.Tensor]) -> torch.Tensor | None:

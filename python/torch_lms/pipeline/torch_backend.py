@@ -1,17 +1,5 @@
 """Runs stages through torch.distributed.pipelining, with whatever schedule it has.
 
-Note [Groups of weights]: zero bubble runs a backward of inputs first, which keeps the gradients at the nodes where
-weights meet what came in. Then each group of weights that meet it at the same nodes has a backward of its own. That is
-right only while each group has one node: from two nodes it runs through all between them, which other groups then
-find freed, and PyTorch 2.13 may put a weight into two groups, where its gradient counts twice. And a segment that is
-computed again would be so for each group. Then all groups run as one, and what comes to a node from another gives way
-to the gradient that was kept. That run goes through the backward of inputs once more: a stage's microbatch took 1.4
-times as long where it was not needed.
-
-Note [Weights that are sent on]: a weight may meet what came in no sooner than in Exit, where its value leaves the
-stage. PyTorch lets go of a stage's outputs after the backward of inputs, and a node of a Python function does not live
-by its name alone. So the outputs are held until the backward of weights.
-
 Note [Own traffic]: PyTorch's schedules of several stages ask for what comes in an order that takes all actions for
 equally long. NCCL does what a group is given one after the other, so that a receive whose values are late holds up all
 that come after it: on four H200s they took 1.2 and 1.4 times as long as predicted. And they keep room for each
@@ -21,8 +9,7 @@ microbatch, and all that was sent, until the step ends. So stages give PyTorch n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +20,7 @@ from torch_lms.pipeline.border_traffic import BorderTraffic
 from torch_lms.pipeline.boundary import Boundary
 from torch_lms.pipeline.members import Members
 from torch_lms.pipeline.transfers import Channel
+from torch_lms.pipeline.weight_groups import Outputs, backward_of_weights, merge_groups
 from torch_lms.schedules.actions import BACKWARD, FORWARD, INPUT_BACKWARD, WEIGHT_BACKWARD, Action, Schedule
 from torch_lms.schedules.rules import ONE_STAGE_EACH, make_schedule
 from torch_lms.stages.folding import recomputes
@@ -40,7 +28,7 @@ from torch_lms.stages.folding import recomputes
 if TYPE_CHECKING:
     from torch_lms.pipeline.executor import Recorder
 
-__all__ = ["SCHEDULES", "TorchBackend", "is_available", "merge_groups"]
+__all__ = ["SCHEDULES", "TorchBackend", "is_available"]
 
 SCHEDULES = {
     "gpipe": "ScheduleGPipe",
@@ -125,53 +113,6 @@ def _take_loss(output: Any, target: Any) -> Any:
     return output
 
 
-def merge_groups(groups: list[dict[str, Any]], *, recomputes: bool) -> list[dict[str, Any]]:
-    """The same groups of weights, or all as one where they have to be; see Note [Groups of weights].
-
-    Args:
-        groups: of torch.distributed.pipelining: ``params``, ``intermediates`` and, for each of these, ``grads``.
-        recomputes: whether the stage computes segments again.
-    """
-    if not recomputes and all(len(group["intermediates"]) == 1 for group in groups):
-        return groups
-    kept: dict[Any, Any] = {}
-    for group in groups:
-        kept.update(zip(group["intermediates"], group["grads"], strict=True))
-    params = set().union(*(group["params"] for group in groups))
-    return [{"params": params, "intermediates": list(kept), "grads": list(kept.values())}]
-
-
-@contextmanager
-def _kept_gradients(groups: Sequence[dict[str, Any]]) -> Iterator[None]:
-    """Nodes of a group of several begin with the gradients that were kept, whatever comes to them from others."""
-    handles = [
-        node.register_prehook(lambda found, kept=kept: kept)
-        for group in groups
-        if len(group["intermediates"]) > 1
-        for node, kept in zip(group["intermediates"], group["grads"], strict=True)
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-class _Outputs:
-    """Of one forward of a stage; see Note [Weights that are sent on]."""
-
-    def __init__(self, outputs: Any) -> None:
-        outputs = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
-        found = [value for value in outputs if isinstance(value, torch.Tensor) and value.grad_fn is not None]
-        self._ends = [value.grad_fn for value in found]
-        self._held = [value.view_as(value) for value in found]  # PyTorch detaches the outputs themselves in place
-
-    def live_as_long_as(self, groups: list[dict[str, Any]]) -> None:
-        """Has the groups of weights hold them if one of them begins there."""
-        if any(node in self._ends for group in groups for node in group["intermediates"]):
-            groups[0]["outputs"] = self._held
-
-
 def _make_stage(boundary: Boundary, group: Any, recorder: Recorder) -> Any:
     from torch.distributed.pipelining import PipelineStage
 
@@ -198,7 +139,7 @@ def _make_stage(boundary: Boundary, group: Any, recorder: Recorder) -> Any:
             if full_backward:
                 return self._record(kind, bwd_chunk_id, super().backward_one_chunk, **rest)
             cached = getattr(self, "fwd_cache", {}).get(bwd_chunk_id, ((), ()))  # 2.15 has none, and holds them itself
-            outputs = _Outputs(cached[0])
+            outputs = Outputs(cached[0])
             result = self._record(kind, bwd_chunk_id, super().backward_one_chunk, **rest)
             values, groups, *others = self.backward_state[bwd_chunk_id]
             if groups:
@@ -209,8 +150,16 @@ def _make_stage(boundary: Boundary, group: Any, recorder: Recorder) -> Any:
 
         def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
             """The rest of a backward."""
-            with _kept_gradients(self.backward_state[bwd_chunk_id][1] or ()):
-                return self._record(WEIGHT_BACKWARD, bwd_chunk_id, super().backward_weight_one_chunk, *args, **kwargs)
+            return self._record(WEIGHT_BACKWARD, bwd_chunk_id, super().backward_weight_one_chunk, *args, **kwargs)
+
+        def backward_maybe_with_nosync(
+            self, backward_type: str, bwd_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+        ) -> Any:
+            """PyTorch's own, but for the backward of weights; see Note [As they were kept] in ``weight_groups``."""
+            if backward_type != "weight":
+                return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, *args, **kwargs)
+            backward_of_weights(self.submod.parameters(), bwd_kwargs["param_groups"])
+            return (), None
 
         def _record(self, kind: str, microbatch: int, run: Any, *args: Any, **kwargs: Any) -> Any:
             self._done = Action(index, kind, microbatch)

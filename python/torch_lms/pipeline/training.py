@@ -107,6 +107,7 @@ def train(
         cost=CostModel(
             schedule=schedule,
             microbatches=microbatches,
+            transfers_in_turn=own_device.type == "cuda",
             transfer_share=_CUDA_TRANSFER_SHARE if own_device.type == "cuda" else 0.0,
             data_parallel=_replicas(data_parallel, config),
         ),

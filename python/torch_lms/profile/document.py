@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LEVELS", "VERSION", "LinkProfile", "NodeProfile", "Profile"]
 
-VERSION = 5
+VERSION = 6
 LEVELS = ("operator", "opened", "module", "recorded", "runtime")
 
 
@@ -31,6 +31,8 @@ class NodeProfile:
         module: qualified path of the module that it belongs to; empty for the model itself.
         forward_us: mean of the timed runs.
         backward_us: mean of the timed runs.
+        input_backward_us: of its backward in two parts, as zero bubble runs it, that of values; None if not timed.
+        weight_backward_us: that of weights. Together they may take longer than the whole.
         output_bytes: of the tensors that it gives.
         gradient_bytes: of the gradients of these; 0 where none needs a gradient.
         kept_gradient_bytes: of the gradients that arrive where its parameters meet its inputs, which zero bubble keeps
@@ -52,6 +54,8 @@ class NodeProfile:
     module: str = ""
     forward_us: float = 0.0
     backward_us: float = 0.0
+    input_backward_us: float | None = None
+    weight_backward_us: float | None = None
     output_bytes: int = 0
     gradient_bytes: int = 0
     kept_gradient_bytes: int = 0

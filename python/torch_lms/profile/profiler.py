@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from torch_lms._torch_compat import named_parameters_with_ties
 from torch_lms.errors import ProfileError
@@ -32,6 +32,7 @@ from torch_lms.profile.steps import StepTime, backward_of, time_step
 from torch_lms.profile.storages import StorageNames, tensor_bytes
 from torch_lms.profile.timing import RunTimer, make_clock
 from torch_lms.profile.tracing import SOURCES, TracedModel, trace_sample
+from torch_lms.profile.two_parts import NO_WEIGHTS, PartShares, TwoPartRun, TwoParts
 
 __all__ = ["ProfileConfig", "profile"]
 
@@ -43,6 +44,7 @@ __all__ = ["ProfileConfig", "profile"]
 _BUSY = 0.05  # the share of a step that the device is behind Python at its end, at least
 
 _LAUNCH_BOUND = 1.05
+_TIMES = ("forward_us", "backward_us", "input_backward_us", "weight_backward_us")
 _PASSIVE = ("placeholder", "get_attr", "output")  # they compute nothing; their spans are the clock's own
 _NO_BACKWARD = "no output needs a gradient: there is no backward to time"
 
@@ -65,6 +67,8 @@ class ProfileConfig:
         accumulate: whether timed backwards add to gradients that are there, as those of all microbatches of a step do
             but the first; not where a model is profiled in pieces. None means no, or what a pipeline's microbatches
             say.
+        two_parts: whether the two parts that zero bubble makes of a backward are timed as well; they need a graph, and
+            are not where a model is profiled in pieces. None means no, or what a pipeline's schedule says.
 
     Raises:
         ValueError: for a number of runs that is out of range.
@@ -79,6 +83,7 @@ class ProfileConfig:
     sources: tuple[str, ...] = SOURCES
     autocast: torch.dtype | None = None
     accumulate: bool | None = None
+    two_parts: bool | None = None
 
     def __post_init__(self) -> None:
         if self.warmup_runs < 0 or self.timed_runs < 1:
@@ -189,6 +194,7 @@ class _ProfileRun:
         self.notes = [f"under autocast to {config.autocast}"] if config.autocast is not None and self.timed else []
         self.nodes: list[NodeFacts] = []
         self.steps: list[StepTime] = []
+        self.part_shares: Mapping[str, PartShares] = {}
 
     def measure(self, traced: TracedModel, optimizer: Any) -> Profile:
         """Sizes, times, and puts it all together."""
@@ -204,6 +210,10 @@ class _ProfileRun:
                     self._run(watcher)
                 if self.timed:
                     self._time(timer)
+                if self.timed and self.config.two_parts and self.traced.graph_module is not None:
+                    self._time_two_parts(self.traced.graph_module, watcher)
+            if self.timed and self.config.two_parts and not self.part_shares:
+                self.notes.append("the two parts of backwards are not timed one by one: half of the time each")
         with self.progress.phase("optimizer"):
             optimizer_bytes = measure_optimizer(self.model, optimizer)
         with self.progress.phase("links"):
@@ -264,6 +274,19 @@ class _ProfileRun:
         self._forget_gradients()
         del self.steps[:warmup]
 
+    def _time_two_parts(self, graph_module: fx.GraphModule, sizes: SizeWatcher) -> None:
+        with self.progress.phase("two parts of backwards", len(graph_module.graph.nodes)) as advance:
+            run = TwoPartRun(
+                clock=make_clock(self.device),
+                with_gradient={name for name, one in sizes.sizes.items() if one.gradient_bytes},
+                accumulate=bool(self.config.accumulate),
+                precision=self._precision,
+                advance=advance,
+            )
+            parts = TwoParts(graph_module, run)
+            run_or_explain(self.model, self.sample, partial(parts.run, *self._inputs()))
+        self.part_shares = parts.shares
+
     def _time_nodes(self, timer: RunTimer, keep: bool) -> None:
         """One forward and backward, node by node."""
         backward = backward_of(self._run(timer))
@@ -293,10 +316,13 @@ class _ProfileRun:
         runs = self.config.timed_runs
         step_us = statistics.fmean(step.step_us for step in self.steps) if self.steps else 0.0
         nodes = tuple(
-            NodeProfile(
-                **{**vars(facts), **vars(sizes.get(facts.name, NodeSizes()))},
-                forward_us=0.0 if facts.op in _PASSIVE else timer.forward_us.get(facts.name, 0.0) / runs,
-                backward_us=timer.backward_us.get(facts.name, 0.0) / runs,
+            _with_parts(
+                NodeProfile(
+                    **{**vars(facts), **vars(sizes.get(facts.name, NodeSizes()))},
+                    forward_us=0.0 if facts.op in _PASSIVE else timer.forward_us.get(facts.name, 0.0) / runs,
+                    backward_us=timer.backward_us.get(facts.name, 0.0) / runs,
+                ),
+                self.part_shares.get(facts.name, NO_WEIGHTS) if self.part_shares else None,
             )
             for facts in self.nodes
         )
@@ -323,6 +349,13 @@ class _ProfileRun:
         return _with_summary(_scaled_to_step(found, self.steps))
 
 
+def _with_parts(node: NodeProfile, shares: PartShares | None) -> NodeProfile:
+    if shares is None:
+        return node
+    inputs_us, weights_us = (share * node.backward_us for share in shares)
+    return replace(node, input_backward_us=inputs_us, weight_backward_us=weights_us)
+
+
 def _scaled_to_step(found: Profile, steps: Sequence[StepTime]) -> Profile:
     """See Note [Nodes add up to the step]."""
     nodes_us = found.forward_us + found.backward_us
@@ -330,10 +363,13 @@ def _scaled_to_step(found: Profile, steps: Sequence[StepTime]) -> Profile:
     if nodes_us == 0 or behind_us < _BUSY * found.step_us:
         return found
     scale = found.step_us / nodes_us
-    nodes = (
-        replace(node, forward_us=scale * node.forward_us, backward_us=scale * node.backward_us) for node in found.nodes
-    )
+    nodes = (_scaled(node, scale) for node in found.nodes)
     return replace(found, nodes=tuple(nodes), node_scale=scale)
+
+
+def _scaled(node: NodeProfile, scale: float) -> NodeProfile:
+    times: dict[str, Any] = {name: scale * time for name in _TIMES if (time := getattr(node, name)) is not None}
+    return replace(node, **times)
 
 
 def _with_summary(found: Profile) -> Profile:

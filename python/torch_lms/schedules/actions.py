@@ -14,21 +14,11 @@ from typing import Any
 
 from torch_lms.errors import PipelineError
 
-__all__ = ["BACKWARD", "FORWARD", "INPUT_BACKWARD", "KINDS", "WEIGHT_BACKWARD", "Action", "Schedule", "share_of"]
+__all__ = ["BACKWARD", "FORWARD", "INPUT_BACKWARD", "KINDS", "WEIGHT_BACKWARD", "Action", "Schedule"]
 
 FORWARD, BACKWARD, INPUT_BACKWARD, WEIGHT_BACKWARD = "F", "B", "I", "W"
 KINDS = (FORWARD, BACKWARD, INPUT_BACKWARD, WEIGHT_BACKWARD)
 _PATTERN = re.compile(r"^(\d+)([FBIW])(\d+)$")
-
-
-def share_of(kind: str, input_share: float) -> float:
-    """Of a stage's forward, or of its whole backward, what an action of a kind takes.
-
-    Args:
-        kind: of the action.
-        input_share: of the backward, what the gradients of the inputs take.
-    """
-    return {INPUT_BACKWARD: input_share, WEIGHT_BACKWARD: 1 - input_share}.get(kind, 1.0)
 
 
 @dataclass(frozen=True, order=True)

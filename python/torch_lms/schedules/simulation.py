@@ -20,7 +20,18 @@ from dataclasses import dataclass
 from torch_lms.errors import PipelineError
 from torch_lms.schedules.actions import BACKWARD, FORWARD, INPUT_BACKWARD, WEIGHT_BACKWARD, Action, Schedule
 
-__all__ = ["Event", "Task", "begin_of", "check_schedule", "ends_of", "in_flight", "on_ranks", "simulate", "tasks_of"]
+__all__ = [
+    "Event",
+    "Task",
+    "begin_of",
+    "check_schedule",
+    "ends_of",
+    "events_of",
+    "in_flight",
+    "on_ranks",
+    "simulate",
+    "tasks_of",
+]
 
 
 @dataclass(frozen=True)
@@ -166,7 +177,13 @@ def simulate(
     Raises:
         PipelineError: if the schedule stops, with the action that each rank waits in.
     """
-    tasks = tasks_of(schedule, overlap=overlap)
+    return events_of(tasks_of(schedule, overlap=overlap), duration_us, transfer_us)
+
+
+def events_of(
+    tasks: Sequence[Task], duration_us: Callable[[Action], float], transfer_us: Callable[[Action], float]
+) -> list[Event]:
+    """The times of all actions among some tasks, each as soon as it can begin."""
     ends = ends_of(tasks, duration_us, transfer_us)
     events = [
         Event(task.rank, task.action, begin_of(task, ends), end)

@@ -14,12 +14,16 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from graphlib import TopologicalSorter
 
-from torch_lms.schedules.actions import FORWARD, Action, Schedule, share_of
+from torch_lms.schedules.actions import FORWARD, INPUT_BACKWARD, WEIGHT_BACKWARD, Action, Schedule
 from torch_lms.schedules.simulation import Task, begin_of, ends_of, tasks_of
 
-__all__ = ["Traffic", "Transfer", "expected_us", "traffic_of"]
+__all__ = ["StageTimes", "Traffic", "Transfer", "expected_us", "in_turn", "traffic_of"]
+
+# Of each stage the forward, the backward, and where that has two parts the second one, of weights.
+StageTimes = tuple[Sequence[float], Sequence[float], Sequence[float]]
 
 # Of an action, so that what needs a transfer ends after it, as exact as numbers are. What is no number is the least.
 _LEAST_US, _MOST_US = 0.01, 1e9
@@ -55,19 +59,45 @@ class Traffic:
     ended: Mapping[Action, tuple[Action, ...]]
 
 
-def expected_us(times_us: tuple[Sequence[float], Sequence[float]] | None = None) -> Callable[[Action], float]:
+def expected_us(times_us: StageTimes | None = None) -> Callable[[Action], float]:
     """How long each action takes, at least for the order of transfers.
 
     Args:
-        times_us: forward and backward of each stage; by default all stages take equally long.
+        times_us: by default all stages take equally long.
     """
 
     def duration_us(action: Action) -> float:
-        forward_us, backward_us = (1.0, 2.0) if times_us is None else (own[action.stage] for own in times_us)
-        share = share_of(action.kind, 0.5 if action.stage else 0.0)  # the first stage has no gradients of inputs
-        return share * (forward_us if action.kind == FORWARD else backward_us)
+        if times_us is None:  # the first stage has no gradients of inputs
+            forward_us, backward_us, weights_us = 1.0, 2.0, 1.0 if action.stage else 2.0
+        else:
+            forward_us, backward_us, weights_us = (own[action.stage] for own in times_us)
+        parts_us = {FORWARD: forward_us, INPUT_BACKWARD: backward_us - weights_us, WEIGHT_BACKWARD: weights_us}
+        return parts_us.get(action.kind, backward_us)
 
     return duration_us
+
+
+def in_turn(tasks: Sequence[Task], duration_us: Callable[[Action], float]) -> list[Task]:
+    """The same tasks where each rank has one transfer at a time, and none before it comes to it: see Note [Traffic].
+
+    Args:
+        tasks: of a schedule.
+        duration_us: of each action, for the order of transfers.
+    """
+    needs = {number: list(task.needs) for number, task in enumerate(tasks)}
+    number_of = {(task.action, task.transfer): number for number, task in enumerate(tasks)}
+    for rank in sorted({task.rank for task in tasks}):
+        own = [number for number, task in enumerate(tasks) if task.rank == rank and not task.transfer]
+        before: list[int] = []
+        for one in _transfers(tasks, rank, duration_us):
+            number = number_of[one.made_by, True]
+            needs[number] += before
+            if one.place:
+                needs[number].append(own[one.place - 1])
+            before = [number]
+    order = list(TopologicalSorter(needs).static_order())
+    place = {number: at for at, number in enumerate(order)}
+    return [replace(tasks[number], needs=tuple(dict.fromkeys(place[one] for one in needs[number]))) for number in order]
 
 
 def traffic_of(schedule: Schedule, rank: int, duration_us: Callable[[Action], float]) -> Traffic:
@@ -85,7 +115,7 @@ def traffic_of(schedule: Schedule, rank: int, duration_us: Callable[[Action], fl
     return Traffic(_transfers(tasks, rank, duration_us), _ended(tasks, rank))
 
 
-def _transfers(tasks: list[Task], rank: int, duration_us: Callable[[Action], float]) -> tuple[Transfer, ...]:
+def _transfers(tasks: Sequence[Task], rank: int, duration_us: Callable[[Action], float]) -> tuple[Transfer, ...]:
 
     def taken_us(action: Action) -> float:
         return min(_MOST_US, max(_LEAST_US, duration_us(action)))
