@@ -27,6 +27,7 @@ from torch_lms.pipeline.loss_scale import PipelineGradScaler
 from torch_lms.pipeline.members import Members, find_members, find_own_device
 from torch_lms.pipeline.messages import Messages
 from torch_lms.pipeline.microbatches import cut_batch, name_arguments, to_device
+from torch_lms.pipeline.old_garbage import old_garbage_later
 from torch_lms.pipeline.shared_weights import SharedWeights
 from torch_lms.pipeline.states import gather_state, load_state, names_of
 from torch_lms.pipeline.timeline import MeasuredStep, Timeline, peak_memory_bytes, reset_peak_memory
@@ -252,7 +253,9 @@ class Pipeline:
                 microbatches = self._cut(args, kwargs, target, seed=self.config.seed)
                 self._check_target(target)
                 shapes = tuple(self._messages.gather(shapes_of(microbatches[0].feeds)))
-                losses = self._run(self._transport.take(shapes, microbatches[0]), microbatches)
+                backend = self._transport.take(shapes, microbatches[0])
+                with old_garbage_later():
+                    losses = self._run(backend, microbatches)
         except BaseException:
             if self._averages is not None:
                 self._averages.abandon()
