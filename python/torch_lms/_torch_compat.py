@@ -26,6 +26,7 @@ else:
 __all__ = [
     "GradScaler",
     "all_gather_single",
+    "ambient_modes",
     "function_mode",
     "grad_scaler_options",
     "has_export",
@@ -47,6 +48,20 @@ _STORAGES = tuple(
     for name in ("UntypedStorage", "TypedStorage", "_UntypedStorage", "_TypedStorage")
     if hasattr(torch, name)
 )
+
+
+def ambient_modes() -> tuple[Any, ...]:
+    """What decides how ops run besides their arguments: gradients, inference and autocast of this thread."""
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *map(_autocast, ("cpu", "cuda"))
+
+
+def _autocast(kind: str) -> Any:
+    """The type that ops are cast to on a kind of device; None for none."""
+    if hasattr(torch, "get_autocast_dtype"):
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    if kind == "cpu":
+        return torch.get_autocast_cpu_dtype() if torch.is_autocast_cpu_enabled() else None
+    return torch.get_autocast_gpu_dtype() if torch.is_autocast_enabled() else None
 
 
 def all_gather_single(whole: torch.Tensor, part: torch.Tensor, **options: Any) -> Any:

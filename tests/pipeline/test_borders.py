@@ -9,9 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx, nn
 
+from torch_lms._torch_compat import has_export
 from torch_lms.errors import PipelineError
 from torch_lms.pipeline.borders import carrier_metas, describe, pack, unpack
 from torch_lms.pipeline.boundary import Boundary, Microbatch
+from torch_lms.profile.tracing import trace
 from torch_lms.stages.cutting import split
 
 CPU = torch.device("cpu")
@@ -174,3 +176,65 @@ def test_a_value_in_a_buffer_leaves_as_it_was_for_its_microbatch(dtype: torch.dt
         values = unpack(boundary.crossing.outgoing, carriers, CPU)
         counts += [value.tolist() for name, value in zip(stage.outputs, values, strict=True) if "add" in name]
     assert counts == [[1.0] * 4, [2.0] * 4]
+
+
+class Halving(nn.Module):
+    """Changes a parameter, and uses it behind the border."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = self.scale.data.mul_(0.5)
+        loss: torch.Tensor = (self.last(self.first(x)) * scale).mean()
+        return loss
+
+
+class HalvingWithoutGradient(Halving):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            scale = self.scale.mul_(0.5)
+        loss: torch.Tensor = (self.last(self.first(x)) * scale).mean()
+        return loss
+
+
+@pytest.mark.parametrize("kind", [Halving, *([HalvingWithoutGradient] if has_export() else [])])
+def test_a_value_in_a_parameter_that_is_changed_leaves_as_it_was_for_its_microbatch(kind: type[Halving]) -> None:
+    """And finding what crosses the border, which runs the stage once, leaves the parameter as it was."""
+    model = kind()
+    traced = trace(model, (torch.ones(2, 4),))
+    assert traced.graph_module is not None
+    names = [node.name for node in traced.graph_module.graph.nodes if node.op.startswith("call_")]
+    behind = next(name for name in names if name in ("last", "linear_1"))
+    stage_of = {name: int(place >= names.index(behind)) for place, name in enumerate(names)}
+    stage = split(traced, stage_of, model=model)[0]
+    assert {"scale"} == stage.writes
+    boundary = Boundary(stage, CPU, None, 2, carries_random=False)
+    microbatches = [Microbatch({"x": torch.ones(2, 4)})] * 2
+    boundary.prepare(None, [], microbatches[0])
+    assert model.scale.tolist() == [1.0] * 4
+    boundary.load(microbatches)
+    made = [boundary() for _ in microbatches]
+    crossed = [unpack(boundary.crossing.outgoing, carriers, CPU) for carriers in made]
+    scales = [value.tolist() for values in crossed for value in values if value.shape == (4,)]
+    assert scales == [[0.5] * 4, [0.25] * 4]
+
+
+def test_a_value_in_a_parameter_that_no_forward_changes_is_not_copied() -> None:
+    class Shared(Halving):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            scale = self.scale.view(4)
+            return (self.last(self.first(x)) * scale).mean()
+
+    model = Shared()
+    traced = trace(model, (torch.ones(2, 4),))
+    assert traced.graph_module is not None
+    names = [node.name for node in traced.graph_module.graph.nodes if node.op.startswith("call_")]
+    stage = split(traced, {name: int(place >= 2) for place, name in enumerate(names)}, model=model)[0]
+    boundary = Boundary(stage, CPU, None, 2, carries_random=False)
+    microbatch = Microbatch({"x": torch.ones(2, 4)})
+    boundary.prepare(None, [], microbatch)
+    boundary.load([microbatch])
+    assert model.scale.data_ptr() in [carrier.data_ptr() for carrier in boundary()]

@@ -98,6 +98,18 @@ def test_threads_trace_one_after_the_other() -> None:
     assert "isinstance" not in globals()
 
 
+def test_another_thread_makes_modules_while_a_model_is_traced() -> None:
+    made: list[nn.Module] = []
+
+    def make(_x: Any) -> None:
+        other = threading.Thread(target=lambda: made.append(nn.BatchNorm1d(3)))
+        other.start()
+        other.join()
+
+    symbolic(Calling(make), torch.ones(3))
+    assert [len(list(module.buffers())) for module in made] == [3]
+
+
 class Made(nn.Module):
     """Makes tensors by each way to a constructor."""
 

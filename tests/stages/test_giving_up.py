@@ -16,8 +16,9 @@ from torch import fx, nn
 from torch.nn import functional
 
 from tests.partition.random_writes import ROWS, WIDTH, assert_same, outcome, problem_of, random_writes
+from torch_lms import balanced
 from torch_lms._torch_compat import storage_bytes, storage_key
-from torch_lms.balanced import BalanceConfig, plan_balanced_partition
+from torch_lms.balanced import BalanceConfig, create_balanced_partition, plan_balanced_partition
 from torch_lms.errors import PartitionError
 from torch_lms.partition import CostGraph, CostModel, LinkSpec, Partition, RecomputeAndSwap, StageRelief
 from torch_lms.partition.offers import Segment
@@ -161,6 +162,42 @@ def test_what_counts_what_it_saw_is_swapped_but_not_computed_again() -> None:
     expected = bits(plainly, model_of(counts=True))
     found = bits(plainly, relieved("swapped", counts=True))
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def half_counting() -> nn.Module:
+    """Every other block has a part that is not to be computed again."""
+    torch.manual_seed(3)
+    return nn.Sequential(*(Block(64, number % 2 == 0) for number in range(6)), nn.Linear(64, 8))
+
+
+def balanced_stages(cap: int | None, relief: RecomputeAndSwap | None = None) -> Stages:
+    """One stage; what it may give up is its maker's choice, unless it is said."""
+    cost = CostModel(microbatches=4, schedule="gpipe", optimizer_multiplier=2)
+    profiling = ProfileConfig(warmup_runs=0, timed_runs=1, links=False, progress=False)
+    config = BalanceConfig(profile=profiling, cost=cost, memory_cap_bytes=cap, relief=relief)
+    return create_balanced_partition(half_counting(), ["cpu"], X, config=config)
+
+
+def given_up(stages: Stages) -> StageRelief:
+    (found,) = stages.partition.stage_relief  # type: ignore[union-attr]
+    return found
+
+
+@needs_core
+def test_a_balanced_partition_swaps_only_where_computing_again_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(balanced, "_host_link", lambda profile: HOST)  # is not profiled on a CPU
+    need_bytes = balanced_stages(None).partition.device_memory_bytes[0]  # type: ignore[union-attr]
+    enough, too_little = (int(need_bytes * share / 0.9) for share in (0.75, 0.5))
+    assert given_up(balanced_stages(enough, RecomputeAndSwap(host_link=HOST))).swapped  # else this cap tells nothing
+    with pytest.raises(PartitionError, match="fit devices"):
+        balanced_stages(too_little, RecomputeAndSwap())
+    expected = bits(plainly, half_counting())
+    for cap, swaps in ((enough, False), (too_little, True)):
+        stages = balanced_stages(cap)
+        assert bool(given_up(stages).swapped) == ("swaps.run(segment_" in stages[0].code) == swaps
+        assert bool(given_up(stages).recomputed) or swaps
+        found = bits(plainly, stages)
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 def segments(model: nn.Module) -> tuple[Segment, ...]:

@@ -19,10 +19,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch_lms.fitting.recorder import RecordedOp, RecordedStorage, StepRecorder
 from torch_lms.profile.devices import device_of, made_on
 from torch_lms.profile.huggingface import as_in_training
-from torch_lms.profile.interpreter import ProfilingInterpreter, graph_facts
+from torch_lms.profile.interpreter import ProfilingInterpreter, graph_facts, written_parameters
 from torch_lms.profile.node_facts import NodeFacts
 from torch_lms.profile.optimizer_state import MakeOptimizer, make_step, trained_parameters
-from torch_lms.profile.preserving import placed_on, preserved, run_or_explain
+from torch_lms.profile.preserving import contents_kept, placed_on, preserved, run_or_explain
 from torch_lms.profile.runtime import OpRecorder
 from torch_lms.profile.steps import backward_of
 from torch_lms.profile.storages import dense_parts, tensors_in
@@ -67,6 +67,7 @@ def record_step(traced: TracedModel, device: torch.device, optimizer: Any, *, fa
     trained = [] if optimizer is None else list(trained_parameters(traced.model, optimizer))
     with ExitStack() as stack:
         stack.enter_context(preserved(traced.model))
+        stack.enter_context(contents_kept(written_parameters(traced)))
         if device.type == "cuda":
             stack.enter_context(torch.cuda.device(device))
         if fake:

@@ -8,8 +8,9 @@ Note [Token]: a transport expects a gradient of every carrier, also of integers 
 the loss. Enter's backward gives zeros for these; the token, an empty sum from Enter to Exit, makes sure that it runs.
 What Enter gives is no leaf and no view, so that the stage may work on it in place.
 
-Note [Buffers that leave]: a value may lie in a buffer, which the next microbatch's forward may write before this one's
-has been sent, or read where the next stage is on the same rank. So it leaves as a copy.
+Note [Buffers that leave]: a value may lie in a buffer or a parameter that the stage's forward changes, and the next
+microbatch's may before this one's has been sent, or read where the next stage is on the same rank. So it leaves as a
+copy.
 """
 
 from __future__ import annotations
@@ -167,9 +168,9 @@ class Boundary(nn.Module):
         Raises:
             PipelineError: if they are not of the template.
         """
-        buffers = {storage_key(buffer) for buffer in self.stage.buffers() if buffer.layout is torch.strided}
+        changing = {storage_key(tensor) for tensor in _changing(self.stage) if tensor.layout is torch.strided}
         packed = pack(outgoing, result, self.device, f"stage {self.stage.index}")
-        return [carrier.clone() if storage_key(carrier) in buffers else carrier for carrier in packed]
+        return [carrier.clone() if storage_key(carrier) in changing else carrier for carrier in packed]
 
     def prepare(self, incoming: Any, carriers: Sequence[torch.Tensor], microbatch: Microbatch) -> list[torch.Tensor]:
         """Runs once, to find what crosses its borders, which is `crossing` then.
@@ -285,11 +286,16 @@ def _own_loss(result: Any) -> Any:
     return result if isinstance(result, torch.Tensor) else getattr(result, "loss", result)
 
 
-class _Unchanged:
-    """Puts buffers and random generators back as they were."""
+def _changing(stage: Stage) -> list[torch.Tensor]:
+    """Buffers, and the parameters that the stage's forward changes."""
+    return [*stage.buffers(), *(tensor for name, tensor in stage.named_parameters() if name in stage.writes)]
 
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
-        self._buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+
+class _Unchanged:
+    """Puts what the stage's forward changes and random generators back as they were."""
+
+    def __init__(self, stage: Stage, device: torch.device) -> None:
+        self._before = [(tensor, tensor.detach().clone()) for tensor in _changing(stage)]
         self._fork = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
 
     def __enter__(self) -> None:
@@ -298,5 +304,5 @@ class _Unchanged:
     def __exit__(self, *error: Any) -> None:
         self._fork.__exit__(*error)
         with torch.no_grad():
-            for buffer, value in self._buffers:
-                buffer.copy_(value)
+            for tensor, value in self._before:
+                tensor.copy_(value)

@@ -18,6 +18,9 @@ from torch_lms.schedules.actions import FORWARD, Action, Schedule
 __all__ = ["Executor", "Recorder", "Recorders"]
 
 
+_Held = dict[int, tuple[list[torch.Tensor], Sequence[torch.Tensor]]]  # of each microbatch in flight, in and out
+
+
 class Recorder(Protocol):
     """Notes when actions run."""
 
@@ -73,25 +76,34 @@ class Executor:
         Returns:
             The losses of the microbatches on the last stage, else nothing.
         """
-        held: dict[int, tuple[list[torch.Tensor], Sequence[torch.Tensor]]] = {}
+        held: _Held = {}
         losses: list[torch.Tensor] = []
         self._traffic.start()
         for action in self.schedule.ranks[self._boundary.stage.index]:
-            received = self._traffic.before(action)
-            self._recorder.begin(action)
-            if action.kind == FORWARD:
-                inputs = [tensor.requires_grad_() for tensor in received or ()]
-                outputs = self._boundary(*inputs)
-                if self._boundary.is_last:
-                    outputs = (outputs,)
-                    losses.append(outputs[0].detach())
-                held[action.microbatch] = (inputs, outputs)
-                leaving = [] if self._boundary.is_last else [output.detach() for output in outputs]
-            else:
-                inputs, outputs = held.pop(action.microbatch)
-                torch.autograd.backward(outputs, received)
-                leaving = [tensor.grad for tensor in inputs if tensor.grad is not None]
-            self._recorder.end(action)
-            self._traffic.after(action, leaving)
+            self._traffic.after(action, self._run(action, self._traffic.before(action), held, losses))
         self._traffic.finish()
         return losses
+
+    def _run(
+        self, action: Action, received: Sequence[torch.Tensor] | None, held: _Held, losses: list[torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
+        """Runs an action, of which nothing but what it gives outlives the call.
+
+        Returns:
+            What it has made for another rank.
+        """
+        self._recorder.begin(action)
+        if action.kind == FORWARD:
+            inputs = [tensor.requires_grad_() for tensor in received or ()]
+            outputs = self._boundary(*inputs)
+            if self._boundary.is_last:
+                outputs = (outputs,)
+                losses.append(outputs[0].detach())
+            held[action.microbatch] = (inputs, outputs)
+            leaving = [] if self._boundary.is_last else [output.detach() for output in outputs]
+        else:
+            inputs, outputs = held.pop(action.microbatch)
+            torch.autograd.backward(outputs, received)
+            leaving = [tensor.grad for tensor in inputs if tensor.grad is not None]
+        self._recorder.end(action)
+        return leaving

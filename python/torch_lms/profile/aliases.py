@@ -9,12 +9,13 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-__all__ = ["Modules", "attribute_of", "lineages", "may_share", "written"]
+__all__ = ["Memory", "Modules", "attribute_of", "lineages", "may_share", "memory_of", "written"]
 
 Modules = Mapping[str, nn.Module]
 
@@ -102,8 +103,35 @@ _OPERATORS_IN_PLACE = frozenset(
 ) - {operator.index, operator.inv, operator.invert}
 
 
+@dataclass(frozen=True)
+class Memory:
+    """What a graph does to the memory of its arguments. A module whose attribute ``memory`` is one is known by it.
+
+    Attributes:
+        written: places of the arguments that it changes.
+        shared: places of those that its value may be in.
+    """
+
+    written: tuple[int, ...] = ()
+    shared: tuple[int, ...] = ()
+
+
+def memory_of(graph: fx.Graph, modules: Modules) -> Memory:
+    """What a graph does to the memory of its arguments."""
+    lineage = lineages(graph, modules)
+    output = next(node for node in graph.nodes if node.op == "output")
+    changed = {origin for node in graph.nodes for value in written(node, modules) for origin in lineage[value]}
+    given = {origin for value in output.all_input_nodes for origin in lineage[value]}
+    arguments = [node for node in graph.nodes if node.op == "placeholder"]
+    places = [tuple(place for place, node in enumerate(arguments) if node in nodes) for nodes in (changed, given)]
+    return Memory(*places)
+
+
 def written(node: fx.Node, modules: Modules) -> tuple[fx.Node, ...]:
     """The nodes whose memory this one changes."""
+    memory = _memory(node, modules)
+    if memory is not None:
+        return tuple(dict.fromkeys(value for place in memory.written for value in _nodes(node.args[place])))
     schema = _schema_of(node)
     if schema is not None:
         found = [_nodes(value) for info, value in _by_schema(node, schema) if _is_write(info)]
@@ -127,6 +155,9 @@ def may_share(node: fx.Node, modules: Modules) -> tuple[fx.Node, ...]:
     inputs = tuple(node.all_input_nodes)
     if not inputs or node.op == "output":
         return ()
+    memory = _memory(node, modules)
+    if memory is not None:
+        return tuple(dict.fromkeys(value for place in memory.shared for value in _nodes(node.args[place])))
     if node.op == "call_module":
         return inputs[:1] if _module_may_share(modules.get(str(node.target))) else ()
     name = _name(node.target)
@@ -171,6 +202,11 @@ def attribute_of(node: fx.Node, modules: Modules) -> Any:
 def _name(target: Any) -> str:
     packet = getattr(target, "overloadpacket", None)
     return str(getattr(packet or target, "__name__", target)).rpartition(".")[2]
+
+
+def _memory(node: fx.Node, modules: Modules) -> Memory | None:
+    memory = getattr(modules.get(str(node.target)), "memory", None) if node.op == "call_module" else None
+    return memory if isinstance(memory, Memory) else None
 
 
 def _nodes(value: Any) -> tuple[fx.Node, ...]:

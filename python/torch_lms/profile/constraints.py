@@ -27,9 +27,9 @@ from dataclasses import dataclass
 
 from torch import fx, nn
 
-from torch_lms.profile.aliases import Modules, attribute_of, lineages, written
+from torch_lms.profile.aliases import Memory, Modules, attribute_of, lineages, written
 
-__all__ = ["Constraint", "find_constraints", "find_writes"]
+__all__ = ["Constraint", "find_constraints", "find_writes", "written_attributes"]
 
 COMPUTED = ("call_function", "call_method", "call_module")
 IN_PLACE, STATISTICS, RETURNED = "in place", "running statistics", "returned"
@@ -84,6 +84,32 @@ def find_writes(graph: fx.Graph, modules: Modules) -> dict[fx.Node, tuple[str, .
     return found
 
 
+def written_attributes(graph: fx.Graph, modules: Modules) -> dict[fx.Node, frozenset[str]]:
+    """Of each node that changes parameters or buffers, or may: their paths.
+
+    Args:
+        graph: in the order of the program.
+        modules: by path, the root under the empty one.
+    """
+    lineage = lineages(graph, modules)
+    names: dict[int, set[str]] = defaultdict(set)
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            names[id(attribute_of(node, modules))].add(str(node.target))
+    found: dict[fx.Node, frozenset[str]] = {}
+    for node in graph.nodes:
+        module = modules.get(str(node.target)) if node.op == "call_module" else None
+        paths: set[str] = set()
+        if module is not None and not isinstance(getattr(module, "memory", None), Memory) and not _is_pytorchs(module):
+            paths |= {f"{node.target}.{name}" for name, _ in (*module.named_parameters(), *module.named_buffers())}
+        for origin in {origin for value in written(node, modules) for origin in lineage[value]}:
+            if origin.op == "get_attr":
+                paths |= names[id(attribute_of(origin, modules))]
+        if paths:
+            found[node] = frozenset(paths)
+    return found
+
+
 def _sinks(graph: fx.Graph) -> list[fx.Node]:
     return [node for node in graph.nodes if node.op in COMPUTED and all(user.op == "output" for user in node.users)]
 
@@ -107,9 +133,14 @@ def _one_stage_for_statistics(graph: fx.Graph, modules: Modules) -> Iterator[Con
 
 def _changes_buffers(module: nn.Module) -> bool:
     """Whether it does, or may."""
-    if module.__module__.startswith("torch.nn.") and not any(True for _ in module.children()):
+    if _is_pytorchs(module):
         return module.training and getattr(module, "running_mean", None) is not None
     return any(True for _ in module.buffers())
+
+
+def _is_pytorchs(module: nn.Module) -> bool:
+    """Whether it is one of PyTorch's own, without others inside: what it does is known."""
+    return module.__module__.startswith("torch.nn.") and not any(True for _ in module.children())
 
 
 def _in_place(graph: fx.Graph, modules: Modules) -> Iterator[Constraint]:

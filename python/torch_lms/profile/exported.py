@@ -16,7 +16,9 @@ from torch import fx, nn
 
 from torch_lms._torch_compat import named_parameters_with_ties
 from torch_lms.profile.arguments import Sample
+from torch_lms.profile.modes import functions_refused
 from torch_lms.profile.ownership import set_module
+from torch_lms.profile.preserving import Attributes, contents_kept, plain_tensors, refuse_assigned
 from torch_lms.profile.regions import Region, is_assertion, is_region
 
 __all__ = ["Range", "Shapes", "export_graph"]
@@ -46,7 +48,10 @@ class _Entry(nn.Module):
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Runs the model and notes the structure of what it returns."""
         found: list[torch.Tensor] = []
-        self.outputs.structure = self.outputs.flatten(self.sample.call(self.model, tensors), found)
+        attributes = Attributes(self.model)
+        with functions_refused():
+            self.outputs.structure = self.outputs.flatten(self.sample.call(self.model, tensors), found)
+        self.outputs.assigned = attributes.put_back()
         return tuple(found)
 
 
@@ -55,6 +60,7 @@ class _Outputs:
 
     def __init__(self) -> None:
         self.structure: Any = None
+        self.assigned: frozenset[str] = frozenset()
         self.unknown: set[str] = set()
 
     def flatten(self, value: Any, found: list[torch.Tensor]) -> Any:
@@ -108,11 +114,14 @@ def export_graph(model: nn.Module, sample: Sample) -> Exported:
     Sizes stay open where the model's code lets them.
     """
     entry = _Entry(model, sample)
-    program = _export(entry, _distinct(sample.tensors))
+    with contents_kept(tensor for tensor in plain_tensors(model).values() if tensor.is_leaf):
+        program = _export(entry, _distinct(sample.tensors))
     rebuilt = _Rebuilder(program, model, sample)
     for node in program.graph.nodes:
         rebuilt.copy(node)
     rebuilt.output(entry.outputs.structure)
+    buffers = {name for name, _ in model.named_buffers()}
+    refuse_assigned(entry.outputs.assigned & (buffers | rebuilt.read_plain))
     shapes = rebuilt.shapes()
     fixed = {name: [low if low == high else "any" for low, high in sizes] for name, sizes in shapes.items()}
     notes = [f"the graph is for {name} of shape {sizes}" for name, sizes in fixed.items() if set(sizes) != {"any"}]
@@ -169,6 +178,7 @@ class _Rebuilder:
         self._program = program
         self._own: dict[fx.Node, fx.Node] = {}
         self._results: tuple[fx.Node, ...] = ()
+        self.read_plain: set[str] = set()
         self._first: dict[int, str] = {}
         for name, parameter in named_parameters_with_ties(model):
             self._first.setdefault(id(parameter), name)
@@ -229,6 +239,7 @@ class _Rebuilder:
             return name.replace(".", "_"), self._program.constants[name]
         name = name[len(_PREFIX) :]
         value = attrgetter(name)(self._model)
+        self.read_plain.add(name)
         return self._first.get(id(value), name), value
 
     def _is_attribute(self, name: str) -> bool:

@@ -15,14 +15,14 @@ from torch import fx, nn
 from torch_lms._torch_compat import named_parameters_with_ties
 from torch_lms.errors import ProfileError
 from torch_lms.profile.arguments import bind_sample
-from torch_lms.profile.constraints import find_constraints, find_writes
+from torch_lms.profile.constraints import find_constraints, find_writes, written_attributes
 from torch_lms.profile.node_facts import NodeFacts, Watcher
 from torch_lms.profile.ownership import module_of
 from torch_lms.profile.preserving import NodeError
 from torch_lms.profile.storages import tensor_bytes, tensors_in
 from torch_lms.profile.tracing import TracedModel, trace_sample
 
-__all__ = ["ProfilingInterpreter", "describe_node", "graph_facts"]
+__all__ = ["ProfilingInterpreter", "describe_node", "graph_facts", "written_parameters"]
 
 
 class ProfilingInterpreter(fx.Interpreter):
@@ -141,6 +141,15 @@ def graph_facts(traced: TracedModel) -> list[NodeFacts]:
         replace(_facts(node, modules, attributes), not_before=tuple(not_before[node]), writes=writes.get(node, ()))
         for node in traced.graph_module.graph.nodes
     ]
+
+
+def written_parameters(traced: TracedModel) -> list[nn.Parameter]:
+    """The model's parameters that the graph changes, or may; none where there is no graph."""
+    if traced.graph_module is None:
+        return []
+    modules = dict(traced.graph_module.named_modules(remove_duplicate=False))
+    names = frozenset().union(*written_attributes(traced.graph_module.graph, modules).values())
+    return [parameter for name, parameter in traced.graph_module.named_parameters() if name in names]
 
 
 @dataclass(frozen=True)

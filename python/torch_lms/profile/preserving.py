@@ -2,35 +2,124 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
+from torch_lms._torch_compat import storage_key
 from torch_lms.errors import ProfileError
 from torch_lms.profile.arguments import Sample
 from torch_lms.profile.source_lines import blame, first_line
 
-__all__ = ["NodeError", "placed_on", "preserved", "run_or_explain"]
+__all__ = [
+    "Attributes",
+    "NodeError",
+    "contents_kept",
+    "placed_on",
+    "plain_tensors",
+    "preserved",
+    "refuse_assigned",
+    "run_or_explain",
+    "storages_of",
+]
+
+_MISSING = object()
+
+
+class Attributes:
+    """What the modules of a model have as attributes now, to find what its forward assigns, and to undo it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._held = [
+            (f"{path}.{name}" if path else name, place, name, value)
+            for path, module in model.named_modules()
+            for place in _places(module)
+            for name, value in place.items()
+        ]
+        self._places = [(path, place) for path, module in model.named_modules() for place in _places(module)]
+        self._known = {(id(place), name) for _, place, name, _ in self._held}
+
+    def put_back(self, keep: Collection[str] = ()) -> frozenset[str]:
+        """Puts all of it back.
+
+        Args:
+            keep: paths of what may stay, where there was nothing.
+
+        Returns:
+            The paths of the tensors in whose place there was something else.
+        """
+        replaced = set()
+        for path, place, name, value in self._held:
+            if place.get(name, _MISSING) is not value:
+                place[name] = value
+                if isinstance(value, torch.Tensor):
+                    replaced.add(path)
+        for path, place in self._places:
+            for name in [name for name in place if (id(place), name) not in self._known]:
+                if (f"{path}.{name}" if path else name) not in keep:
+                    del place[name]
+        return frozenset(replaced)
+
+
+def refuse_assigned(names: Collection[str]) -> None:
+    """Says that a graph has no assignments to attributes.
+
+    Raises:
+        ProfileError: if there are names of any that were assigned.
+    """
+    if names:
+        raise ProfileError(
+            f"expected a forward that changes its tensors in place, found one that assigns others to {sorted(names)}; "
+            "write to them, such as by copy_"
+        )
+
+
+def _places(module: nn.Module) -> tuple[dict[str, Any], ...]:
+    return vars(module), module._parameters, module._buffers
+
+
+def plain_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Attributes that are tensors and neither parameters nor buffers, by path."""
+    return {
+        f"{path}.{name}" if path else name: value
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def storages_of(tensors: Iterable[torch.Tensor]) -> set[int]:
+    """The keys of the storages of tensors that have one and values in it."""
+    return {storage_key(tensor) for tensor in tensors if tensor.layout == torch.strided and not tensor.is_meta}
+
+
+@contextmanager
+def contents_kept(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Puts back what tensors hold."""
+    before = [(tensor, tensor.detach().clone()) for tensor in tensors]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in before:
+                tensor.copy_(value)
 
 
 @contextmanager
 def preserved(model: nn.Module) -> Iterator[None]:
-    """Puts back buffers, gradients and the state of random numbers."""
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    """Puts back buffers, tensors that are plain attributes, gradients and the state of random numbers."""
+    kept = [*model.buffers(), *(tensor for tensor in plain_tensors(model).values() if tensor.is_leaf)]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     devices = sorted({tensor.device.index or 0 for tensor in _tensors(model) if tensor.is_cuda})
     for parameter, _ in gradients:
         parameter.grad = None
     try:
-        with torch.random.fork_rng(devices=devices):
+        with torch.random.fork_rng(devices=devices), contents_kept(kept):
             yield
     finally:
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
         for parameter, gradient in gradients:
             parameter.grad = gradient
 

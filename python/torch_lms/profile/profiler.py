@@ -19,12 +19,12 @@ from torch_lms.profile.arguments import Sample, bind_sample
 from torch_lms.profile.devices import device_of, find_device, fits, made_on
 from torch_lms.profile.document import LinkProfile, NodeProfile, Profile
 from torch_lms.profile.huggingface import as_in_training
-from torch_lms.profile.interpreter import ProfilingInterpreter, graph_facts
+from torch_lms.profile.interpreter import ProfilingInterpreter, graph_facts, written_parameters
 from torch_lms.profile.links import measure_links
 from torch_lms.profile.node_facts import NodeFacts, Watcher
 from torch_lms.profile.optimizer_state import measure_optimizer
 from torch_lms.profile.piecewise import PieceByPiece, Pieces
-from torch_lms.profile.preserving import placed_on, preserved, run_or_explain
+from torch_lms.profile.preserving import contents_kept, placed_on, preserved, run_or_explain
 from torch_lms.profile.progress import Progress
 from torch_lms.profile.runtime import OpRecorder
 from torch_lms.profile.sizes import NodeSizes, SizeWatcher
@@ -176,6 +176,7 @@ def _profile_on(
             home = device_of(whole)  # where it is traced
         if home != device and traced.graph_module is not None:
             stack.enter_context(made_on(traced.graph_module, home, device))
+        stack.enter_context(contents_kept(written_parameters(traced)))
         return run.measure(traced, optimizer)
 
 

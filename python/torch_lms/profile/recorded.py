@@ -16,8 +16,9 @@ Source: the RFC's section on models that are not compatible with torch.fx, and i
 from __future__ import annotations
 
 import operator
+from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -28,20 +29,14 @@ from torch.autograd.function import BackwardCFunction
 from torch_lms._torch_compat import function_mode, named_parameters_with_ties
 from torch_lms.errors import ProfileError
 from torch_lms.profile.arguments import Sample
+from torch_lms.profile.calls import LEAVING, READS, has_tensors, property_of, target_of
+from torch_lms.profile.modes import Modes
 from torch_lms.profile.ownership import set_module
-from torch_lms.profile.preserving import preserved
+from torch_lms.profile.preserving import Attributes, contents_kept, preserved, refuse_assigned, storages_of
 from torch_lms.profile.source_lines import calling_line
 
 __all__ = ["RecordingError", "check_read", "record_graph"]
 
-# What gives Python a value of a tensor; all else that gives no tensor tells of its size, type or place.
-_READS = frozenset(
-    [
-        *("__bool__", "__int__", "__float__", "__complex__", "__index__", "__contains__", "item", "tolist"),
-        *("equal", "allclose", "is_nonzero"),
-    ]
-)
-_LEAVING = frozenset(["numpy", "__array__", "__dlpack__", "data_ptr", "storage", "untyped_storage", "__set__"])
 # Their results' sizes depend on values.
 _SIZED_BY_VALUES = frozenset(
     [
@@ -82,16 +77,30 @@ def record_graph(model: nn.Module, sample: Sample) -> fx.Graph:
         RecordingError: if the model uses a tensor that no call known here has made or a function with a backward of its
             own, or hands a tensor out of PyTorch.
     """
-    recording = _Recording(model, sample)
-    with preserved(model), torch.enable_grad(), recording.modules_told(), function_mode(recording.call):
-        output = sample.call(model, sample.tensors)
-    recording.end(output)
+    attributes = Attributes(model)
+    try:
+        with torch.enable_grad(), ExitStack() as stack:
+            stack.enter_context(preserved(model))
+            recording = _Recording(model, sample, stack)
+            with recording.modules_told(), function_mode(recording.call), recording.modes.watched():
+                output = sample.call(model, sample.tensors)
+            recording.end(output)
+    finally:
+        replaced = attributes.put_back()
+    refuse_assigned(replaced & {name for name, _ in model.named_buffers()})
     return recording.graph
 
 
 class _Recording:
-    def __init__(self, model: nn.Module, sample: Sample) -> None:
+    def __init__(self, model: nn.Module, sample: Sample, stack: ExitStack) -> None:
         self.graph = fx.Graph()
+        self._stack = stack
+        self.modes = Modes()
+        self._kept_contents: set[int] = set()
+        self._parameters: dict[int, list[nn.Parameter]] = defaultdict(list)
+        for parameter in model.parameters():
+            for key in storages_of([parameter]):
+                self._parameters[key].append(parameter)
         self._model = model
         self._path = [""]
         self._whole = 0  # modules under way that are one node
@@ -146,28 +155,39 @@ class _Recording:
         if self._whole:
             return function(*args, **kwargs)
         name = getattr(function, "__name__", str(function))
-        if name in _LEAVING:
+        if name in LEAVING:
             raise RecordingError(f"{name} hands a tensor to what is no function of PyTorch, at {calling_line()}")
+        if name != "_set_grad_enabled":
+            self.modes.check()
+        self._keep_what_it_writes(name, args, kwargs)
         # Before it runs: what works in place is its result from then on.
         given = self._mapped(args), self._mapped(kwargs)
         if name == "__get__":
-            given = (given[0][0], _property_of(function)), {}
+            given = (given[0][0], property_of(function)), {}
         result = function(*args, **kwargs)
         if name == "__iter__":
             result = list(result)
             self._bind(result, self._add("call_method", "unbind", (*given[0], 0), {}))
             return iter(result)
-        if _has_tensors(result):
-            node = self._add(*_target_of(function, name), *given)
+        if has_tensors(result):
+            node = self._add(*target_of(function, name), *given)
             self._bind(result, node)
             self._note_sizes(node, name, args)
         elif name == "__setitem__":
             self._add("call_function", operator.setitem, *given)
-        elif name in _READS or (self._depends_on_values(given) and not _is_size_free(result)):
-            read = self._add(*_target_of(function, name), *given)
+        elif name in READS or (self._depends_on_values(given) and not _is_size_free(result)):
+            read = self._add(*target_of(function, name), *given)
             recorded = tuple(result) if isinstance(result, torch.Size) else result
             self._add("call_function", check_read, (read, recorded, calling_line()), {})
         return result
+
+    def _keep_what_it_writes(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Has parameters put back that a call may write to, by its name."""
+        in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+        written = [value for value in (kwargs.get("out"), *args[: int(in_place)]) if isinstance(value, torch.Tensor)]
+        for key in storages_of(written) - self._kept_contents:
+            self._kept_contents.add(key)
+            self._stack.enter_context(contents_kept(self._parameters.get(key, ())))
 
     def _note_sizes(self, node: fx.Node, name: str, args: tuple[Any, ...]) -> None:
         keys = args[1:] if name in ("__getitem__", "repeat_interleave") else ()
@@ -204,11 +224,11 @@ class _Recording:
             self._kept.append(value)
         elif isinstance(value, (tuple, list)):
             for index, item in enumerate(value):
-                if _has_tensors(item):
+                if has_tensors(item):
                     self._bind(item, self._add("call_function", operator.getitem, (node, index), {}))
         elif isinstance(value, dict):
             for key, item in value.items():
-                if _has_tensors(item):
+                if has_tensors(item):
                     self._bind(item, self._add("call_function", operator.getitem, (node, key), {}))
         elif value is not None:
             raise RecordingError(f"{node.target} returns {type(value).__name__}, which the graph cannot take apart")
@@ -245,25 +265,6 @@ def _stays_whole(module: nn.Module) -> bool:
     """Whether a module is one node: PyTorch's own, without children, and without hooks, which are not its own code."""
     own = module.__module__.startswith(("torch.nn", "torch.ao.nn")) and not any(module.children())
     return own and not module._forward_hooks and not module._forward_pre_hooks
-
-
-def _property_of(getter: Any) -> str:
-    return str(getter.__self__.__name__)
-
-
-def _target_of(function: Callable[..., Any], name: str) -> tuple[str, Any]:
-    if name == "__get__":
-        return "call_function", getattr
-    if getattr(torch.Tensor, name, None) is function:
-        as_operator = getattr(operator, name, None) if name.startswith("__") else None
-        return ("call_function", as_operator) if as_operator is not None else ("call_method", name)
-    return "call_function", function
-
-
-def _has_tensors(value: Any) -> bool:
-    if isinstance(value, dict):
-        return any(map(_has_tensors, value.values()))
-    return isinstance(value, torch.Tensor) or (isinstance(value, (tuple, list)) and any(map(_has_tensors, value)))
 
 
 def _is_size_free(value: Any) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from torch_lms.profile.aliases import memory_of
 from torch_lms.profile.graph_code import Generated, generate
 
 __all__ = ["Region", "is_assertion", "is_region"]
@@ -31,6 +32,9 @@ class Region(Generated):
         graph_module: of the part; it is changed, and not needed afterwards.
         mode: takes ``arguments``, what it has to run, and what that is to be given.
         arguments: of the mode.
+
+    Attributes:
+        memory: what the part does to the memory of what it is given.
     """
 
     def __init__(self, graph_module: fx.GraphModule, mode: Any, arguments: tuple[Any, ...]) -> None:
@@ -46,6 +50,7 @@ class Region(Generated):
         for node in list(graph.nodes):
             if node.op == "get_attr":
                 self._keep(node, graph_module)
+        self.memory = memory_of(graph, dict(self.named_modules()))
         self.set_code(generate(graph, f"a part under {mode}"))
 
     @classmethod

@@ -2,6 +2,12 @@
 
 Beyond ``torch.fx.symbolic_trace``: arguments that are no tensors are constants, constructors such as ``torch.arange``
 become nodes, containers of ``torch.nn`` are opened, and each node knows the module that it belongs to.
+
+Note [Nothing is computed while tracing]: the graph must do in each step what the model does. So buffers are symbols as
+parameters are, and a call whose tensors are all true ones (``self.parameters()``, plain attributes) becomes a node as
+well: its result would else be a constant, and what it writes would be written once. What a graph cannot say is refused,
+so that another source takes the model: values that Python reads, modes such as ``torch.no_grad`` and autocast, and
+attributes that are assigned.
 """
 
 from __future__ import annotations
@@ -12,15 +18,20 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
+from operator import getitem
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from torch_lms._torch_compat import function_mode
+from torch_lms._torch_compat import function_mode, named_parameters_with_ties
 from torch_lms.profile.arguments import Sample
+from torch_lms.profile.calls import LEAVING, READS, has_tensors, property_of, target_of
+from torch_lms.profile.modes import Modes
 from torch_lms.profile.ownership import set_module
+from torch_lms.profile.preserving import Attributes, plain_tensors, refuse_assigned, storages_of
+from torch_lms.profile.symbols import Known, Symbol, is_tensor
 
 __all__ = ["SymbolicError", "trace_symbolically"]
 
@@ -32,6 +43,14 @@ _CONSTRUCTORS = {
         *("rand", "randint", "randn", "randperm", "tril_indices", "triu_indices"),
     )
 }
+# They tell of a tensor what the graph may hold as a constant, or are Python's own.
+_TELLING = frozenset(
+    [
+        *("size", "dim", "numel", "nelement", "ndimension", "stride", "storage_offset", "element_size", "get_device"),
+        *("is_complex", "is_contiguous", "is_floating_point", "is_inference", "is_pinned", "is_shared", "is_signed"),
+        *("__len__", "__hash__", "__repr__", "__format__", "__dir__"),
+    ]
+)
 _FOREIGN = frozenset({"torch", *sys.stdlib_module_names})
 _TRACING = threading.RLock()  # two threads would put back each other's aids
 _MISSING = object()
@@ -41,9 +60,9 @@ _MISSING = object()
 # constructors are to become nodes. A function mode of PyTorch sees constructors, in this thread alone, but not those
 # that are given a symbol (torch.arange(x.shape[1])): PyTorch refuses it before any mode is asked. So the model's own
 # Python modules, and those that they name, get an isinstance and a torch of their own for that time. Neither builtins
-# nor torch is changed, and other threads that run the same code get what they always get. A symbol that claimed to be
-# a tensor by its __class__ would need none of this, but PyTorch's C++ believes such a claim and reads what is no
-# tensor.
+# nor torch is changed, but for autocast and what torch.fx itself changes of nn.Module, and other threads that run the
+# same code get what they always get. A symbol that claimed to be a tensor by its __class__ would need none of this, but
+# PyTorch's C++ believes such a claim and reads what is no tensor.
 
 
 class SymbolicError(Exception):
@@ -64,7 +83,7 @@ def trace_symbolically(model: nn.Module, sample: Sample, leaves: frozenset[str] 
     """Traces a model.
 
     Args:
-        model: is not run and not changed.
+        model: is not run, and left as it was, but that it gets what the graph holds as constants.
         sample: its tensors become placeholders.
         leaves: paths of modules that stay whole.
 
@@ -74,17 +93,36 @@ def trace_symbolically(model: nn.Module, sample: Sample, leaves: frozenset[str] 
     Raises:
         SymbolicError: if that is not possible.
     """
-    tracer = _Tracer(sample, leaves)
+    with torch.enable_grad():
+        tracer = _Tracer(model, sample, leaves)
+        try:
+            with _attributes_kept(model, tracer), _tracing_aids(tracer, model):
+                return tracer.trace(model)
+        except Exception as error:
+            raise SymbolicError(tracer.failed or "", error) from error
+
+
+@contextmanager
+def _attributes_kept(model: nn.Module, tracer: _Tracer) -> Iterator[None]:
+    """Undoes what the forward assigns, and refuses what the graph then lacks."""
+    attributes, buffers = Attributes(model), {name for name, _ in model.named_buffers()}
+    read: set[str] = set()
     try:
-        with _tracing_aids(tracer, model):
-            return tracer.trace(model)
-    except Exception as error:
-        raise SymbolicError(tracer.failed or "", error) from error
+        yield
+        read |= {str(node.target) for node in tracer.graph.nodes if node.op == "get_attr"}
+    finally:
+        replaced = attributes.put_back(keep=read)
+    refuse_assigned(replaced & (read | buffers))
 
 
 class _Tracer(fx.Tracer):
-    def __init__(self, sample: Sample, leaves: frozenset[str]) -> None:
-        super().__init__(param_shapes_constant=True)
+    def __init__(self, model: nn.Module, sample: Sample, leaves: frozenset[str]) -> None:
+        super().__init__()
+        self._names: dict[int, str] = {}
+        for name, tensor in (*named_parameters_with_ties(model), *model.named_buffers()):
+            self._names.setdefault(id(tensor), name)
+        self._known: dict[str, Known] = {}
+        self.modes = Modes()
         self._sample = sample
         self._leaves = leaves
         self._path: list[str] = []
@@ -115,8 +153,54 @@ class _Tracer(fx.Tracer):
         finally:
             self._path.pop()
 
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: Any) -> Any:
+        """A symbol for each parameter and buffer."""
+        name = self._names.get(id(attr_val))
+        return attr_val if name is None else self.known(name, attr_val)
+
+    _module_getattr = getattr  # its name in PyTorch 1.12
+
+    def known(self, name: str, tensor: torch.Tensor) -> Known:
+        """The symbol for a tensor of the model."""
+        if name not in self._known:
+            self._known[name] = Known(self.create_node("get_attr", name, (), {}), self, tensor)
+        return self._known[name]
+
+    def proxy(self, node: fx.Node) -> Symbol:
+        """The symbol for what a node gives."""
+        return Symbol(node, self)
+
+    def create_arg(self, a: Any) -> Any:
+        """What stands for a value as the argument of a node; see Note [Nothing is computed while tracing]."""
+        if isinstance(a, torch.Tensor) and id(a) not in self._names and a not in self.tensor_attrs:
+            self._check_constant(a)
+        return super().create_arg(a)
+
+    def _check_constant(self, value: torch.Tensor) -> None:
+        """Refuses a constant that was computed, as far as can be seen: PyTorch 1.12 does not show all calls."""
+        own = [*self.root.parameters(), *self.root.buffers(), *plain_tensors(self.root).values()]
+        if value.grad_fn is not None or storages_of([value]) & storages_of(own):
+            raise TypeError("expected tensors of the model itself, found one that was made of them while tracing")
+
+    def of_tensors(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A node for a call all of whose tensors are true ones; see Note [Nothing is computed while tracing]."""
+        name = getattr(function, "__name__", str(function))
+        if name == "__get__":
+            value = function(*args, **kwargs)
+            args = (args[0], property_of(function))
+            return self.create_proxy(*target_of(function, name), args, {}) if has_tensors(value) else value
+        if name in _TELLING:
+            return function(*args, **kwargs)
+        if name in READS or name in LEAVING:
+            raise TypeError(f"expected a forward that computes with symbols, found {name}, which needs values")
+        if name == "__iter__":
+            return (self.create_proxy("call_function", getitem, (args[0], place), {}) for place in range(len(args[0])))
+        return self.create_proxy(*target_of(function, name), args, kwargs)
+
     def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """Notes the module that a node belongs to."""
+        if kind.startswith("call"):
+            self.modes.check()
         node = super().create_node(kind, target, *args, **kwargs)
         own = str(target) if kind == "call_module" else (self._path[-1] if self._path else "")
         set_module(node, str(target).rpartition(".")[0] if kind == "get_attr" else own)
@@ -124,7 +208,7 @@ class _Tracer(fx.Tracer):
 
 
 @contextmanager
-def _tracing_aids(tracer: fx.Tracer, model: nn.Module) -> Iterator[None]:
+def _tracing_aids(tracer: _Tracer, model: nn.Module) -> Iterator[None]:
     """See Note [Aids in the model's own modules]."""
     aids = _Aids(tracer)
     with _TRACING:
@@ -135,7 +219,7 @@ def _tracing_aids(tracer: fx.Tracer, model: nn.Module) -> Iterator[None]:
                 for name, aid in aids.of(names).items():
                     before.append((names, name, names.get(name, _MISSING)))
                     names[name] = aid
-            with function_mode(aids.call):
+            with function_mode(aids.call), tracer.modes.watched(), _set_to_themselves(aids.thread):
                 yield
         finally:
             for names, name, value in reversed(before):
@@ -145,12 +229,32 @@ def _tracing_aids(tracer: fx.Tracer, model: nn.Module) -> Iterator[None]:
                     names[name] = value
 
 
+@contextmanager
+def _set_to_themselves(thread: int) -> Iterator[None]:
+    """Lets a buffer be set to what has worked on it in place, as ``self.count += 1`` does: to itself alone."""
+    assign = nn.Module.__setattr__
+
+    def set_other(module: nn.Module, name: str, value: Any) -> None:
+        held = vars(module)  # nothing as yet in a module that is being made
+        own = {**held.get("_parameters", {}), **held.get("_buffers", {})}.get(name)
+        if threading.get_ident() != thread or own is None:
+            assign(module, name, value)
+        elif type(value) is not Known or value.value is not own:
+            refuse_assigned([name])
+
+    nn.Module.__setattr__ = set_other  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.__setattr__ = assign  # type: ignore[method-assign]
+
+
 class _Aids:
     """What stands in for ``isinstance``, ``torch`` and its constructors, in the thread that traces."""
 
-    def __init__(self, tracer: fx.Tracer) -> None:
+    def __init__(self, tracer: _Tracer) -> None:
         self._tracer = tracer
-        self._thread = threading.get_ident()
+        self.thread = threading.get_ident()
         self._made = {function: self._as_node(function) for function in _CONSTRUCTORS}
         self._torch = ModuleType(torch.__name__, torch.__doc__)
         vars(self._torch).update(vars(torch))
@@ -167,13 +271,15 @@ class _Aids:
         return found
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Makes a node of a constructor, wherever it is called from; all else runs."""
+        """Makes nodes of constructors, and of what is called with true tensors alone; symbols see to their own."""
+        if function not in self._made and has_tensors((args, kwargs)) and not _has_symbols((args, kwargs)):
+            return self._tracer.of_tensors(function, args, kwargs)
         return self._made.get(function, function)(*args, **kwargs)
 
     def _as_node(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(original)
         def create(*args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() != self._thread:
+            if threading.get_ident() != self.thread:
                 return original(*args, **kwargs)
             return self._tracer.create_proxy("call_function", original, args, kwargs)
 
@@ -181,9 +287,18 @@ class _Aids:
 
     def _isinstance(self, value: Any, classes: Any) -> bool:
         """A symbol is a tensor to the model, though not to PyTorch; a wrong answer would trace the wrong branch."""
-        if type(value) is fx.Proxy and threading.get_ident() == self._thread:
-            return builtins.isinstance(value, classes) or issubclass(torch.Tensor, classes)
+        if is_tensor(value) and threading.get_ident() == self.thread:
+            kind = type(value.value) if type(value) is Known else torch.Tensor
+            return builtins.isinstance(value, classes) or issubclass(kind, classes)
         return builtins.isinstance(value, classes)
+
+
+def _has_symbols(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_has_symbols, value.values()))
+    if isinstance(value, slice):
+        return _has_symbols((value.start, value.stop, value.step))
+    return isinstance(value, fx.Proxy) or (isinstance(value, (tuple, list)) and any(map(_has_symbols, value)))
 
 
 def _modules_of(model: nn.Module) -> list[ModuleType]:

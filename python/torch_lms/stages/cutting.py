@@ -18,6 +18,7 @@ from torch import fx, nn
 
 from torch_lms.errors import PartitionError
 from torch_lms.partition.relief import StageRelief
+from torch_lms.profile.constraints import written_attributes
 from torch_lms.profile.graph_code import generate
 from torch_lms.stages import installation, mutations
 from torch_lms.stages.arguments import find_arguments
@@ -64,6 +65,8 @@ def split(
     borders = _find_borders(graph, placed, count)
     borders.arguments = find_arguments(graph, traced)
     borders.shapes = getattr(traced, "shapes", {})
+    writes = written_attributes(graph, modules)
+    borders.writes = [frozenset(name for node in nodes for name in writes.get(node, ())) for nodes in borders.nodes]
     borders.sizes = frozenset(node.name for node in sizes_in(graph))
     name = type(model).__name__ if model is not None else str(getattr(traced, "name", "model"))
     stages = []

@@ -43,6 +43,7 @@ _TAKEN = frozenset(
         "hold",
         "sizes",
         "shapes",
+        "writes",
         "_code",
         "_run",
         "_constants",
@@ -66,6 +67,7 @@ class Borders:
     arguments: tuple[Argument, ...] = ()
     shapes: Mapping[str, tuple[tuple[int, float], ...]] = field(default_factory=dict)
     sizes: frozenset[str] = frozenset()
+    writes: list[frozenset[str]] = field(default_factory=list)
 
 
 def _check_shape(name: str, ranges: tuple[tuple[int, float], ...], value: Any) -> None:
@@ -114,6 +116,7 @@ class Stage(Generated):
         sizes: names among inputs and outputs that are numbers made of tensors' sizes: the same while shapes are.
         shapes: of each feed the least and the largest size of each dimension that the code is for; a feed that is not
             in it may have any shape with which the model runs.
+        writes: names of the model's parameters and buffers that its forward changes, or may.
         device: where it is and its code makes tensors; None for a part of a model on several devices, until it is
             materialised.
         placement: the device and the rank that it was put on; None until then.
@@ -129,6 +132,7 @@ class Stage(Generated):
         self.arguments = borders.arguments
         self.sizes = borders.sizes & {*self.inputs, *self.outputs}
         self.shapes = {name: borders.shapes[name] for name in self.feeds if name in borders.shapes}
+        self.writes = borders.writes[index] if borders.writes else frozenset()
         self.nodes = tuple(node.name for node in borders.nodes[index])
         self.shared: dict[str, tuple[tuple[int, str], ...]] = {}
         self.device: torch.device | None = None
