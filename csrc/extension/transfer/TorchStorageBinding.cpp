@@ -1,6 +1,7 @@
 #include <extension/transfer/TorchStorageBinding.h>
 
 #include <atomic>
+#include <new>
 #include <utility>
 
 #include <extension/base/Compat.h>
@@ -141,8 +142,13 @@ bool TorchStorageBinding::install_watched(std::unique_ptr<DeviceBlock> block) {
     unwatch();
     return false;
   }
-  if (!compat::has_materializer(*raw())) { // else it has been watched since it went out
-    compat::watch_block(*raw(), &on_raw_access);
+  try {
+    if (!compat::has_materializer(*raw())) { // else it has been watched since it went out
+      compat::watch_block(*raw(), &on_raw_access);
+    }
+  } catch (const std::bad_alloc&) { // for a few bytes, before 2.13: the block is an ordinary one
+    unwatch();
+    return false;
   }
   watching_ = true;
   watched_block_ = raw()->_mutable_data_ptr_no_checks().get();

@@ -311,6 +311,38 @@ TEST(a_kept_copy_that_is_dropped) {
   lms().pager.kept_copies().keep(false);
 }
 
+TEST(an_op_on_what_is_out_and_keeps_its_copy) {
+  const Settled settled;
+  const KeepsCopies keeps;
+  OneTensor one;
+  fail_each(
+      [&] {
+        one.renew();
+        REQUIRE(go_out(one.tensor));
+      },
+      [&] { CHECK(holds(one.tensor, 3)); },
+      [&] { one.check(); });
+}
+
+TEST(a_prefetch_of_what_keeps_its_copy) {
+  const Settled settled;
+  const KeepsCopies keeps;
+  OneTensor one;
+  fail_each(
+      [&] {
+        one.renew();
+        REQUIRE(go_out(one.tensor));
+      },
+      [&] {
+        prefetch(one.tensor);
+        lms().manual.wait_pageins();
+      },
+      [&] {
+        lms().manual.wait_pageins();
+        one.check();
+      });
+}
+
 TEST(a_drop_and_its_return) {
   const Settled settled;
   const OpCallbacks::Request request(lms().callbacks);
