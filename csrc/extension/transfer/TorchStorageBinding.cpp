@@ -188,11 +188,11 @@ void TorchStorageBinding::unwatch() {
 }
 
 void TorchStorageBinding::keep_block_for_copy() {
-  device_.keep_block_for_copy(raw()->_mutable_data_ptr_no_checks());
+  device_.keep_block_for_copy(raw()->_mutable_data_ptr_no_checks().get());
 }
 
 void TorchStorageBinding::keep_block_for_arrival() {
-  device_.keep_block_for_arrival(raw()->_mutable_data_ptr_no_checks());
+  device_.keep_block_for_arrival(raw()->_mutable_data_ptr_no_checks().get());
 }
 
 } // namespace torch_lms

@@ -419,11 +419,11 @@ class AsyncDevice final : public torch_lms::Device {
     }
     return allocator.allocate(nbytes);
   }
-  void keep_block_for_copy(const c10::DataPtr& data) override {
-    allocator.keep(data.get());
+  void keep_block_for_copy(void* block) override {
+    allocator.keep(block);
   }
-  void keep_block_for_arrival(const c10::DataPtr& data) override {
-    allocator.keep(data.get());
+  void keep_block_for_arrival(void* block) override {
+    allocator.keep(block);
     if (const auto meanwhile = std::exchange(when_kept, nullptr)) {
       meanwhile();
     }

@@ -574,6 +574,31 @@ TEST(kept_copies_go_when_the_mode_ends) {
   CHECK(!drops(tensor));
 }
 
+TEST(a_block_that_goes_before_it_is_filled_outlasts_its_copy) {
+  if (Program::get().async == nullptr) {
+    SKIP("its copies are over when they have been submitted");
+  }
+  const Settled settled;
+  const KeepsCopies keeps;
+  const at::Tensor tensor = tensor_of(3);
+  REQUIRE(go_out(tensor));
+  const EntityPtr entity = lms().pager.find(*tensor.storage().unsafeGetStorageImpl());
+  std::optional<HeldCopies> held(std::in_place);
+  REQUIRE(lms().pager.requests().prefetch_ahead(entity, 0));
+  std::thread waits([] { lms().manual.wait_pageins(); });
+  while (lms().pager.paged_out_storages() != 0) { // until it has been committed
+    std::this_thread::yield();
+  }
+  std::thread fills([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    held.reset();
+  });
+  CHECK(lms().pager.requests().drop_unwritten(entity)); // the fake device looks at what it frees
+  fills.join();
+  waits.join();
+  CHECK(holds(tensor, 3));
+}
+
 TEST(a_copy_that_comes_while_the_mode_ends_goes) {
   AsyncDevice* device = Program::get().async;
   if (device == nullptr) {
