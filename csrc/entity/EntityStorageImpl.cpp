@@ -454,6 +454,22 @@ void EntityStorageImpl::stop_watching() {
   release_copy();
 }
 
+void EntityStorageImpl::end_keeping() {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    // Who calls a page-out off stops watching when the copy is over, and not before.
+    if (state() != EntityState::kResident || calling_off_) {
+      return; // nothing is kept
+    }
+    settled_.store(false, std::memory_order_seq_cst); // see Note [Pins and requests]
+    if (!pinned() && !replaced()) {
+      binding_->unwatch();
+    }
+    refresh_settled();
+  }
+  release_copy();
+}
+
 bool EntityStorageImpl::retire() {
   {
     std::lock_guard<std::mutex> lock(mutex_);

@@ -268,6 +268,12 @@ class EntityStorageImpl : public std::enable_shared_from_this<EntityStorageImpl>
   /// bytes. The caller holds the storage and has pinned the entity.
   void stop_watching();
 
+  /// The same, for who only wants the copy back: where an op uses the bytes, the block stays as it
+  /// is. The op may be asking for its address at this moment, and the tensor library may then be
+  /// changing what this would change. Who pins the entity meanwhile waits. The caller holds the
+  /// storage.
+  void end_keeping();
+
   /// Where the device block is; null unless resident. Only for looking at addresses:
   /// the storage may let go of the block at any time.
   const void* device_address() const;

@@ -61,7 +61,7 @@ class StorageBinding {
   /// called when the storage is gone. Throws what the device allocator throws.
   virtual std::unique_ptr<DeviceBlock> allocate(size_t nbytes) = 0;
 
-  /// Points the storage, which holds the host copy, at `block`, and takes it.
+  /// Points the storage, which holds the host copy, at `block`, and takes it. Cannot fail.
   virtual void install_device(std::unique_ptr<DeviceBlock> block) = 0;
 
   /// Gives the storage, which has just been acquired, `block` for its own, which `block` is
@@ -76,8 +76,8 @@ class StorageBinding {
   virtual void unwatch() = 0;
 
   /// `install_device`, and from now on tells by `unwritten` whether anybody has had the chance
-  /// to write to the block. Returns false where the tensor library cannot tell; the block is
-  /// installed all the same.
+  /// to write to the block. Returns false where the tensor library cannot tell, or finds no memory
+  /// to do so; the block is installed all the same. Cannot fail: half of it cannot be undone.
   virtual bool install_watched(std::unique_ptr<DeviceBlock> block) {
     unwatch();
     install_device(std::move(block));

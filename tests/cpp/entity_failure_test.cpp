@@ -434,6 +434,29 @@ TEST(an_access_waits_for_the_copy_that_another_access_calls_off) {
   }
 }
 
+TEST(a_storage_is_watched_until_the_copy_that_an_access_calls_off_is_over) {
+  for (Copies copies : kBothWays) {
+    EntityRig rig(copies);
+    rig.go_to(OQ);
+    Gate gate;
+    rig.backend->interruptions.at(BackendStep::kCopyToHost, gate.action());
+    std::thread worker([&] { CHECK(rig.entity->begin_pageout(&rig.out)); });
+    gate.wait_until_reached();
+    std::thread first([&] { CHECK_EQ(rig.entity->access(), AccessResult::kCancelledPageout); });
+    while (rig.entity->state() != R) { // set before the first access waits
+      std::this_thread::yield();
+    }
+    rig.entity->end_keeping();
+    CHECK(rig.storage->watched); // or who writes now would not wait
+    gate.open();
+    first.join();
+    worker.join();
+    CHECK(!rig.storage->watched);
+    CHECK_EQ(rig.commit_out(), CommitResult::kDropped);
+    rig.out = nullptr;
+  }
+}
+
 TEST(a_called_off_transfer_does_not_disturb_the_next_one) {
   for (Copies copies : kBothWays) {
     EntityRig rig(copies);

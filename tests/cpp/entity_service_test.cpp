@@ -428,6 +428,33 @@ TEST(who_looks_at_more_than_the_bytes_gets_an_ordinary_block) {
   CHECK(rig.storage->watched);
 }
 
+TEST(a_block_that_an_op_uses_stays_as_it_is_when_its_copy_goes) {
+  KeptRig rig(Copies::kOnCaller);
+  rig.entity->pin();
+  rig.entity->end_keeping();
+  CHECK(!rig.entity->keeps_copy());
+  CHECK(rig.storage->block_watched);
+  rig.entity->unpin();
+  CHECK(rig.entity->pin_settled());
+  rig.entity->unpin();
+  rig.entity->end_keeping();
+  CHECK(!rig.storage->block_watched);
+}
+
+TEST(an_op_that_begins_while_its_block_changes_waits) {
+  KeptRig rig(Copies::kOnCaller);
+  Gate gate;
+  rig.device->interruptions.at(DeviceStep::kUnwatch, gate.action());
+  std::thread changes([&] { rig.entity->end_keeping(); });
+  gate.wait_until_reached();
+  CHECK(!rig.entity->pin_settled()); // so it asks for the lock
+  gate.open();
+  rig.entity->access();
+  CHECK(!rig.storage->block_watched);
+  rig.entity->unpin();
+  changes.join();
+}
+
 TEST(a_kept_copy_goes_with_its_entity_or_its_storages_memory) {
   for (Copies copies : kBothWays) {
     KeptRig died(copies);

@@ -18,7 +18,16 @@
 #include "interruptions.h"
 
 /// Where a `FakeDevice` can be interrupted.
-enum class DeviceStep { kHold, kAcquire, kAllocate, kInstallHost, kFree, kKeepBlock, kWatch };
+enum class DeviceStep {
+  kHold,
+  kAcquire,
+  kAllocate,
+  kInstallHost,
+  kFree,
+  kKeepBlock,
+  kWatch,
+  kUnwatch
+};
 
 /// The memory of a device: plain memory, in blocks that are overwritten when they go.
 class FakeDevice : public std::enable_shared_from_this<FakeDevice> {
@@ -188,6 +197,7 @@ class FakeBinding final : public torch_lms::StorageBinding {
     storage().watched = true;
   }
   void unwatch() override {
+    device_->interruptions.reached(DeviceStep::kUnwatch);
     storage().watched = false;
     storage().block_watched = false;
   }

@@ -10,6 +10,7 @@
 #include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
+#include <c10/util/ScopeExit.h>
 
 #include <entity/Error.h>
 #include <extension/base/ThreadContext.h>
@@ -93,21 +94,25 @@ c10::DataPtr CudaDevice::allocate_placeholder(size_t nbytes) {
   return allocator::get()->allocate(nbytes);
 }
 
-void CudaDevice::keep_block_for_copy(const c10::DataPtr& data) {
-  allocator::recordStream(data, c10::cuda::getStreamFromExternal(cuda_->pageout_stream(), index_));
+void CudaDevice::keep_block_for_copy(void* block) {
+  keep_block_for(block, {cuda_->pageout_stream()});
 }
 
-void CudaDevice::keep_block_for_arrival(const c10::DataPtr& data) {
-  allocator::recordStream(data, c10::cuda::getStreamFromExternal(cuda_->pagein_stream(), index_));
+void CudaDevice::keep_block_for_arrival(void* block) {
+  keep_block_for(block, {cuda_->pagein_stream()});
 }
 
 void CudaDevice::keep_block_for_streams(void* block) {
+  keep_block_for(block, cuda_->noted_streams());
+}
+
+void CudaDevice::keep_block_for(void* block, const std::vector<cudaStream_t>& streams) const {
   // The allocator looks at no more than the address and the deleter.
   c10::DataPtr data(block, block, allocator::get()->raw_deleter(), device());
-  for (cudaStream_t used : cuda_->noted_streams()) {
+  const auto still_its_owners = c10::make_scope_exit([&data] { data.release_context(); });
+  for (cudaStream_t used : streams) {
     allocator::recordStream(data, c10::cuda::getStreamFromExternal(used, index_));
   }
-  data.release_context();
 }
 
 DeviceUse CudaDevice::use() const {

@@ -28,8 +28,8 @@ class CudaDevice final : public Device {
   void note_busy_streams() override;
   c10::DataPtr allocate(size_t nbytes, int64_t stream) override;
   c10::DataPtr allocate_placeholder(size_t nbytes) override;
-  void keep_block_for_copy(const c10::DataPtr& data) override;
-  void keep_block_for_arrival(const c10::DataPtr& data) override;
+  void keep_block_for_copy(void* block) override;
+  void keep_block_for_arrival(void* block) override;
   void keep_block_for_streams(void* block) override;
   DeviceUse use() const override;
   void reset_peak() override;
@@ -55,6 +55,7 @@ class CudaDevice final : public Device {
   };
 
  private:
+  void keep_block_for(void* block, const std::vector<cudaStream_t>& streams) const;
   void set_fraction(size_t reserved_bytes) const;
 
   const c10::DeviceIndex index_;

@@ -26,8 +26,8 @@ class CpuDevice final : public Device {
   void note_current_stream() override {}
   void note_busy_streams() override {}
   c10::DataPtr allocate(size_t nbytes, int64_t stream) override;
-  void keep_block_for_copy(const c10::DataPtr&) override {}
-  void keep_block_for_arrival(const c10::DataPtr&) override {}
+  void keep_block_for_copy(void*) override {}
+  void keep_block_for_arrival(void*) override {}
   void keep_block_for_streams(void*) override {}
   DeviceUse use() const override;
   void reset_peak() override;

@@ -79,9 +79,11 @@ class Device {
   virtual c10::DataPtr allocate_placeholder(size_t nbytes);
 
   /// The block is read by a page-out that has been called off. Takes the allocator's lock.
-  virtual void keep_block_for_copy(const c10::DataPtr& data) = 0;
+  /// Like the next two, it takes the block's address: a block that is watched may have an owner of
+  /// which the allocator knows nothing (Note [Watched blocks]), and would be passed over.
+  virtual void keep_block_for_copy(void* block) = 0;
   /// The block is written to by a page-in that nobody waits for. Takes the allocator's lock.
-  virtual void keep_block_for_arrival(const c10::DataPtr& data) = 0;
+  virtual void keep_block_for_arrival(void* block) = 0;
   /// The block may be in use on every stream that has been noted. Takes the allocator's lock.
   virtual void keep_block_for_streams(void* block) = 0;
 

@@ -5,10 +5,27 @@
 #include <utility>
 
 namespace torch_lms {
+namespace {
+
+/// Whose last owner may be this one, so no lock is held.
+void end_keeping(const EntityPtr entity) {
+  if (const KeepAlive storage = entity->try_to_hold()) {
+    entity->end_keeping();
+  } else { // it has died, or memory is short
+    entity->release_copy();
+  }
+}
+
+} // namespace
 
 void KeptCopies::add(const EntityPtr& entity) {
   try {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (!keeps()) { // See Note [Copies that come while the mode ends].
+      lock.unlock();
+      end_keeping(entity);
+      return;
+    }
     kept_.push_back(entity);
     if (kept_.size() >= sweep_at_) {
       kept_.erase(
@@ -72,22 +89,16 @@ void KeptCopies::release_of_dead() {
 }
 
 void KeptCopies::keep(bool keep) {
-  keeps_.store(keep);
-  std::deque<std::weak_ptr<Entity>> kept;
-  if (!keep) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    kept.swap(kept_);
-  }
-  for (const auto& weak : kept) {
-    const EntityPtr entity = weak.lock();
-    const KeepAlive keep_alive = entity != nullptr ? entity->hold() : nullptr;
-    if (keep_alive != nullptr) {
-      entity->pin();
-      entity->stop_watching();
-      entity->unpin();
-    } else if (entity != nullptr) {
-      entity->release_copy();
+  std::unique_lock<std::mutex> lock(mutex_);
+  keeps_.store(keep, std::memory_order_relaxed);
+  while (!keeps() && !kept_.empty()) { // one by one, which takes no memory
+    EntityPtr entity = kept_.front().lock();
+    kept_.pop_front();
+    lock.unlock();
+    if (entity != nullptr) {
+      end_keeping(std::move(entity));
     }
+    lock.lock();
   }
 }
 

@@ -1,6 +1,7 @@
 #include <extension/transfer/TorchStorageBinding.h>
 
 #include <atomic>
+#include <new>
 #include <utility>
 
 #include <extension/base/Compat.h>
@@ -141,8 +142,13 @@ bool TorchStorageBinding::install_watched(std::unique_ptr<DeviceBlock> block) {
     unwatch();
     return false;
   }
-  if (!compat::has_materializer(*raw())) { // else it has been watched since it went out
-    compat::watch_block(*raw(), &on_raw_access);
+  try {
+    if (!compat::has_materializer(*raw())) { // else it has been watched since it went out
+      compat::watch_block(*raw(), &on_raw_access);
+    }
+  } catch (const std::bad_alloc&) { // for a few bytes, before 2.13: the block is an ordinary one
+    unwatch();
+    return false;
   }
   watching_ = true;
   watched_block_ = raw()->_mutable_data_ptr_no_checks().get();
@@ -182,11 +188,11 @@ void TorchStorageBinding::unwatch() {
 }
 
 void TorchStorageBinding::keep_block_for_copy() {
-  device_.keep_block_for_copy(raw()->_mutable_data_ptr_no_checks());
+  device_.keep_block_for_copy(raw()->_mutable_data_ptr_no_checks().get());
 }
 
 void TorchStorageBinding::keep_block_for_arrival() {
-  device_.keep_block_for_arrival(raw()->_mutable_data_ptr_no_checks());
+  device_.keep_block_for_arrival(raw()->_mutable_data_ptr_no_checks().get());
 }
 
 } // namespace torch_lms

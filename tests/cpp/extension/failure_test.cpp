@@ -311,6 +311,59 @@ TEST(a_kept_copy_that_is_dropped) {
   lms().pager.kept_copies().keep(false);
 }
 
+TEST(an_op_on_what_is_out_and_keeps_its_copy) {
+  const Settled settled;
+  const KeepsCopies keeps;
+  OneTensor one;
+  fail_each(
+      [&] {
+        one.renew();
+        REQUIRE(go_out(one.tensor));
+      },
+      [&] { CHECK(holds(one.tensor, 3)); },
+      [&] { one.check(); });
+}
+
+TEST(a_prefetch_of_what_keeps_its_copy) {
+  const Settled settled;
+  const KeepsCopies keeps;
+  OneTensor one;
+  fail_each(
+      [&] {
+        one.renew();
+        REQUIRE(go_out(one.tensor));
+      },
+      [&] {
+        prefetch(one.tensor);
+        lms().manual.wait_pageins();
+      },
+      [&] {
+        lms().manual.wait_pageins();
+        one.check();
+      });
+}
+
+TEST(the_end_of_all_kept_copies) {
+  const Settled settled;
+  const KeepsCopies keeps;
+  std::vector<at::Tensor> tensors;
+  long nth = 0;
+  for (bool failed = true; failed && nth < kMost; ++nth) {
+    lms().pager.kept_copies().keep(true);
+    tensors = {kept_tensor(3), kept_tensor(4)};
+    {
+      FailingNew failing(nth);
+      lms().pager.kept_copies().keep(false);
+      failed = failing.failed();
+    }
+    for (const at::Tensor& tensor : tensors) {
+      CHECK(!lms().pager.find(*tensor.storage().unsafeGetStorageImpl())->keeps_copy());
+    }
+    check_nothing_is_pinned();
+  }
+  CHECK(nth > 1);
+}
+
 TEST(a_drop_and_its_return) {
   const Settled settled;
   const OpCallbacks::Request request(lms().callbacks);

@@ -419,11 +419,14 @@ class AsyncDevice final : public torch_lms::Device {
     }
     return allocator.allocate(nbytes);
   }
-  void keep_block_for_copy(const c10::DataPtr& data) override {
-    allocator.keep(data.get());
+  void keep_block_for_copy(void* block) override {
+    allocator.keep(block);
   }
-  void keep_block_for_arrival(const c10::DataPtr& data) override {
-    allocator.keep(data.get());
+  void keep_block_for_arrival(void* block) override {
+    allocator.keep(block);
+    if (const auto meanwhile = std::exchange(when_kept, nullptr)) {
+      meanwhile();
+    }
   }
   void keep_block_for_streams(void*) override {
     allocator.touch_lock();
@@ -468,6 +471,7 @@ class AsyncDevice final : public torch_lms::Device {
   std::function<bool()> has_hole; ///< For what comes in, or is moved.
   std::function<bool()> is_fragmented;
   std::function<void()> when_noted; ///< When a stream is noted next.
+  std::function<void()> when_kept; ///< When a block is kept next for a copy that fills it.
   std::function<std::vector<std::vector<torch_lms::AllocatorBlock>>()> shown_blocks;
   std::atomic<int64_t> ticks{0}; ///< What its clock shows.
   std::atomic<int> leads{0};

@@ -574,6 +574,125 @@ TEST(kept_copies_go_when_the_mode_ends) {
   CHECK(!drops(tensor));
 }
 
+TEST(a_block_that_goes_before_it_is_filled_outlasts_its_copy) {
+  if (Program::get().async == nullptr) {
+    SKIP("its copies are over when they have been submitted");
+  }
+  const Settled settled;
+  const KeepsCopies keeps;
+  const at::Tensor tensor = tensor_of(3);
+  REQUIRE(go_out(tensor));
+  const EntityPtr entity = lms().pager.find(*tensor.storage().unsafeGetStorageImpl());
+  std::optional<HeldCopies> held(std::in_place);
+  REQUIRE(lms().pager.requests().prefetch_ahead(entity, 0));
+  std::thread waits([] { lms().manual.wait_pageins(); });
+  while (lms().pager.paged_out_storages() != 0) { // until it has been committed
+    std::this_thread::yield();
+  }
+  std::thread fills([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    held.reset();
+  });
+  CHECK(lms().pager.requests().drop_unwritten(entity)); // the fake device looks at what it frees
+  fills.join();
+  waits.join();
+  CHECK(holds(tensor, 3));
+}
+
+TEST(a_copy_that_comes_while_the_mode_ends_goes) {
+  AsyncDevice* device = Program::get().async;
+  if (device == nullptr) {
+    SKIP("its copies are over when they have been submitted");
+  }
+  const Settled settled;
+  const KeepsCopies keeps;
+  const at::Tensor tensor = tensor_of(3);
+  REQUIRE(go_out(tensor));
+  const EntityPtr entity = lms().pager.find(*tensor.storage().unsafeGetStorageImpl());
+  std::optional<HeldCopies> held(std::in_place);
+  REQUIRE(lms().pager.requests().prefetch_ahead(entity, 0));
+  device->when_kept = [&] { // the storage has its block, and the pager has not been told yet
+    CHECK(entity->keeps_copy());
+    lms().pager.kept_copies().keep(false); // what another thread does
+    held.reset();
+  };
+  lms().manual.wait_pageins();
+  REQUIRE(device->when_kept == nullptr);
+  CHECK_EQ(state(tensor), "resident");
+  CHECK(!entity->keeps_copy());
+  CHECK(!compat::block_is_watched(*tensor.storage().unsafeGetStorageImpl()));
+  CHECK(holds(tensor, 3));
+}
+
+TEST(copies_that_ops_bring_while_the_mode_ends_go) {
+  const Settled settled;
+  std::vector<at::Tensor> tensors;
+  for (int i = 0; i < 4; ++i) {
+    tensors.push_back(tensor_of(i));
+  }
+  for (int round = 0; round < 200; ++round) {
+    lms().pager.kept_copies().keep(true);
+    page_out(tensors);
+    lms().manual.wait_pageouts();
+    in_threads(3, [&](int t) {
+      if (t == 2) {
+        lms().pager.kept_copies().keep(false);
+        return;
+      }
+      for (size_t i = static_cast<size_t>(t); i < tensors.size(); i += 2) {
+        CHECK(holds(tensors[i], static_cast<int64_t>(i)));
+      }
+    });
+    for (const at::Tensor& tensor : tensors) {
+      CHECK(!lms().pager.find(*tensor.storage().unsafeGetStorageImpl())->keeps_copy());
+    }
+  }
+}
+
+TEST(what_an_op_uses_while_the_mode_ends_keeps_its_block) {
+  const Settled settled;
+  const OpCallbacks::Request request(lms().callbacks);
+  const KeepsCopies keeps;
+  const at::Tensor tensor = kept_tensor(3);
+  c10::StorageImpl& storage = *tensor.storage().unsafeGetStorageImpl();
+  std::optional<RecordedOp> op;
+  op.emplace("torch_lms_test::runs", std::vector<c10::IValue>{tensor});
+  lms().pager.kept_copies().keep(false); // what another thread does
+  CHECK(compat::block_is_watched(storage)); // the op may be asking for its address
+  op.reset();
+  CHECK(!lms().pager.find(storage)->keeps_copy());
+  CHECK(holds(tensor, 3));
+}
+
+TEST(ops_write_while_the_mode_ends) {
+  const Settled settled;
+  std::vector<at::Tensor> tensors;
+  for (int i = 0; i < 16; ++i) {
+    tensors.push_back(tensor_of(i, 512));
+  }
+  for (int round = 0; round < 300; ++round) {
+    lms().pager.kept_copies().keep(true);
+    page_out(tensors);
+    lms().manual.wait_pageouts();
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      CHECK(holds(tensors[i], static_cast<int64_t>(i) + round));
+    }
+    std::atomic<int> ready{0};
+    in_threads(2, [&](int t) {
+      for (++ready; ready != 2;) { // at the same time
+        std::this_thread::yield();
+      }
+      if (t == 1) {
+        lms().pager.kept_copies().keep(false);
+        return;
+      }
+      for (at::Tensor& tensor : tensors) {
+        tensor.add_(1);
+      }
+    });
+  }
+}
+
 // --- forks -----------------------------------------------------------------------------------
 
 /// What was out before the fork, or on its way, reads right in the child and in the parent.
