@@ -124,5 +124,6 @@ def _is_kept(problem: PartitionProblem, placed: np.ndarray, value: Value, stage:
     if producer < 0:
         return stage in readers
     first, last = int(placed[producer]), max(readers)
-    leaves = first < last or len(problem.units) in value.consumers
+    stays = problem.cost_model.outputs_stay and len(problem.units) in value.consumers
+    leaves = first < last or stays
     return leaves and first <= stage <= last

@@ -70,6 +70,7 @@ def shared_problems(draw: st.DrawFn, schedule: str) -> PartitionProblem:
         input_backward_share=draw(st.sampled_from([0.5, 0.3])),
         transfer_share=draw(st.sampled_from([0.0, 0.3])),
         transfers_in_turn=draw(st.booleans()),
+        outputs_stay=draw(st.booleans()),
         data_parallel=draw(copies()),
         optimizer_offload=draw(st.sampled_from([None, LinkSpec(bytes_per_us=50.0, latency_us=1.0)])),
     )
@@ -143,6 +144,7 @@ def test_steps_and_memory_of_devices_are_those_of_the_actions(schedule: str, dat
         memory_buffer=0.0,
         transfer_share=slowed,
         transfers_in_turn=drawn.cost_model.transfers_in_turn,
+        outputs_stay=drawn.cost_model.outputs_stay,
     )
     problem = PartitionProblem(graph=drawn.graph, devices=drawn.devices, links=drawn.links, cost_model=model)
     if schedule in ("gpipe", "1f1b"):  # a device for each stage, as these have it
@@ -269,6 +271,27 @@ def held_along(problem: PartitionProblem, placed: np.ndarray, ranks: tuple[tuple
         math.ceil(sum(static[stage] for stage in {one.stage for one in actions}) + peak - 1e-6)
         for actions, peak in ((actions, peak_along(problem, placed, actions, transient)) for actions in ranks)
     )
+
+
+def test_outputs_besides_the_loss_are_held_by_who_needs_them() -> None:
+    """The last stage's logits: until the backward only where somebody has them."""
+    nodes = (
+        CostNode(name="x", kind="placeholder", output_bytes=5),
+        CostNode(name="body", inputs=("x",), output_bytes=7, gradient_bytes=7),
+        CostNode(name="logits", inputs=("body",), output_bytes=100, gradient_bytes=100, output_storages=("logits",)),
+        CostNode(name="loss", inputs=("logits",), output_bytes=1, gradient_bytes=1),
+        CostNode(name="output", kind="output", inputs=("loss", "logits")),
+    )
+    devices = (DeviceSpec(name="d0"), DeviceSpec(name="d1"))
+
+    def held(outputs_stay: bool) -> tuple[int, ...]:
+        model = CostModel(microbatches=4, outputs_stay=outputs_stay)
+        problem = PartitionProblem(graph=CostGraph(nodes=nodes), devices=devices, cost_model=model)
+        return measured(problem, np.array([0, 1, 1])).stage_memory_bytes
+
+    staying, gone = held(True), held(False)
+    assert staying[0] == gone[0]
+    assert staying[1] - gone[1] == 100 + 1
 
 
 def two_devices_in_turn(cap: int | None = None) -> tuple[DeviceSpec, ...]:

@@ -334,6 +334,8 @@ class CostModel:
         data_parallel: copies of the pipeline.
         optimizer_offload: the link to the host where optimizer state is kept there; None where devices keep it.
         relief: what may lower a stage's memory at a cost in time.
+        outputs_stay: whether what the model returns stays until the backward; not where that is its loss, with which a
+            pipeline lets go of all else.
     """
 
     time_weight: float = 0.6
@@ -350,6 +352,7 @@ class CostModel:
     data_parallel: DataParallel = field(default_factory=DataParallel)
     optimizer_offload: LinkSpec | None = None
     relief: MemoryRelief = KEEP_ALL
+    outputs_stay: bool = True
 
     def __post_init__(self) -> None:
         if min(self.time_weight, self.memory_weight) < 0 or abs(self.time_weight + self.memory_weight - 1) > 1e-9:

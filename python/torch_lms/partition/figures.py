@@ -246,7 +246,8 @@ class _Memory:
         saved: list[set[str]] = [set() for _ in range(stages)]
         for index, node in enumerate(units.nodes):
             saved[stage_of_unit[index]].update(node.saved)
-        self.held = _held(units, stage_of_unit, saved)
+        self._outputs_stay = model.outputs_stay
+        self.held = self._held(saved)
         self.kept, self.freed, self.input_transient = np.zeros(stages), np.zeros(stages), np.zeros(stages)
         if splits_backward(model.schedule):
             self._split(cut_bytes[1])
@@ -280,7 +281,7 @@ class _Memory:
             stage = stays_after.get(node.name)
             if stage is not None and stage == self._stage_of_unit[self._units.number_of(node.name)]:
                 left[stage].update(node.saved)
-        self.freed = np.maximum(self.held - _held(self._units, self._stage_of_unit, left), 0.0)
+        self.freed = np.maximum(self.held - self._held(left), 0.0)
         self.freed[0] = 0.0
 
     def need(self, stage: int, times_us: Array, step: TrainingStep) -> StageNeed:
@@ -313,20 +314,20 @@ class _Memory:
             parts.append(Part(forward_us=forward, backward_us=backward, weights_us=weights, segment=segment))
         return StageWork(parts=tuple(parts), need=need)
 
+    def _held(self, saved: Sequence[set[str]]) -> Array:
+        """Bytes that each stage keeps of one microbatch: of what is saved, by stage, and of what crosses borders."""
+        units, stages = self._units, len(saved)
+        held = np.array([sum(units.graph.storage_bytes[id_] for id_ in ids) for ids in saved], dtype=np.float64)
+        for value in units.values:
+            first, last, readers = _way(value, self._stage_of_unit, stages)
+            stays = self._outputs_stay and len(units) in value.consumers
+            for stage in _keepers(value, first, last, readers, stays):
+                if not any(id_ in saved[stage] for id_ in value.storages):
+                    held[stage] += value.forward_bytes
+        return held
+
     def _sums(self, sizes: Mapping[str, float]) -> Array:
         return np.array([sum(sizes.get(name, 0.0) for name in names) for names in self._names], dtype=np.float64)
-
-
-def _held(units: Units, stage_of_unit: Ints, saved: Sequence[set[str]]) -> Array:
-    """Bytes that each stage keeps of one microbatch: of what is saved, by stage, and of what crosses its borders."""
-    sizes, stages = units.graph.storage_bytes, len(saved)
-    held = np.array([sum(sizes[id_] for id_ in ids) for ids in saved], dtype=np.float64)
-    for value in units.values:
-        first, last, readers = _way(value, stage_of_unit, stages)
-        for stage in _keepers(value, first, last, readers, len(units)):
-            if not any(id_ in saved[stage] for id_ in value.storages):
-                held[stage] += value.forward_bytes
-    return held
 
 
 def _sent(units: Units, stage_of_unit: Ints, stages: int) -> tuple[list[int], list[int]]:
@@ -347,8 +348,8 @@ def _way(value: Value, stage_of_unit: Ints, stages: int) -> tuple[int, int, set[
     return min(readers) if value.producer == MODEL_INPUT else int(stage_of_unit[value.producer]), max(readers), readers
 
 
-def _keepers(value: Value, first: int, last: int, readers: set[int], end: int) -> Iterable[int]:
+def _keepers(value: Value, first: int, last: int, readers: set[int], stays: bool) -> Iterable[int]:
     """The stages that keep a value because it comes in or goes out; a value within one stage is none of these."""
     if value.producer == MODEL_INPUT:
         return readers
-    return range(first, last + 1) if first < last or end in value.consumers else ()
+    return range(first, last + 1) if first < last or stays else ()

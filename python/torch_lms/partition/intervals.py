@@ -97,13 +97,13 @@ class StageMatrices:
 def stage_matrices(sequence: UnitSequence, cuts: Ints, model: CostModel) -> StageMatrices:
     """The matrices over some cuts, in ascending order with 0 and the end among them."""
     saved = _uses(sequence, [node.saved for node in sequence.units.nodes])
-    held = _sum(_held(sequence, _as_they_are(saved)), cuts)
+    held = _sum(_held(sequence, _as_they_are(saved), model.outputs_stay), cuts)
     largest, none = _largest(sequence, cuts), np.zeros_like(held)
     kept, freed, inputs = none, none, largest
     if splits_backward(model.schedule):
         gradients = WeightGradients(sequence.units, sequence.position)
         kept, inputs = _kept(sequence, cuts, gradients, largest)
-        freed = _freed(sequence, cuts, gradients, held)
+        freed = _freed(sequence, cuts, gradients, held, model.outputs_stay)
     over = (cuts > 0) & (cuts < len(sequence))  # of the values at a first cut once more, both ways
     on_the_way = np.where(over, (sequence.cut_forward_bytes + sequence.cut_backward_bytes)[cuts], 0.0)[:, None]
     return StageMatrices(
@@ -132,7 +132,7 @@ def _kept(sequence: UnitSequence, cuts: Ints, gradients: WeightGradients, transi
     return kept, np.maximum(np.maximum.accumulate(space, axis=1), 0.0)[:, cuts - 1]
 
 
-def _freed(sequence: UnitSequence, cuts: Ints, gradients: WeightGradients, held: Array) -> Array:
+def _freed(sequence: UnitSequence, cuts: Ints, gradients: WeightGradients, held: Array, outputs_stay: bool) -> Array:
     """What a backward of inputs frees."""
     end, stays_after = len(sequence), gradients.stays_after()
     lasting: dict[str, dict[int, int]] = {}
@@ -141,7 +141,9 @@ def _freed(sequence: UnitSequence, cuts: Ints, gradients: WeightGradients, held:
             at = int(sequence.position[sequence.units.number_of(node.name)])
             uses = lasting.setdefault(id_, {})
             uses[at] = min(uses.get(at, end), stays_after[node.name])
-    freed = np.maximum(held - _sum(_held(sequence, lasting), cuts), 0.0)  # a value may be larger than its storage
+    freed = np.maximum(
+        held - _sum(_held(sequence, lasting, outputs_stay), cuts), 0.0
+    )  # a value may be larger than its storage
     freed[cuts == 0] = 0.0
     return freed
 
@@ -183,8 +185,9 @@ def _once(uses: Uses, sizes: Mapping[str, float], end: int) -> Iterator[Rectangl
             yield first, last, reached + 1, end, sizes[name]
 
 
-def _held(sequence: UnitSequence, saved: Uses) -> Iterator[Rectangle]:
+def _held(sequence: UnitSequence, saved: Uses, outputs_stay: bool) -> Iterator[Rectangle]:
     end = len(sequence)
+    far = end if outputs_stay else end - 1  # the last cut to which something is held for what comes after it
     yield from _once(saved, sequence.units.graph.storage_bytes, end)
     for value, (made, last) in zip(sequence.units.values, sequence.spans, strict=True):
         uses: dict[int, int] = {}
@@ -198,7 +201,7 @@ def _held(sequence: UnitSequence, saved: Uses) -> Iterator[Rectangle]:
         for first, last_a, reached in [*_ranges(uses), (max(uses, default=-1) + 1, end, end)]:
             # received, and sent; neither where a use counts
             yield max(first, made + 1), min(last_a, last), 0, reached, value.forward_bytes
-            yield first, min(last_a, made), made + 1, min(last, reached), value.forward_bytes
+            yield first, min(last_a, made), made + 1, min(last, reached, far), value.forward_bytes
 
 
 def _fed(readers: set[int], saves: Mapping[int, int], end: int, nbytes: int) -> Iterator[Rectangle]:

@@ -110,6 +110,7 @@ def train(
             transfers_in_turn=own_device.type == "cuda",
             transfer_share=_CUDA_TRANSFER_SHARE if own_device.type == "cuda" else 0.0,
             data_parallel=_replicas(data_parallel, config),
+            outputs_stay=loss is not None,
         ),
         memory_cap_bytes=memory_cap_bytes,
         relief=relief,
