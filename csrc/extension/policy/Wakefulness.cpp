@@ -68,6 +68,12 @@ void Wakefulness::learn() {
   state_.feed->start();
 }
 
+void Wakefulness::end() {
+  // Another thread may have looked at the attention, and be about to change it: it is done first.
+  std::lock_guard<std::mutex> lock(mutex_);
+  attention_.store(Attention::kOff);
+}
+
 void Wakefulness::arm() {
   std::lock_guard<std::mutex> lock(mutex_);
   if (attention() != Attention::kAsleep) {

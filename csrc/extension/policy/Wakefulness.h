@@ -46,9 +46,7 @@ class Wakefulness {
     attention_.store(Attention::kLearning);
   }
   void learn();
-  void end() {
-    attention_.store(Attention::kOff);
-  }
+  void end();
 
   /// If it sleeps, it does not any more. `arm`: nothing goes out until the calling thread has come
   /// back from what it is calling; `wake`: it calls nothing, but has been told of a new thread.

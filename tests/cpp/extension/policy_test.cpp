@@ -9,7 +9,9 @@
 #include <libgen.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <random>
+#include <thread>
 
 #include <extension/base/ForeignCall.h>
 
@@ -402,6 +404,32 @@ TEST(a_new_thread_wakes_it) {
   CHECK(lms().policy.attention() == Attention::kArmed);
   CHECK(!lms().policy.wakefulness().wants_boundary());
   CHECK(lms().callbacks.observing());
+}
+
+TEST(a_mode_that_has_ended_stays_off) {
+  const bool observing = lms().callbacks.observing();
+  Wakefulness& wakefulness = lms().policy.wakefulness();
+  std::atomic<bool> over{false};
+  std::thread other([&] { // a cycle ends at each second call; what has learnt sleeps then
+    for (bool backward = false; !over.load(); backward = !backward) {
+      wakefulness.after_op(/*on_main_thread=*/true, /*of_program=*/true, backward);
+      wakefulness.arm();
+      std::this_thread::yield(); // the mutex is not fair
+    }
+  });
+  for (int round = 0; round < 8000; ++round) {
+    {
+      const Limited limited(16 * kMiB);
+      for (int i = 0; i < 50 && lms().policy.attention() != Attention::kAsleep; ++i) {
+        std::this_thread::yield();
+      }
+    }
+    CHECK(lms().policy.attention() == Attention::kOff);
+    CHECK(!lms().pager.kept_copies().keeps());
+    CHECK_EQ(lms().callbacks.observing(), observing);
+  }
+  over.store(true);
+  other.join();
 }
 
 TEST(many_threads_cross_the_watermark_at_once) {
