@@ -100,7 +100,8 @@ class TrainingStep:
         self._transfer_share = model.transfer_share if model.overlap_communication else 0.0
         tasks = tasks_of(self.schedule, overlap=model.overlap_communication)
         self._slowed_rows = (FORWARDS, SEND), (WEIGHTS if splits_backward(model.schedule) else BACKWARDS, BACK)
-        self._overlap, self._in_turn = model.overlap_communication, model.transfers_in_turn
+        self._overlap = model.overlap_communication
+        self._in_turn = model.transfers_in_turn and self._overlap  # else a device that receives does nothing else
         self.replays = 2 if any(task.action.kind == WEIGHT_BACKWARD for task in tasks) else 1
         self._set_tasks(in_turn(tasks, expected_us()) if self._in_turn else tasks)
 
