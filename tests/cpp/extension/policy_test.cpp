@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <chrono>
 #include <random>
 #include <thread>
 
@@ -414,10 +415,11 @@ TEST(a_mode_that_has_ended_stays_off) {
     for (bool backward = false; !over.load(); backward = !backward) {
       wakefulness.after_op(/*on_main_thread=*/true, /*of_program=*/true, backward);
       wakefulness.arm();
-      std::this_thread::yield(); // the mutex is not fair
+      std::this_thread::sleep_for(std::chrono::microseconds(20)); // the mutex is not fair
     }
   });
-  for (int round = 0; round < 8000; ++round) {
+  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(3);
+  while (std::chrono::steady_clock::now() < end) {
     {
       const Limited limited(16 * kMiB);
       for (int i = 0; i < 50 && lms().policy.attention() != Attention::kAsleep; ++i) {
