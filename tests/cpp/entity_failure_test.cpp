@@ -406,29 +406,20 @@ TEST(an_access_waits_for_the_copy_that_a_worker_is_making) {
 TEST(an_access_waits_for_the_copy_that_another_access_calls_off) {
   for (Copies copies : kBothWays) {
     EntityRig rig(copies);
-    rig.go_to(OQ);
-    Gate gate;
-    rig.backend->interruptions.at(BackendStep::kCopyToHost, gate.action());
-    std::thread worker([&] { CHECK(rig.entity->begin_pageout(&rig.out)); });
-    gate.wait_until_reached();
-    std::thread first([&] { CHECK_EQ(rig.entity->access(), AccessResult::kCancelledPageout); });
-    while (rig.entity->state() != R) { // set before the first access waits
-      std::this_thread::yield();
-    }
+    CopyBeingCalledOff copy(rig);
     CHECK(!rig.entity->settled());
     CHECK(!rig.entity->request_pageout());
     std::atomic<bool> opened{false};
     std::thread opener([&] {
       std::this_thread::sleep_for(std::chrono::milliseconds(20));
       opened = true;
-      gate.open();
+      copy.open();
     });
     CHECK_EQ(rig.entity->access(), AccessResult::kResident);
     CHECK(opened);
     rig.write(31); // a race, if the copy went on
     opener.join();
-    first.join();
-    worker.join();
+    copy.join();
     CHECK_EQ(rig.commit_out(), CommitResult::kDropped);
     rig.out = nullptr;
   }
@@ -437,20 +428,11 @@ TEST(an_access_waits_for_the_copy_that_another_access_calls_off) {
 TEST(a_storage_is_watched_until_the_copy_that_an_access_calls_off_is_over) {
   for (Copies copies : kBothWays) {
     EntityRig rig(copies);
-    rig.go_to(OQ);
-    Gate gate;
-    rig.backend->interruptions.at(BackendStep::kCopyToHost, gate.action());
-    std::thread worker([&] { CHECK(rig.entity->begin_pageout(&rig.out)); });
-    gate.wait_until_reached();
-    std::thread first([&] { CHECK_EQ(rig.entity->access(), AccessResult::kCancelledPageout); });
-    while (rig.entity->state() != R) { // set before the first access waits
-      std::this_thread::yield();
-    }
+    CopyBeingCalledOff copy(rig);
     rig.entity->end_keeping();
     CHECK(rig.storage->watched); // or who writes now would not wait
-    gate.open();
-    first.join();
-    worker.join();
+    copy.open();
+    copy.join();
     CHECK(!rig.storage->watched);
     CHECK_EQ(rig.commit_out(), CommitResult::kDropped);
     rig.out = nullptr;

@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <thread>
 
 #include <entity/EntityStorageImpl.h>
 #include <entity/OpClock.h>
@@ -10,6 +11,7 @@
 #include "fake_backend.h"
 #include "fake_binding.h"
 #include "harness.h"
+#include "interruptions.h"
 
 constexpr Copies kBothWays[] = {Copies::kOnCaller, Copies::kOnStreams};
 
@@ -150,4 +152,33 @@ class EntityRig {
   std::shared_ptr<torch_lms::EntityStorageImpl> entity;
   std::shared_ptr<torch_lms::PageoutTransfer> out;
   std::shared_ptr<torch_lms::PageinTransfer> in;
+};
+
+/// A page-out that an access is calling off while a worker's copy goes on, until `open`.
+class CopyBeingCalledOff {
+ public:
+  explicit CopyBeingCalledOff(EntityRig& rig) {
+    using namespace torch_lms;
+    rig.go_to(EntityState::kOutQueued);
+    rig.backend->interruptions.at(BackendStep::kCopyToHost, gate_.action());
+    worker_ = std::thread([&rig] { CHECK(rig.entity->begin_pageout(&rig.out)); });
+    gate_.wait_until_reached();
+    access_ =
+        std::thread([&rig] { CHECK_EQ(rig.entity->access(), AccessResult::kCancelledPageout); });
+    while (rig.entity->state() != EntityState::kResident) { // set before the access waits
+      std::this_thread::yield();
+    }
+  }
+  void open() {
+    gate_.open();
+  }
+  void join() {
+    access_.join();
+    worker_.join();
+  }
+
+ private:
+  Gate gate_;
+  std::thread worker_;
+  std::thread access_;
 };

@@ -184,20 +184,11 @@ TEST(bytes_that_are_arriving_are_not_settled_until_the_copy_is_over) {
 
 TEST(bytes_whose_page_out_is_being_called_off_are_not_settled) {
   EntityRig rig(Copies::kOnCaller);
-  rig.go_to(OQ);
-  Gate gate;
-  rig.backend->interruptions.at(BackendStep::kCopyToHost, gate.action());
-  std::thread worker([&] { CHECK(rig.entity->begin_pageout(&rig.out)); });
-  gate.wait_until_reached();
-  std::thread first([&] { CHECK_EQ(rig.entity->access(), AccessResult::kCancelledPageout); });
-  while (rig.entity->state() != R) { // set before the access waits
-    std::this_thread::yield();
-  }
+  CopyBeingCalledOff copy(rig);
   CHECK(!rig.entity->pin_settled()); // the copy still reads
   rig.entity->unpin();
-  gate.open();
-  first.join();
-  worker.join();
+  copy.open();
+  copy.join();
   CHECK(rig.entity->pin_settled());
   rig.entity->unpin();
 }

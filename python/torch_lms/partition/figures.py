@@ -28,11 +28,11 @@ from torch_lms.partition.steps import (
     WEIGHTS,
     TrainingStep,
     add_to_backwards,
+    row_of,
     unit_times_us,
 )
 from torch_lms.partition.units import MODEL_INPUT, Units, Value
 from torch_lms.partition.weight_gradients import WeightGradients
-from torch_lms.schedules.actions import FORWARD, WEIGHT_BACKWARD
 from torch_lms.schedules.rules import splits_backward
 from torch_lms.schedules.traffic import StageTimes
 
@@ -156,8 +156,7 @@ def measure(
     rows[UPDATE] = [model.update_us(nbytes) for nbytes in memory.states]
     expected = rows.copy()
     for action, added_us in more_us.items():
-        row = {FORWARD: FORWARDS, WEIGHT_BACKWARD: WEIGHTS}.get(action.kind, BACKWARDS)
-        expected[row, action.stage] += added_us / model.microbatches
+        expected[row_of(action.kind), action.stage] += added_us / model.microbatches
     step_us, _ = (step.expecting(expected) if simulated else step).path(rows, more_us)
     rows = expected
     return Figures(

@@ -46,6 +46,7 @@ __all__ = [
     "TrainingStep",
     "add_to_backwards",
     "device_of_stage",
+    "row_of",
     "unit_times_us",
 ]
 
@@ -271,10 +272,12 @@ def _node(task: Task) -> _Node:
     stage, kind = task.action.stage, task.action.kind
     if task.transfer:
         return _Node(*((SEND, stage) if kind == FORWARD else (BACK, stage - 1)), task.needs)
-    return _Node(_ROW_OF.get(kind, BACKWARDS), stage, task.needs)
+    return _Node(row_of(kind), stage, task.needs)
 
 
-_ROW_OF = {FORWARD: FORWARDS, WEIGHT_BACKWARD: WEIGHTS}
+def row_of(kind: str) -> int:
+    """The row of what an action of a kind takes."""
+    return {FORWARD: FORWARDS, WEIGHT_BACKWARD: WEIGHTS}.get(kind, BACKWARDS)
 
 
 def unit_times_us(units: Units, model: CostModel, stage: int) -> Array:

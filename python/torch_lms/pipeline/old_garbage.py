@@ -1,8 +1,8 @@
 """Keeps Python from looking through all its old objects in the middle of a step.
 
-Where one rank stops, all wait for it: with the objects that tracing and planning leave, such a collection took 280 ms
-of one rank in four steps of 370 ms. Young objects are collected as ever, so that cycles of values which a forward makes
-do not stay until a step ends.
+Where one rank stops, all wait for it, and with the objects that tracing and planning leave such a collection may take
+as long as a step. Young objects are collected as ever, so that cycles of values which a forward makes do not stay until
+a step ends.
 """
 
 from __future__ import annotations

@@ -146,8 +146,7 @@ TEST(a_thread_whose_first_op_finds_no_memory) {
   CHECK(nth > 3);
 }
 
-TEST(a_prefetch_and_its_wait) {
-  const Settled settled;
+void fail_each_of_a_prefetch() {
   OneTensor one;
   fail_each(
       [&] {
@@ -162,6 +161,11 @@ TEST(a_prefetch_and_its_wait) {
         lms().manual.wait_pageins();
         one.check();
       });
+}
+
+TEST(a_prefetch_and_its_wait) {
+  const Settled settled;
+  fail_each_of_a_prefetch();
 }
 
 TEST(a_prefetch_ahead) {
@@ -327,20 +331,7 @@ TEST(an_op_on_what_is_out_and_keeps_its_copy) {
 TEST(a_prefetch_of_what_keeps_its_copy) {
   const Settled settled;
   const KeepsCopies keeps;
-  OneTensor one;
-  fail_each(
-      [&] {
-        one.renew();
-        REQUIRE(go_out(one.tensor));
-      },
-      [&] {
-        prefetch(one.tensor);
-        lms().manual.wait_pageins();
-      },
-      [&] {
-        lms().manual.wait_pageins();
-        one.check();
-      });
+  fail_each_of_a_prefetch();
 }
 
 TEST(the_end_of_all_kept_copies) {

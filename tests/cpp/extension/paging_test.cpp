@@ -574,29 +574,40 @@ TEST(kept_copies_go_when_the_mode_ends) {
   CHECK(!drops(tensor));
 }
 
+/// A storage whose copy is kept and on its way in; it arrives when `held` goes.
+struct OnItsWayIn {
+  OnItsWayIn() {
+    REQUIRE(go_out(tensor));
+    entity = lms().pager.find(*tensor.storage().unsafeGetStorageImpl());
+    held.emplace();
+    REQUIRE(lms().pager.requests().prefetch_ahead(entity, 0));
+  }
+
+  const Settled settled;
+  const KeepsCopies keeps;
+  const at::Tensor tensor = tensor_of(3);
+  EntityPtr entity;
+  std::optional<HeldCopies> held;
+};
+
 TEST(a_block_that_goes_before_it_is_filled_outlasts_its_copy) {
   if (Program::get().async == nullptr) {
     SKIP("its copies are over when they have been submitted");
   }
-  const Settled settled;
-  const KeepsCopies keeps;
-  const at::Tensor tensor = tensor_of(3);
-  REQUIRE(go_out(tensor));
-  const EntityPtr entity = lms().pager.find(*tensor.storage().unsafeGetStorageImpl());
-  std::optional<HeldCopies> held(std::in_place);
-  REQUIRE(lms().pager.requests().prefetch_ahead(entity, 0));
+  OnItsWayIn one;
   std::thread waits([] { lms().manual.wait_pageins(); });
   while (lms().pager.paged_out_storages() != 0) { // until it has been committed
     std::this_thread::yield();
   }
   std::thread fills([&] {
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
-    held.reset();
+    one.held.reset();
   });
-  CHECK(lms().pager.requests().drop_unwritten(entity)); // the fake device looks at what it frees
+  CHECK(
+      lms().pager.requests().drop_unwritten(one.entity)); // the fake device looks at what it frees
   fills.join();
   waits.join();
-  CHECK(holds(tensor, 3));
+  CHECK(holds(one.tensor, 3));
 }
 
 TEST(a_copy_that_comes_while_the_mode_ends_goes) {
@@ -604,24 +615,18 @@ TEST(a_copy_that_comes_while_the_mode_ends_goes) {
   if (device == nullptr) {
     SKIP("its copies are over when they have been submitted");
   }
-  const Settled settled;
-  const KeepsCopies keeps;
-  const at::Tensor tensor = tensor_of(3);
-  REQUIRE(go_out(tensor));
-  const EntityPtr entity = lms().pager.find(*tensor.storage().unsafeGetStorageImpl());
-  std::optional<HeldCopies> held(std::in_place);
-  REQUIRE(lms().pager.requests().prefetch_ahead(entity, 0));
+  OnItsWayIn one;
   device->when_kept = [&] { // the storage has its block, and the pager has not been told yet
-    CHECK(entity->keeps_copy());
+    CHECK(one.entity->keeps_copy());
     lms().pager.kept_copies().keep(false); // what another thread does
-    held.reset();
+    one.held.reset();
   };
   lms().manual.wait_pageins();
   REQUIRE(device->when_kept == nullptr);
-  CHECK_EQ(state(tensor), "resident");
-  CHECK(!entity->keeps_copy());
-  CHECK(!compat::block_is_watched(*tensor.storage().unsafeGetStorageImpl()));
-  CHECK(holds(tensor, 3));
+  CHECK_EQ(state(one.tensor), "resident");
+  CHECK(!one.entity->keeps_copy());
+  CHECK(!compat::block_is_watched(*one.tensor.storage().unsafeGetStorageImpl()));
+  CHECK(holds(one.tensor, 3));
 }
 
 TEST(copies_that_ops_bring_while_the_mode_ends_go) {
