@@ -15,6 +15,7 @@ import torch
 from torch import nn, overrides
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_lms.errors import ProfileError
 
@@ -29,6 +30,7 @@ __all__ = [
     "ambient_modes",
     "function_mode",
     "grad_scaler_options",
+    "has_dispatch_modes",
     "has_export",
     "is_storage",
     "named_parameters_with_ties",
@@ -126,6 +128,11 @@ def named_parameters_with_ties(model: nn.Module) -> Iterator[tuple[str, nn.Param
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 yield f"{prefix}.{name}" if prefix else name, parameter
+
+
+def has_dispatch_modes() -> bool:
+    """Whether a mode that sees all ops can be entered as it is; PyTorch 1.12 wants to make it itself."""
+    return hasattr(TorchDispatchMode, "__enter__")
 
 
 def has_export() -> bool:

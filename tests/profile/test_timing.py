@@ -27,9 +27,8 @@ class Ticks:
     def elapsed_us(self, start: int, end: int) -> float:
         return float(end - start)
 
-    def wait(self) -> float:
+    def wait(self) -> None:
         self.waits += 1
-        return 0.0
 
 
 class _Work(torch.autograd.Function):

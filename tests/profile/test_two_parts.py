@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import count
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import nn
 from torch_lms.partition.costs import CostGraph
 from torch_lms.profile import Profile, ProfileConfig, profile
 from torch_lms.profile import profiler as profiler_module
+from torch_lms.profile.alone import Alone
 
 
 class CountingClock:
@@ -30,8 +30,8 @@ class CountingClock:
     def elapsed_us(self, start: int, end: int) -> float:
         return float(end - start)
 
-    def wait(self) -> float:
-        return 0.0
+    def wait(self) -> None:
+        pass
 
 
 class Mixed(nn.Module):
@@ -109,12 +109,10 @@ def test_a_profile_in_pieces_says_that_it_has_none() -> None:
 
 @pytest.mark.parametrize("repeats", [1, 3])
 def test_nodes_that_do_the_same_are_timed_once(repeats: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch_lms.profile import two_parts
-
-    timed: list[Any] = []
-    plain: Callable[..., Any] = two_parts.TwoParts._timed
-    monkeypatch.setattr(two_parts.TwoParts, "_timed", lambda self, *args: timed.append(args) or plain(self, *args))
+    timed: list[Alone] = []
+    plain = profiler_module.part_shares
+    monkeypatch.setattr(profiler_module, "part_shares", lambda *args: timed.append(args[-1]) or plain(*args))
     model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(repeats + 1)])
     x = torch.rand(3, 4, requires_grad=True)
     profile(model, x, config=ProfileConfig(warmup_runs=0, timed_runs=1, two_parts=True, progress=False, links=False))
-    assert len(timed) == 1
+    assert [bool(node.weights) for node in timed] == [True, False]

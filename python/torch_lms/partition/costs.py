@@ -79,6 +79,8 @@ class CostNode:
         backward_us: as ``forward_us``.
         input_backward_us: of its backward in two parts, as zero bubble has it, that of values; None if not known.
         weight_backward_us: that of weights.
+        forward_working_bytes: what its forward needs besides what it saves, its output included; None if not known.
+        backward_working_bytes: what its backward needs besides that, the gradients that come and go included.
         output_bytes: what a border behind it carries forward.
         gradient_bytes: what it carries backward; 0 where the output needs no gradient.
         kept_gradient_bytes: of the gradients that zero bubble keeps from the backward of its inputs to that of its
@@ -101,6 +103,8 @@ class CostNode:
     backward_us: float = 0.0
     input_backward_us: float | None = None
     weight_backward_us: float | None = None
+    forward_working_bytes: int | None = None
+    backward_working_bytes: int | None = None
     output_bytes: int = 0
     gradient_bytes: int = 0
     kept_gradient_bytes: int | None = None
@@ -201,6 +205,8 @@ class CostGraph:
                 backward_us=2 * guesses[node.name] if node.name in guesses else node.backward_us,
                 input_backward_us=node.input_backward_us,
                 weight_backward_us=node.weight_backward_us,
+                forward_working_bytes=node.forward_working_bytes,
+                backward_working_bytes=node.backward_working_bytes,
                 output_bytes=node.output_bytes,
                 gradient_bytes=node.gradient_bytes,
                 kept_gradient_bytes=node.kept_gradient_bytes,
@@ -310,9 +316,9 @@ class CostModel:
 
     Note [Stage memory]: parameters with gradient and optimizer state, once for each stage that uses them; for each
     microbatch in flight the storages that its nodes save, each once, and the values that cross its borders, unless
-    they are among these; and as working space the largest output with its gradient of any one node, and once more what
-    comes in from the stage before and what goes back there: that is on its way while another microbatch runs. A
-    microbatch is in flight from the begin of its forward to the end of its backward, or of the weights' part of it.
+    they are among these; and as working space that of the one node that needs most (Note [Working space] in
+    ``working_space``), and once more what comes in from the stage before and what goes back there: that is on its way
+    while another microbatch runs. A microbatch is in flight from the begin of its forward to the end of its backward, or of the weights' part of it.
     Between two parts it holds less of these, and gradients as well (Note [Half done] in ``moments``). A stage's own
     figure is that of its own worst moment; a device's is that of the worst moment of all its stages together, with the
     working space of the one that runs. State on the host takes no memory of the device.

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from torch_lms.errors import PartitionError
 from torch_lms.partition.circles import circles, in_order
 from torch_lms.partition.costs import CostGraph, CostNode
+from torch_lms.partition.working_space import node_space_bytes
 
 __all__ = ["Units", "Value", "check_partition"]
 
@@ -151,8 +152,9 @@ class Units:
 
     @cached_property
     def transient_bytes(self) -> NDArray[np.float64]:
-        """Working space of each unit: its output and its output's gradient."""
-        return np.array([node.output_bytes + node.gradient_bytes for node in self.nodes], dtype=np.float64)
+        """Working space of each unit: of its largest node."""
+        space = node_space_bytes(self.graph)
+        return np.array([max(space[name] for name in names) for names in self.members], dtype=np.float64)
 
     def stages_of_nodes(self, stage_of_unit: Sequence[int], stages: int) -> dict[str, int]:
         """The stage of every node of the graph, active or not."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LEVELS", "VERSION", "LinkProfile", "NodeProfile", "Profile"]
 
-VERSION = 6
+VERSION = 7
 LEVELS = ("operator", "opened", "module", "recorded", "runtime")
 
 
@@ -33,6 +33,10 @@ class NodeProfile:
         backward_us: mean of the timed runs.
         input_backward_us: of its backward in two parts, as zero bubble runs it, that of values; None if not timed.
         weight_backward_us: that of weights. Together they may take longer than the whole.
+        forward_working_bytes: what its forward needs at most besides what it keeps, its output included; None if not
+            measured. That takes a graph, and what runs whole.
+        backward_working_bytes: what its backward needs at most besides what it kept, the gradients that come and go
+            included.
         output_bytes: of the tensors that it gives.
         gradient_bytes: of the gradients of these; 0 where none needs a gradient.
         kept_gradient_bytes: of the gradients that arrive where its parameters meet its inputs, which zero bubble keeps
@@ -56,6 +60,8 @@ class NodeProfile:
     backward_us: float = 0.0
     input_backward_us: float | None = None
     weight_backward_us: float | None = None
+    forward_working_bytes: int | None = None
+    backward_working_bytes: int | None = None
     output_bytes: int = 0
     gradient_bytes: int = 0
     kept_gradient_bytes: int = 0
@@ -100,8 +106,8 @@ class Profile:
         storage_bytes: of each storage that is kept for backward or is an output; parameters are not among them.
         optimizer_bytes: of each parameter's optimizer state; None if no optimizer was given.
         step_us: a whole forward and backward of the model itself, mean of the timed runs.
-        node_scale: what the nodes' times were multiplied by, so that they add up to ``step_us``; 1 where the device
-            waits for Python, and on a CPU: there they are as measured.
+        node_scale: how much longer the nodes take in whole steps, where their times add up to ``step_us``, than timed
+            by themselves; 1 on a CPU: there they are as measured.
         links: between the devices.
         version: of this document's format.
     """

@@ -15,6 +15,7 @@ from torch import fx, nn
 
 from torch_lms._torch_compat import named_parameters_with_ties
 from torch_lms.errors import ProfileError
+from torch_lms.profile.alone import Alone, NodesAlone
 from torch_lms.profile.arguments import Sample, bind_sample
 from torch_lms.profile.devices import device_of, find_device, fits, made_on
 from torch_lms.profile.document import LinkProfile, NodeProfile, Profile
@@ -32,19 +33,13 @@ from torch_lms.profile.steps import StepTime, backward_of, time_step
 from torch_lms.profile.storages import StorageNames, tensor_bytes
 from torch_lms.profile.timing import RunTimer, make_clock
 from torch_lms.profile.tracing import SOURCES, TracedModel, trace_sample
-from torch_lms.profile.two_parts import NO_WEIGHTS, PartShares, TwoPartRun, TwoParts
+from torch_lms.profile.two_parts import NO_WEIGHTS, PartShares, part_shares
+from torch_lms.profile.whole_steps import as_in_steps
+from torch_lms.profile.working_space import NOT_MEASURED, WorkingSpace, working_space
 
 __all__ = ["ProfileConfig", "profile"]
 
-# Note [Nodes add up to the step]
-# The device rests now and then while nodes are timed, one run after the other, with marks between the nodes. A device
-# that works without a rest is clocked lower, by several percent where its power is what limits it, and a stage of a
-# pipeline hardly rests. So the nodes' times give the shares, and whole steps of the model itself the time that is
-# shared. Where the device waits for Python, a step tells nothing of its nodes, and their times stay as measured.
-_BUSY = 0.05  # the share of a step that the device is behind Python at its end, at least
-
 _LAUNCH_BOUND = 1.05
-_TIMES = ("forward_us", "backward_us", "input_backward_us", "weight_backward_us")
 _PASSIVE = ("placeholder", "get_attr", "output")  # they compute nothing; their spans are the clock's own
 _NO_BACKWARD = "no output needs a gradient: there is no backward to time"
 
@@ -195,6 +190,8 @@ class _ProfileRun:
         self.notes = [f"under autocast to {config.autocast}"] if config.autocast is not None and self.timed else []
         self.nodes: list[NodeFacts] = []
         self.steps: list[StepTime] = []
+        self.unhurried: RunTimer | None = None
+        self.spaces: Mapping[str, WorkingSpace] = {}
         self.part_shares: Mapping[str, PartShares] = {}
 
     def measure(self, traced: TracedModel, optimizer: Any) -> Profile:
@@ -211,8 +208,8 @@ class _ProfileRun:
                     self._run(watcher)
                 if self.timed:
                     self._time(timer)
-                if self.timed and self.config.two_parts and self.traced.graph_module is not None:
-                    self._time_two_parts(self.traced.graph_module, watcher)
+                if self.traced.graph_module is not None:
+                    self._measure_alone(self.traced.graph_module, watcher)
             if self.timed and self.config.two_parts and not self.part_shares:
                 self.notes.append("the two parts of backwards are not timed one by one: half of the time each")
         with self.progress.phase("optimizer"):
@@ -235,7 +232,8 @@ class _ProfileRun:
             run_or_explain(self.model, self.sample, partial(interpreter.run, *self._inputs()))
         self._forget_gradients()
         self.notes.append("profiled piece by piece: step_us is the sum of the nodes' times")
-        self.steps = [StepTime(timer.sum_us() / config.timed_runs, 0.0)]
+        runs = config.timed_runs
+        self.steps = [StepTime(sum(timer.forward_us.values()) / runs, sum(timer.backward_us.values()) / runs)]
 
     def _run(self, watcher: Watcher) -> Any:
         """One forward, node by node."""
@@ -259,13 +257,19 @@ class _ProfileRun:
         return tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in self.sample.tensors)
 
     def _time(self, timer: RunTimer) -> None:
-        """All runs: the nodes one by one, then whole steps of the model itself."""
+        """All runs: the nodes one by one, then whole steps of the model itself; see `as_in_steps`."""
         warmup, runs = self.config.warmup_runs, self.config.warmup_runs + self.config.timed_runs
+        clock = make_clock(self.device)
         with self.progress.phase("nodes", runs) as advance:
             for index in range(runs):
                 self._time_nodes(timer, keep=index >= warmup)
                 advance()
-        clock = make_clock(self.device)
+        if self.device.type != "cpu":
+            self.unhurried = RunTimer(clock, leads=False)
+            with self.progress.phase("nodes with waits", self.config.timed_runs) as advance:
+                for _ in range(self.config.timed_runs):
+                    self._time_nodes(self.unhurried, keep=True)
+                    advance()
         with self.progress.phase("whole steps", runs) as advance:
             for _ in range(runs):
                 step = partial(time_step, self.model, self.sample, self._inputs(), clock, self._precision())
@@ -275,18 +279,20 @@ class _ProfileRun:
         self._forget_gradients()
         del self.steps[:warmup]
 
-    def _time_two_parts(self, graph_module: fx.GraphModule, sizes: SizeWatcher) -> None:
-        with self.progress.phase("two parts of backwards", len(graph_module.graph.nodes)) as advance:
-            run = TwoPartRun(
-                clock=make_clock(self.device),
-                with_gradient={name for name, one in sizes.sizes.items() if one.gradient_bytes},
-                accumulate=bool(self.config.accumulate),
-                precision=self._precision,
-                advance=advance,
-            )
-            parts = TwoParts(graph_module, run)
-            run_or_explain(self.model, self.sample, partial(parts.run, *self._inputs()))
-        self.part_shares = parts.shares
+    def _measure_alone(self, graph_module: fx.GraphModule, sizes: SizeWatcher) -> None:
+        """What takes a node by itself: its working space and, if they are asked for, its backward's two parts."""
+        clock, accumulate = make_clock(self.device), bool(self.config.accumulate)
+        in_parts = self.timed and bool(self.config.two_parts)
+
+        def measure(node: Alone) -> tuple[WorkingSpace, PartShares]:
+            return working_space(self.device, node), part_shares(clock, accumulate, node) if in_parts else NO_WEIGHTS
+
+        with_gradient = {name for name, one in sizes.sizes.items() if one.gradient_bytes}
+        with self.progress.phase("nodes alone", len(graph_module.graph.nodes)) as advance:
+            alone = NodesAlone(graph_module, measure, with_gradient, self._precision, advance)
+            run_or_explain(self.model, self.sample, partial(alone.run, *self._inputs()))
+        self.spaces = {name: space for name, (space, _) in alone.found.items()}
+        self.part_shares = {name: shares for name, (_, shares) in alone.found.items()} if in_parts else {}
 
     def _time_nodes(self, timer: RunTimer, keep: bool) -> None:
         """One forward and backward, node by node."""
@@ -322,6 +328,7 @@ class _ProfileRun:
                     **{**vars(facts), **vars(sizes.get(facts.name, NodeSizes()))},
                     forward_us=0.0 if facts.op in _PASSIVE else timer.forward_us.get(facts.name, 0.0) / runs,
                     backward_us=timer.backward_us.get(facts.name, 0.0) / runs,
+                    **_named(self.spaces.get(facts.name, NOT_MEASURED)),
                 ),
                 self.part_shares.get(facts.name, NO_WEIGHTS) if self.part_shares else None,
             )
@@ -347,7 +354,19 @@ class _ProfileRun:
             step_us=step_us,
             links=tuple(links),
         )
-        return _with_summary(_scaled_to_step(found, self.steps))
+        return _with_summary(self._in_steps(found))
+
+    def _in_steps(self, found: Profile) -> Profile:
+        if self.unhurried is None:
+            return found
+        runs = self.config.timed_runs
+        sums = self.unhurried.forward_us, self.unhurried.backward_us
+        forward, backward = ({name: time_us / runs for name, time_us in one.items()} for one in sums)
+        return as_in_steps(found, (forward, backward), self.steps)
+
+
+def _named(space: WorkingSpace) -> dict[str, Any]:
+    return {"forward_working_bytes": space.forward_bytes, "backward_working_bytes": space.backward_bytes}
 
 
 def _with_parts(node: NodeProfile, shares: PartShares | None) -> NodeProfile:
@@ -357,29 +376,13 @@ def _with_parts(node: NodeProfile, shares: PartShares | None) -> NodeProfile:
     return replace(node, input_backward_us=inputs_us, weight_backward_us=weights_us)
 
 
-def _scaled_to_step(found: Profile, steps: Sequence[StepTime]) -> Profile:
-    """See Note [Nodes add up to the step]."""
-    nodes_us = found.forward_us + found.backward_us
-    behind_us = statistics.fmean(step.behind_us for step in steps) if steps else 0.0
-    if nodes_us == 0 or behind_us < _BUSY * found.step_us:
-        return found
-    scale = found.step_us / nodes_us
-    nodes = (_scaled(node, scale) for node in found.nodes)
-    return replace(found, nodes=tuple(nodes), node_scale=scale)
-
-
-def _scaled(node: NodeProfile, scale: float) -> NodeProfile:
-    times: dict[str, Any] = {name: scale * time for name in _TIMES if (time := getattr(node, name)) is not None}
-    return replace(node, **times)
-
-
 def _with_summary(found: Profile) -> Profile:
     """Adds notes on what the figures say of themselves."""
     if not found.timed:
         return replace(found, notes=(*found.notes, "the model is on the meta device: sizes only, all times are 0"))
-    summed = found.forward_us + found.backward_us
-    if found.device.startswith("cuda") and found.step_us > _LAUNCH_BOUND * summed:
-        more = f"a step takes {found.step_us:.0f} us, its nodes {summed:.0f} us: the device waits for Python"
+    if found.node_scale > _LAUNCH_BOUND:
+        alone_us = (found.forward_us + found.backward_us) / found.node_scale
+        more = f"a step takes {found.step_us:.0f} us, its nodes by themselves {alone_us:.0f} us: the device waits for Python"
         return replace(found, notes=(*found.notes, more))
     return found
 

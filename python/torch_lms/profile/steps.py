@@ -22,12 +22,17 @@ class StepTime:
     """One step.
 
     Attributes:
-        step_us: from its start to its end on the device.
-        behind_us: for how long the device was still at work when Python had given it everything.
+        forward_us: from its start to that of its backward, on the device.
+        backward_us: from there to its end.
     """
 
-    step_us: float
-    behind_us: float
+    forward_us: float
+    backward_us: float
+
+    @property
+    def step_us(self) -> float:
+        """All of it."""
+        return self.forward_us + self.backward_us
 
 
 def roots_of(output: Any) -> list[torch.Tensor]:
@@ -56,15 +61,15 @@ def time_step(
     precision: AbstractContextManager[Any],
 ) -> StepTime:
     """Runs a step, its forward under a precision, and times it."""
-    clock.lead()
     start = clock.mark()
     with torch.enable_grad():
         with precision:
             output = sample.call(model, tensors)
         backward = backward_of(output)
         del output
+    middle = clock.mark()
     if backward is not None:
         backward()
     end = clock.mark()
-    behind_us = clock.wait()
-    return StepTime(clock.elapsed_us(start, end), behind_us)
+    clock.wait()
+    return StepTime(clock.elapsed_us(start, middle), clock.elapsed_us(middle, end))

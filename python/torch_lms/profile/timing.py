@@ -42,12 +42,8 @@ class Clock(Protocol):
     def elapsed_us(self, start: Any, end: Any) -> float:
         """Time between two marks; only after `wait`."""
 
-    def wait(self) -> float:
-        """Waits until the device has passed all marks; they may be used again.
-
-        Returns:
-            For how many microseconds: the device was that far behind Python.
-        """
+    def wait(self) -> None:
+        """Waits until the device has passed all marks; they may be used again."""
 
 
 class _HostClock:
@@ -62,8 +58,8 @@ class _HostClock:
     def elapsed_us(self, start: int, end: int) -> float:
         return (end - start) / 1e3
 
-    def wait(self) -> float:
-        return 0.0
+    def wait(self) -> None:
+        pass
 
 
 class _CudaClock:
@@ -89,11 +85,9 @@ class _CudaClock:
     def elapsed_us(self, start: Any, end: Any) -> float:
         return float(start.elapsed_time(end)) * 1e3
 
-    def wait(self) -> float:
-        begun_ns = time.perf_counter_ns()
+    def wait(self) -> None:
         torch.cuda.synchronize(self._device)
         self._used = 0
-        return (time.perf_counter_ns() - begun_ns) / 1e3
 
 
 def make_clock(device: torch.device) -> Clock:
@@ -115,6 +109,7 @@ class RunTimer:
 
     Args:
         clock: of the device that runs.
+        leads: whether Python is let ahead of the device.
 
     Attributes:
         spans: of the run that is not finished.
@@ -122,11 +117,11 @@ class RunTimer:
         backward_us: sums by node.
     """
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, *, leads: bool = True) -> None:
         self.forward_us: dict[str, float] = defaultdict(float)
         self.backward_us: dict[str, float] = defaultdict(float)
         self.spans: list[Span] = []
-        self._clock = clock
+        self._clock, self._leads = clock, leads
         self._marks = 0
         self._functions: set[Any] = set()
         self._running: str | None = None
@@ -168,7 +163,7 @@ class RunTimer:
             self.spans.append(Span(self._running, True, self._start, end))
 
     def _mark(self) -> Any:
-        if self._marks % _MARKS_PER_LEAD == 0:
+        if self._leads and self._marks % _MARKS_PER_LEAD == 0:
             self._clock.lead()
         self._marks += 1
         return self._clock.mark()
