@@ -4,7 +4,8 @@ Note [Working space]: while a node runs forward there is what it needs by itself
 keeps for the backward and that a node from it on still reads. While its backward runs there is what that needs by
 itself, and the gradients that others have begun to add up: of each value before it that a node behind it reads. Both
 are counted over the whole graph, so that a value that crosses a border counts here as well as among what a stage
-holds. Where a node was not measured its output and its output's gradient stand for all that.
+holds; gradients that come from outside of the model are not. Where a node was not measured its output and its output's
+gradient stand for all that.
 """
 
 from __future__ import annotations
@@ -44,18 +45,32 @@ def _values_beside(graph: CostGraph) -> NDArray[np.float64]:
     change = np.zeros(len(graph.nodes) + 1)
     for id_, (made, last) in lives.items():
         if id_ not in saved:
-            change[[made + 1, last + 1]] += np.array([1, -1]) * graph.storage_bytes.get(id_, 0)
+            change[made + 1] += graph.storage_bytes.get(id_, 0)
+            change[last + 1] -= graph.storage_bytes.get(id_, 0)
     return change.cumsum()[:-1]
 
 
 def _gradients_beside(graph: CostGraph) -> NDArray[np.float64]:
     """Of the values before each node, the gradients that are there when its backward begins."""
-    last = {}
+    last, handing_out = {}, _handing_out(graph)
     for place, node in enumerate(graph.nodes):
-        if node.gradient_bytes or node.kind == "output":
+        if node.gradient_bytes and node.name not in handing_out:
             last.update(dict.fromkeys(node.inputs, place))
     change = np.zeros(len(graph.nodes) + 1)
     for place, node in enumerate(graph.nodes):
         if not node.passive and last.get(node.name, place) > place:
-            change[[place + 1, last[node.name]]] += np.array([1, -1]) * node.gradient_bytes
+            change[place + 1] += node.gradient_bytes
+            change[last[node.name]] -= node.gradient_bytes
     return change.cumsum()[:-1]
+
+
+def _handing_out(graph: CostGraph) -> set[str]:
+    """Nodes that only put together what the model returns: most of it, such as logits beside a loss, has no gradient."""
+    by_name = {node.name: node for node in graph.nodes}
+    read = {name for node in graph.nodes if node.kind != "output" for name in node.inputs}
+    returned = {name for node in graph.nodes if node.kind == "output" for name in node.inputs} - read
+    return {
+        name
+        for name in returned
+        if {*by_name[name].output_storages} <= {id_ for one in by_name[name].inputs for id_ in by_name[one].output_storages}
+    }
