@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def test_ranks(scenario: str, world: int, tmp_path: Path) -> None:
 def boundary() -> Boundary:
     stage: Any = nn.Identity()
     stage.index, stage.count = 0, 1
-    return Boundary(stage, torch.device("cpu"), None, 2, carries_random=False)
+    return Boundary(stage, torch.device("cpu"), None, 2, host_values=cast(Any, None), carries_random=False)
 
 
 @pytest.mark.parametrize("made", [dict, OrderedDict, lambda **values: SimpleNamespace(**values)])

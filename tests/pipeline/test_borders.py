@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from torch_lms._torch_compat import has_export
 from torch_lms.errors import PipelineError
-from torch_lms.pipeline.borders import carrier_metas, describe, pack, unpack
+from torch_lms.pipeline.borders import carrier_metas, describe, has_numbers, pack, unpack
 from torch_lms.pipeline.boundary import Boundary, Microbatch
 from torch_lms.profile.tracing import trace
 from torch_lms.stages.cutting import split
@@ -61,6 +61,9 @@ values = st.recursive(
 )
 
 
+NO_HOST_VALUES: Any = None  # where nothing but tensors crosses
+
+
 def assert_same(one: Any, other: Any) -> None:
     assert type(one) is type(other)
     if isinstance(one, torch.Tensor):
@@ -82,12 +85,13 @@ def assert_same(one: Any, other: Any) -> None:
 @settings(max_examples=200, deadline=None)
 def test_any_value_crosses_unchanged_in_contiguous_floating_carriers(value: Any) -> None:
     template = describe(value)
-    carriers = pack(template, value, CPU, "stage 0")
+    carriers, numbers = pack(template, value, CPU, "stage 0")
     assert carriers
+    assert bool(numbers) == has_numbers(template)
     metas = carrier_metas(template)
     assert [(tuple(c.shape), c.dtype) for c in carriers] == [(shape, dtype) for shape, dtype, _ in metas]
     assert all(carrier.is_contiguous() and carrier.dtype.is_floating_point for carrier in carriers)
-    assert_same(unpack(template, carriers, CPU), value)
+    assert_same(unpack(template, carriers, numbers, CPU), value)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +105,7 @@ def test_any_value_crosses_unchanged_in_contiguous_floating_carriers(value: Any)
 )
 def test_strides_are_the_same_behind_the_border(value: torch.Tensor) -> None:
     template = describe(value)
-    crossed = unpack(template, pack(template, value, CPU, "stage 0"), CPU)
+    crossed = unpack(template, *pack(template, value, CPU, "stage 0"), CPU)
     assert crossed.stride() == value.stride()
     assert torch.equal(crossed, value)
 
@@ -109,16 +113,16 @@ def test_strides_are_the_same_behind_the_border(value: torch.Tensor) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool])
 def test_a_dimension_of_one_element_has_the_stride_that_pytorch_expects(dtype: torch.dtype) -> None:
     value = torch.arange(32).to(dtype).as_strided((1, 1, 8, 4), (32, 4, 4, 1))
-    (carrier,) = pack(describe(value), value, CPU, "here")
+    ((carrier,), _) = pack(describe(value), value, CPU, "here")
     (meta,) = carrier_metas(describe(value))
     assert carrier.stride() == torch.empty(meta[0], device="meta").stride()
-    assert torch.equal(unpack(describe(value), [carrier], CPU), value)
+    assert torch.equal(unpack(describe(value), [carrier], [], CPU), value)
 
 
 def test_a_device_becomes_that_of_the_stage() -> None:
     template = describe((torch.device("meta"), torch.ones(1)))
-    carriers = pack(template, (torch.device("meta"), torch.ones(1)), CPU, "stage 0")
-    assert unpack(template, carriers, CPU)[0] == CPU
+    packed = pack(template, (torch.device("meta"), torch.ones(1)), CPU, "stage 0")
+    assert unpack(template, *packed, CPU)[0] == CPU
 
 
 @pytest.mark.parametrize(
@@ -166,14 +170,14 @@ def test_a_value_in_a_buffer_leaves_as_it_was_for_its_microbatch(dtype: torch.dt
     names = [node.name for node in graph.nodes if node.op.startswith("call_")]
     stage_of = {name: int(index >= names.index("last")) for index, name in enumerate(names)}
     stage = split(fx.GraphModule(model, graph), stage_of, model=model)[0]
-    boundary = Boundary(stage, CPU, None, 2, carries_random=False)
+    boundary = Boundary(stage, CPU, None, 2, host_values=NO_HOST_VALUES, carries_random=False)
     microbatches = [Microbatch({"x": torch.ones(2, 4)})] * 2
     boundary.prepare(None, [], microbatches[0])
     boundary.load(microbatches)
     counts = []
     made = [boundary() for _ in microbatches]
     for carriers in made:
-        values = unpack(boundary.crossing.outgoing, carriers, CPU)
+        values = unpack(boundary.crossing.outgoing, carriers, [], CPU)
         counts += [value.tolist() for name, value in zip(stage.outputs, values, strict=True) if "add" in name]
     assert counts == [[1.0] * 4, [2.0] * 4]
 
@@ -211,13 +215,13 @@ def test_a_value_in_a_parameter_that_is_changed_leaves_as_it_was_for_its_microba
     stage_of = {name: int(place >= names.index(behind)) for place, name in enumerate(names)}
     stage = split(traced, stage_of, model=model)[0]
     assert {"scale"} == stage.writes
-    boundary = Boundary(stage, CPU, None, 2, carries_random=False)
+    boundary = Boundary(stage, CPU, None, 2, host_values=NO_HOST_VALUES, carries_random=False)
     microbatches = [Microbatch({"x": torch.ones(2, 4)})] * 2
     boundary.prepare(None, [], microbatches[0])
     assert model.scale.tolist() == [1.0] * 4
     boundary.load(microbatches)
     made = [boundary() for _ in microbatches]
-    crossed = [unpack(boundary.crossing.outgoing, carriers, CPU) for carriers in made]
+    crossed = [unpack(boundary.crossing.outgoing, carriers, [], CPU) for carriers in made]
     scales = [value.tolist() for values in crossed for value in values if value.shape == (4,)]
     assert scales == [[0.5] * 4, [0.25] * 4]
 
@@ -233,7 +237,7 @@ def test_a_value_in_a_parameter_that_no_forward_changes_is_not_copied() -> None:
     assert traced.graph_module is not None
     names = [node.name for node in traced.graph_module.graph.nodes if node.op.startswith("call_")]
     stage = split(traced, {name: int(place >= 2) for place, name in enumerate(names)}, model=model)[0]
-    boundary = Boundary(stage, CPU, None, 2, carries_random=False)
+    boundary = Boundary(stage, CPU, None, 2, host_values=NO_HOST_VALUES, carries_random=False)
     microbatch = Microbatch({"x": torch.ones(2, 4)})
     boundary.prepare(None, [], microbatch)
     boundary.load([microbatch])

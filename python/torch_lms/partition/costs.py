@@ -134,6 +134,7 @@ class CostGraph:
         storage_bytes: of each saved storage, for one microbatch.
         trainable: names of parameters with gradient and optimizer state; None means all.
         optimizer_bytes: of each parameter's optimizer state, where it was measured.
+        optimizer_us: of each parameter's part in the optimizer's step, where that was.
 
     Raises:
         PartitionError: if a name appears twice, is missing, or is used before it is made (a cycle, or a wrong order).
@@ -144,6 +145,7 @@ class CostGraph:
     storage_bytes: Mapping[str, int] = field(default_factory=dict)
     trainable: frozenset[str] | None = None
     optimizer_bytes: Mapping[str, int] | None = None
+    optimizer_us: Mapping[str, float] | None = None
 
     def __post_init__(self) -> None:
         names = {node.name for node in self.nodes}
@@ -228,6 +230,7 @@ class CostGraph:
             storage_bytes=dict(profile.storage_bytes),
             trainable=profile.trainable,
             optimizer_bytes=profile.optimizer_bytes,
+            optimizer_us=profile.optimizer_us,
         )
 
 
@@ -310,8 +313,8 @@ class CostModel:
     equal size, one stage after the other on each device. With overlap a bucket begins when its gradients are final: in
     the last backward of the stage, in which they become so evenly, or after that if it is zero bubble's backward of
     weights. It runs beside what the device still computes. Without overlap all begin when the device has done all its
-    actions. Then, where optimizer state is on the host, each stage's state comes over the host link and goes back, one
-    after the other and beside nothing. Tied weights count in each of their stages, and as all others. The step ends
+    actions. Then the optimizer steps for each stage, one after the other and beside nothing; where its state is on the
+    host, that comes over the host link and goes back. Tied weights count in each of their stages, and as all others. The step ends
     when the last device has done all this.
 
     Note [Stage memory]: parameters with gradient and optimizer state, once for each stage that uses them; for each
@@ -415,9 +418,11 @@ class CostModel:
             if graph.is_trainable(name)
         }
 
-    def update_us(self, state_bytes: float) -> float:
-        """What the end of a step takes for a stage's optimizer state; see Note [Step's end]."""
-        return 0.0 if self.optimizer_offload is None else 2 * self.optimizer_offload.transfer_us(state_bytes)
+    def update_us(self, state_bytes: Any) -> Any:
+        """What the ways of a stage's optimizer state take; see Note [Step's end]. Arrays too."""
+        return (
+            0.0 * state_bytes if self.optimizer_offload is None else 2 * self.optimizer_offload.transfer_us(state_bytes)
+        )
 
     def _measured(self, graph: CostGraph) -> Mapping[str, int] | None:
         return self.optimizer_bytes if self.optimizer_bytes is not None else graph.optimizer_bytes

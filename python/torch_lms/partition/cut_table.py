@@ -84,14 +84,15 @@ class CutTable:
         self.send = np.array([link.transfer_us(sequence.cut_forward_bytes[cuts]) for link in links])
         self.back = np.array([link.transfer_us(sequence.cut_backward_bytes[cuts]) for link in links])
         graph = units.graph
-        self._ends: dict[int, Array] = {}
+        self._ends: dict[int, list[Array]] = {}  # by stage
         self._gradient_bytes: Array | None = None  # where they are reduced
         if model.data_parallel.ranks > 1:
             gradients = self._gradient_bytes = parameter_matrix(sequence, cuts, model.gradient_bytes(graph))
-            self._ends[REDUCE] = model.data_parallel.all_reduce_us(gradients)
-        if model.optimizer_offload is not None:
+            self._ends[REDUCE] = [model.data_parallel.all_reduce_us(gradients)] * self.stages
+        if model.optimizer_offload is not None or graph.optimizer_us:
             states = parameter_matrix(sequence, cuts, model.optimizer_state_bytes(graph))
-            self._ends[UPDATE] = 2 * model.optimizer_offload.transfer_us(states)
+            computed = parameter_matrix(sequence, cuts, graph.optimizer_us or {})
+            self._ends[UPDATE] = [computed / device.speed + model.update_us(states) for device in devices]
         self.usable = [model.usable_bytes(devices[own[0]]) for own in self.step.stages_of]
         capped = any(device.memory_cap_bytes is not None for device in devices)
         self.memory: StageMatrices | None = stage_matrices(sequence, cuts, model) if capped else None
@@ -143,7 +144,7 @@ class CutTable:
             cost += backward * relieved[starts]
         for row, times in self._ends.items():
             if passes[row, stage]:
-                cost += passes[row, stage] * times[starts]
+                cost += passes[row, stage] * times[stage][starts]
         if passes[TAIL, stage] and self._gradient_bytes is not None:
             own = self._before[stage][BACKWARDS]
             last = (own[None, :] - own[starts, None]) / self.devices[stage].speed
@@ -154,7 +155,8 @@ class CutTable:
 
     def _tail_us(self, at: tuple[Any, ...], backward_us: Array) -> Array:
         assert self._gradient_bytes is not None
-        tail: Array = self.model.data_parallel.tail_us(self._gradient_bytes[at], self._ends[REDUCE][at], backward_us)
+        reduce_us = self._ends[REDUCE][0][at]
+        tail: Array = self.model.data_parallel.tail_us(self._gradient_bytes[at], reduce_us, backward_us)
         return tail
 
     def lowest(self, passes: Array) -> Lowest:
@@ -209,7 +211,7 @@ class CutTable:
                 rows[SEND, stage - 1] = self.send[stage - 1][start]
                 rows[BACK, stage - 1] = self.back[stage - 1][start]
             for row, times in self._ends.items():
-                rows[row, stage] = times[start, stop]
+                rows[row, stage] = times[stage][start, stop]
         share = np.zeros(len(marks))
         if self.memory is not None:
             for device, usable in enumerate(self.usable):

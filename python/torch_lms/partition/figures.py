@@ -153,7 +153,7 @@ def measure(
         rows[row, :-1] = [link.transfer_us(nbytes) for link, nbytes in zip(links, nbytes_over, strict=True)]
     rows[REDUCE] = model.data_parallel.all_reduce_us(memory.gradients)
     rows[TAIL] = model.data_parallel.tail_us(memory.gradients, rows[REDUCE], rows[BACKWARDS])
-    rows[UPDATE] = [model.update_us(nbytes) for nbytes in memory.states]
+    rows[UPDATE] = memory.optimizer_us + model.update_us(memory.states)
     expected = rows.copy()
     for action, added_us in more_us.items():
         expected[row_of(action.kind), action.stage] += added_us / model.microbatches
@@ -253,6 +253,7 @@ class _Memory:
         self.static = self._sums(model.parameter_cost_bytes(units.graph))
         self.gradients = self._sums(model.gradient_bytes(units.graph))
         self.states = self._sums(model.optimizer_state_bytes(units.graph))
+        self.optimizer_us = self._sums(units.graph.optimizer_us or {}) / speeds
         self.transient = np.zeros(stages)
         np.maximum.at(self.transient, stage_of_unit, units.transient_bytes)
         on_the_way = np.array([0.0, *np.sum(cut_bytes, axis=0)])

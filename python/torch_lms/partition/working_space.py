@@ -65,12 +65,13 @@ def _gradients_beside(graph: CostGraph) -> NDArray[np.float64]:
 
 
 def _handing_out(graph: CostGraph) -> set[str]:
-    """Nodes that only put together what the model returns: most of it, such as logits beside a loss, has no gradient."""
+    """Nodes that only put together what the model returns; most of that, such as logits, has no gradient."""
     by_name = {node.name: node for node in graph.nodes}
     read = {name for node in graph.nodes if node.kind != "output" for name in node.inputs}
     returned = {name for node in graph.nodes if node.kind == "output" for name in node.inputs} - read
     return {
         name
         for name in returned
-        if {*by_name[name].output_storages} <= {id_ for one in by_name[name].inputs for id_ in by_name[one].output_storages}
+        if {*by_name[name].output_storages}
+        <= {id_ for one in by_name[name].inputs for id_ in by_name[one].output_storages}
     }

@@ -6,7 +6,7 @@ into carriers and unpacked behind the border:
     floating tensor       itself, in the order of its strides; behind the border it has the same strides again, so that
                           kernels choose the same way and results stay bit-equal
     integer, bool tensor  its bits as a floating tensor of the same width; one byte wide: its values as float16
-    int, float, bool      all of a border's numbers in one tensor (reading them waits for it)
+    int, float, bool      is no carrier: goes from program to program (``host_values``)
     anything else         is not sent: it must be what it was in the first run; a device becomes the stage's own
 
 What a value is made of is its *template*: nested tuples, lists and dicts of slots. The first run finds the templates.
@@ -14,7 +14,6 @@ What a value is made of is its *template*: nested tuples, lists and dicts of slo
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +22,9 @@ import torch
 
 from torch_lms.errors import PipelineError
 
-__all__ = ["NumberSlot", "TensorSlot", "carrier_metas", "describe", "pack", "unpack"]
+__all__ = ["Number", "NumberSlot", "TensorSlot", "carrier_metas", "describe", "has_numbers", "pack", "unpack"]
+
+Number = int | float | bool
 
 _BITS = {8: torch.float64, 4: torch.float32, 2: torch.float16}
 _MOST_GAPS = 4  # a tensor spread over more than this many times its own size is sent dense
@@ -58,7 +59,7 @@ class TensorSlot:
 class NumberSlot:
     """A Python number; the value is that of the first run."""
 
-    value: int | float | bool
+    value: Number
 
 
 @dataclass(frozen=True)
@@ -112,15 +113,17 @@ def _leaves(template: Any) -> Iterator[Any]:
 
 def carrier_metas(template: Any) -> list[tuple[tuple[int, ...], torch.dtype, bool]]:
     """Shape, type and whether it has a gradient, of each carrier."""
-    leaves = list(_leaves(template))
-    tensors = [slot for slot in leaves if isinstance(slot, TensorSlot)]
     metas = [
-        (tuple(slot.shape[dim] for dim in slot.order), _carrier(slot.dtype), slot.differentiable) for slot in tensors
+        (tuple(slot.shape[dim] for dim in slot.order), _carrier(slot.dtype), slot.differentiable)
+        for slot in _leaves(template)
+        if isinstance(slot, TensorSlot)
     ]
-    numbers = sum(isinstance(slot, NumberSlot) for slot in leaves)
-    if numbers or not metas:  # something always crosses, so that the stages after it know when to run
-        metas.append(((max(numbers, 1),), torch.float64, False))
-    return metas
+    return metas or [((1,), torch.float64, False)]  # something always crosses, so that the next stage knows when to run
+
+
+def has_numbers(template: Any) -> bool:
+    """Whether there are numbers among a value."""
+    return any(isinstance(slot, NumberSlot) for slot in _leaves(template))
 
 
 def _carrier(dtype: torch.dtype) -> torch.dtype:
@@ -130,21 +133,19 @@ def _carrier(dtype: torch.dtype) -> torch.dtype:
     return _BITS.get(size, torch.float16)
 
 
-def pack(template: Any, value: Any, device: torch.device, where: str) -> list[torch.Tensor]:
-    """The carriers of a value.
+def pack(template: Any, value: Any, device: torch.device, where: str) -> tuple[list[torch.Tensor], list[Number]]:
+    """The carriers of a value, and its numbers.
 
     Raises:
         PipelineError: if the value is not of the template.
     """
     carriers: list[torch.Tensor] = []
-    numbers: list[int] = []
+    numbers: list[Number] = []
     _pack(template, value, carriers, numbers, where)
-    if numbers or not carriers:
-        carriers.append(torch.tensor(numbers or [0], dtype=torch.int64).to(device).view(torch.float64))
-    return carriers
+    return carriers or [torch.zeros(1, dtype=torch.float64, device=device)], numbers
 
 
-def _pack(template: Any, value: Any, carriers: list[torch.Tensor], numbers: list[int], where: str) -> None:
+def _pack(template: Any, value: Any, carriers: list[torch.Tensor], numbers: list[Number], where: str) -> None:
     found = describe(value)
     if isinstance(template, (SequenceSlot, MappingSlot)):
         same = type(found) is type(template) and len(found.items) == len(template.items)
@@ -154,7 +155,7 @@ def _pack(template: Any, value: Any, carriers: list[torch.Tensor], numbers: list
                 _pack(slot, item, carriers, numbers, where)
             return
     elif isinstance(template, NumberSlot) and type(value) is type(template.value):
-        numbers.append(struct.unpack("<q", struct.pack("<d", value))[0] if isinstance(value, float) else int(value))
+        numbers.append(value)
         return
     elif isinstance(template, TensorSlot) and isinstance(found, TensorSlot):
         if (found.shape, found.dtype) == (template.shape, template.dtype):
@@ -178,27 +179,17 @@ def _to_carrier(slot: TensorSlot, value: torch.Tensor) -> torch.Tensor:
     return dense.to(carrier) if dense.element_size() == 1 else dense.view(carrier)
 
 
-def unpack(template: Any, carriers: Sequence[torch.Tensor], device: torch.device) -> Any:
+def unpack(template: Any, carriers: Sequence[torch.Tensor], numbers: Sequence[Number], device: torch.device) -> Any:
     """The value that `pack` packed."""
-    leaves = list(_leaves(template))
-    count = sum(isinstance(slot, TensorSlot) for slot in leaves)
-    tensors = iter(carriers[:count])
-    numbers = iter(carriers[count].view(torch.int64).tolist() if any(isinstance(s, NumberSlot) for s in leaves) else [])
-
-    return _unpack(template, tensors, numbers, device)
+    return _unpack(template, iter(carriers), iter(numbers), device)
 
 
-def _unpack(slot: Any, tensors: Iterator[torch.Tensor], numbers: Iterator[int], device: torch.device) -> Any:
+def _unpack(slot: Any, tensors: Iterator[torch.Tensor], numbers: Iterator[Number], device: torch.device) -> Any:
     """No function within `unpack`: one that calls itself would hold the carriers until the next collection."""
     if isinstance(slot, TensorSlot):
         return _from_carrier(slot, next(tensors))
     if isinstance(slot, NumberSlot):
-        number = next(numbers)
-        return (
-            struct.unpack("<d", struct.pack("<q", number))[0]
-            if isinstance(slot.value, float)
-            else type(slot.value)(number)
-        )
+        return next(numbers)
     if isinstance(slot, SequenceSlot):
         return slot.make([_unpack(item, tensors, numbers, device) for item in slot.items])
     if isinstance(slot, MappingSlot):

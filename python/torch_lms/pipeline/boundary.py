@@ -25,7 +25,8 @@ from torch import nn
 
 from torch_lms._torch_compat import storage_key
 from torch_lms.errors import PipelineError
-from torch_lms.pipeline.borders import carrier_metas, describe, pack, unpack
+from torch_lms.pipeline.borders import Number, carrier_metas, describe, has_numbers, pack, unpack
+from torch_lms.pipeline.host_values import HostValues
 from torch_lms.pipeline.randomness import RandomStream
 from torch_lms.stages.stage import Stage
 
@@ -82,12 +83,18 @@ class Microbatch:
         feeds: arguments of the model by name.
         target: for the loss function.
         seed: of random numbers; None leaves the generators alone.
+        number: its place among those of a step.
     """
 
-    def __init__(self, feeds: Mapping[str, Any], target: Any = None, seed: int | None = None) -> None:
+    def __init__(self, feeds: Mapping[str, Any], target: Any = None, seed: int | None = None, number: int = 0) -> None:
         self.feeds = feeds
         self.target = target
         self.seed = seed
+        self.number = number
+
+    def before_all(self) -> Microbatch:
+        """The same for a run before those of the step."""
+        return Microbatch(self.feeds, self.target, self.seed, number=-1)
 
 
 @dataclass(frozen=True)
@@ -114,6 +121,7 @@ class Boundary(nn.Module):
         loss: for the last stage: takes what the model returns and the target; None if the model returns its loss, or an
             output with a ``loss``.
         microbatches: in a step; each one's loss is divided by their number.
+        host_values: what crosses borders beside carriers.
         carries_random: whether the state of the random generator crosses borders too.
         autocast: what stage and loss function run under; None leaves that to the program.
 
@@ -128,6 +136,7 @@ class Boundary(nn.Module):
         loss: LossFunction | None,
         microbatches: int,
         *,
+        host_values: HostValues,
         carries_random: bool,
         autocast: torch.dtype | None = None,
     ) -> None:
@@ -137,6 +146,7 @@ class Boundary(nn.Module):
         self.loss = loss
         self.microbatches = microbatches
         self.autocast = autocast
+        self._host_values = host_values
         self.random = RandomStream(device) if carries_random else None
         self.crossing = Crossing()
         self.is_last = stage.index + 1 == stage.count
@@ -151,25 +161,31 @@ class Boundary(nn.Module):
     def forward(self, *carriers: torch.Tensor) -> Any:
         """One microbatch: the carriers for the next stage, or the last stage's loss."""
         microbatch = self._queue.pop(0)
-        token, values = self._enter(carriers)
-        result = self._run(values, microbatch)
+        token, values, state = self._enter(carriers, microbatch)
+        result, state = self._run(values, microbatch, state)
         if self.is_last:
             return _apply_exit(token, self.loss_of(result, microbatch), self._scale)
-        packed = self.pack(self.crossing.outgoing, result)
+        packed = self.pack(self.crossing.outgoing, result, microbatch, state)
         return tuple(_apply_exit(token, carrier) for carrier in packed)
 
-    def pack(self, outgoing: Any, result: Any) -> list[torch.Tensor]:
-        """The carriers of what the stage returns; see Note [Buffers that leave].
+    def pack(
+        self, outgoing: Any, result: Any, microbatch: Microbatch, state: torch.Tensor | None = None
+    ) -> list[torch.Tensor]:
+        """The carriers of what the stage returns, see Note [Buffers that leave]; the next stage is told all else.
 
         Args:
             outgoing: template of the stage's outputs.
             result: these.
+            microbatch: whose they are.
+            state: that of the random generator after it.
 
         Raises:
             PipelineError: if they are not of the template.
         """
         changing = {storage_key(tensor) for tensor in _changing(self.stage) if tensor.layout is torch.strided}
-        packed = pack(outgoing, result, self.device, f"stage {self.stage.index}")
+        packed, numbers = pack(outgoing, result, self.device, f"stage {self.stage.index}")
+        if numbers or state is not None:
+            self._host_values.tell(self.stage.index + 1, microbatch.number, (numbers, state))
         return [carrier.clone() if storage_key(carrier) in changing else carrier for carrier in packed]
 
     def prepare(self, incoming: Any, carriers: Sequence[torch.Tensor], microbatch: Microbatch) -> list[torch.Tensor]:
@@ -185,14 +201,14 @@ class Boundary(nn.Module):
         """
         self.crossing = Crossing(incoming)
         with _Unchanged(self.stage, self.device), torch.enable_grad():
-            _, values = self._enter([carrier.requires_grad_() for carrier in carriers])
-            result = self._run(values, microbatch)
+            _, values, state = self._enter([carrier.requires_grad_() for carrier in carriers], microbatch)
+            result, state = self._run(values, microbatch, state)
             if self.is_last:
                 self.crossing = Crossing(incoming, None, self.loss_of(result, microbatch).detach().to("meta"))
                 return []
             outgoing = describe(result)
             self.crossing = Crossing(incoming, outgoing)
-            return [carrier.detach() for carrier in self.pack(outgoing, result)]
+            return [carrier.detach() for carrier in self.pack(outgoing, result, microbatch, state)]
 
     def empty_carriers(self, incoming: Any) -> list[torch.Tensor]:
         """Room for the carriers of a template."""
@@ -209,8 +225,9 @@ class Boundary(nn.Module):
         Returns:
             The stage's values as a tuple, or what the last stage returns.
         """
-        values = () if incoming is None else unpack(incoming, carriers, self.device)
-        return self._run(values, microbatch)
+        numbers, state = self._heard(incoming, microbatch)
+        values = () if incoming is None else unpack(incoming, carriers, numbers, self.device)
+        return self._run(values, microbatch, state)[0]
 
     def metas(self, template: Any) -> tuple[torch.Tensor, ...]:
         """The carriers of a template, without storage."""
@@ -221,27 +238,40 @@ class Boundary(nn.Module):
             for shape, dtype, _ in carrier_metas(template)
         )
 
-    def _enter(self, carriers: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Any]:
+    def _enter(
+        self, carriers: Sequence[torch.Tensor], microbatch: Microbatch
+    ) -> tuple[torch.Tensor, Any, torch.Tensor | None]:
+        """A token, the stage's values, and the state of the random generator before it."""
         incoming = self.crossing.incoming
         if incoming is None:
-            return self._anchor, ()
+            return self._anchor, (), None
+        numbers, state = self._heard(incoming, microbatch)
         differentiable = tuple(has for _, _, has in carrier_metas(incoming))
         token, *entered = _apply_enter(differentiable, *carriers)
-        return token, unpack(incoming, entered, self.device)
+        return token, unpack(incoming, entered, numbers, self.device), state
 
-    def _run(self, values: Sequence[Any], microbatch: Microbatch) -> Any:
-        """The stage's values as a tuple, or what the last stage returns."""
+    def _heard(self, incoming: Any, microbatch: Microbatch) -> tuple[Sequence[Number], torch.Tensor | None]:
+        """What the stage before tells of a microbatch."""
+        if incoming is None or not (has_numbers(incoming) or self._carries_random(microbatch)):
+            return (), None
+        numbers, state = self._host_values.hear(self.stage.index, microbatch.number)
+        return numbers, state
+
+    def _carries_random(self, microbatch: Microbatch) -> bool:
+        return self.random is not None and microbatch.seed is not None
+
+    def _run(
+        self, values: Sequence[Any], microbatch: Microbatch, state: torch.Tensor | None
+    ) -> tuple[Any, torch.Tensor | None]:
+        """The stage's values as a tuple, or what the last stage returns; and the random state for the next stage."""
         feeds = {name: self._feed(microbatch, name) for name in self.stage.feeds}
         if self.random is None or microbatch.seed is None:
             with self._precision():
-                return self._as_tuple(self.stage(*values, **feeds))
-        state = values[-1] if self.stage.index else None
-        values = values[:-1] if self.stage.index else values
+                return self._as_tuple(self.stage(*values, **feeds)), None
         with self.random.continued(state, microbatch.seed):
             with self._precision():
                 result = self.stage(*values, **feeds)
-            after = self.random.state()
-        return self._as_tuple(result) if self.is_last else (*self._as_tuple(result), after)
+            return self._as_tuple(result), self.random.state()
 
     def _precision(self) -> AbstractContextManager[Any]:
         """Of a forward. Backward ops have the types of the forward's, and are not to be cast again."""

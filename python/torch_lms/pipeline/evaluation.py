@@ -153,7 +153,7 @@ def forward_all(
                 if microbatch == 0:
                     templates[stage + 1] = describe(result)
                     messages.tell(f"{name}/{stage + 1}", templates[stage + 1])
-                leaving = by_stage[stage].pack(templates[stage + 1], result)
+                leaving = by_stage[stage].pack(templates[stage + 1], result, microbatches[microbatch])
         before = places.item(tick, (place - 1) % ranks)
         if before is not None and before[0] + 1 < count:
             stage, microbatch = before[0] + 1, before[1]

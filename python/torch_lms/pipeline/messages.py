@@ -28,6 +28,11 @@ class Messages:
         self._circle, self._liveness = circle, liveness
         self._gathered = 0
 
+    @property
+    def gathers(self) -> int:
+        """How often `gather` was called, which is alike on all ranks."""
+        return self._gathered
+
     def tell(self, key: str, value: Any) -> None:
         """Leaves an object for one other rank, or for several."""
         self._circle.put(key, pickle.dumps(value))

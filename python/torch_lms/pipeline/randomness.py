@@ -22,14 +22,14 @@ class RandomStream:
         self._device = device
 
     def state(self) -> torch.Tensor:
-        """The generator's state, as bytes on its device."""
+        """The generator's state, as bytes on the host; the device is not waited for."""
         if self._device.type == "cuda":
-            return torch.cuda.get_rng_state(self._device).to(self._device)
+            return torch.cuda.get_rng_state(self._device)
         return torch.get_rng_state()
 
     def _set(self, state: torch.Tensor) -> None:
         if self._device.type == "cuda":
-            torch.cuda.set_rng_state(state.cpu(), self._device)
+            torch.cuda.set_rng_state(state, self._device)
         else:
             torch.set_rng_state(state)
 

@@ -22,6 +22,7 @@ from torch_lms.pipeline.config import PipelineConfig
 from torch_lms.pipeline.data_parallel import Replicas
 from torch_lms.pipeline.evaluation import evaluating, forward_all, merge_outputs
 from torch_lms.pipeline.executor import Executor, Recorder, Recorders
+from torch_lms.pipeline.host_values import HostValues
 from torch_lms.pipeline.liveness import Liveness, end_waits, in_words
 from torch_lms.pipeline.loss_scale import PipelineGradScaler
 from torch_lms.pipeline.members import Members, find_members, find_own_device
@@ -149,7 +150,13 @@ class Pipeline:
     def _begin(self, stages: Sequence[Stage], replicas: Members | None, loss: LossFunction | None) -> None:
         """Everything that needs the stages on their devices."""
         config = self.config
-        make = partial(Boundary, carries_random=config.seed is not None, autocast=config.autocast)
+        self._host_values = HostValues(self._messages, self.ranks)
+        make = partial(
+            Boundary,
+            host_values=self._host_values,
+            carries_random=config.seed is not None,
+            autocast=config.autocast,
+        )
         self._boundaries = [make(stage, self.device, loss, config.microbatches) for stage in self.stages]
         self.scaler: PipelineGradScaler | None = None
         if config.autocast is torch.float16:
@@ -253,6 +260,7 @@ class Pipeline:
                 microbatches = self._cut(args, kwargs, target, seed=self.config.seed)
                 self._check_target(target)
                 shapes = tuple(self._messages.gather(shapes_of(microbatches[0].feeds)))
+                self._host_values.start(f"values/{self._messages.gathers}")
                 backend = self._transport.take(shapes, microbatches[0])
                 with old_garbage_later():
                     losses = self._run(backend, microbatches)
@@ -301,6 +309,7 @@ class Pipeline:
                 self._check_target(target)
             self._evaluations += 1
             where = self._channels[2], self._messages, f"evaluation/{self._evaluations}"
+            self._host_values.start(f"{where[-1]}/values")
             with evaluating(self.stages):
                 outputs = forward_all(self._boundaries, self.rank, self.ranks, microbatches, *where)
                 losses: list[torch.Tensor] = []
@@ -361,7 +370,7 @@ class Pipeline:
         made = []
         for index, part in enumerate(own):
             here = to_device({name: value for name, value in part.items() if name in needed}, self.device)
-            made.append(Microbatch(here, here.pop(_TARGET, None), None if first is None else first + index))
+            made.append(Microbatch(here, here.pop(_TARGET, None), None if first is None else first + index, index))
         try:
             for stage in self.stages:
                 stage.check_shapes(made[0].feeds)

@@ -104,6 +104,7 @@ class Transport:
     def _find_crossings(self, microbatch: Microbatch) -> None:
         """Finds what crosses each border, stage after stage, with what does."""
         carriers: list[torch.Tensor] = []
+        microbatch = microbatch.before_all()
         for boundary in self._boundaries:
             index = boundary.stage.index
             template = self._messages.hear(f"border/{index}", self._before) if index else None

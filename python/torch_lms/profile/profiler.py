@@ -24,6 +24,7 @@ from torch_lms.profile.interpreter import ProfilingInterpreter, graph_facts, wri
 from torch_lms.profile.links import measure_links
 from torch_lms.profile.node_facts import NodeFacts, Watcher
 from torch_lms.profile.optimizer_state import measure_optimizer
+from torch_lms.profile.optimizer_time import time_optimizer
 from torch_lms.profile.piecewise import PieceByPiece, Pieces
 from torch_lms.profile.preserving import contents_kept, placed_on, preserved, run_or_explain
 from torch_lms.profile.progress import Progress
@@ -39,7 +40,6 @@ from torch_lms.profile.working_space import NOT_MEASURED, WorkingSpace, working_
 
 __all__ = ["ProfileConfig", "profile"]
 
-_LAUNCH_BOUND = 1.05
 _PASSIVE = ("placeholder", "get_attr", "output")  # they compute nothing; their spans are the clock's own
 _NO_BACKWARD = "no output needs a gradient: there is no backward to time"
 
@@ -214,9 +214,12 @@ class _ProfileRun:
                 self.notes.append("the two parts of backwards are not timed one by one: half of the time each")
         with self.progress.phase("optimizer"):
             optimizer_bytes = measure_optimizer(self.model, optimizer)
+            timed = optimizer if self.timed and not self.config.pieces else None
+            optimizer_us = time_optimizer(self.model, timed, make_clock(self.device))
         with self.progress.phase("links"):
             links = measure_links(self.device) if self.config.links and self.timed else ()
-        return self._document(watcher.sizes, timer, storages, optimizer_bytes, links)
+        of_optimizer = {"optimizer_bytes": optimizer_bytes, "optimizer_us": optimizer_us}
+        return self._document(watcher.sizes, timer, storages, of_optimizer, links)
 
     def _time_pieces(self, sizes: SizeWatcher, storages: StorageNames, timer: RunTimer) -> None:
         """Sizes and times with one node at a time on the device; there is no whole step to time."""
@@ -317,7 +320,7 @@ class _ProfileRun:
         sizes: Mapping[str, NodeSizes],
         timer: RunTimer,
         storages: StorageNames,
-        optimizer_bytes: Mapping[str, int] | None,
+        of_optimizer: Mapping[str, Any],
         links: Sequence[LinkProfile],
     ) -> Profile:
         runs = self.config.timed_runs
@@ -350,7 +353,7 @@ class _ProfileRun:
             tied=tied,
             trainable=frozenset(name for name, value in first.items() if value.requires_grad),
             storage_bytes=storages.bytes,
-            optimizer_bytes=optimizer_bytes,
+            **of_optimizer,
             step_us=step_us,
             links=tuple(links),
         )
@@ -380,10 +383,6 @@ def _with_summary(found: Profile) -> Profile:
     """Adds notes on what the figures say of themselves."""
     if not found.timed:
         return replace(found, notes=(*found.notes, "the model is on the meta device: sizes only, all times are 0"))
-    if found.node_scale > _LAUNCH_BOUND:
-        alone_us = (found.forward_us + found.backward_us) / found.node_scale
-        more = f"a step takes {found.step_us:.0f} us, its nodes by themselves {alone_us:.0f} us: the device waits for Python"
-        return replace(found, notes=(*found.notes, more))
     return found
 
 

@@ -68,7 +68,13 @@ def as_in_steps(found: Profile, unhurried: tuple[NodeTimes, NodeTimes], steps: S
     nodes = tuple(_scaled(node, forward, waits[0][node.name], backward, waits[1][node.name]) for node in found.nodes)
     before_us = found.forward_us + found.backward_us
     made = replace(found, nodes=nodes)
-    return replace(made, node_scale=(made.forward_us + made.backward_us) / before_us if before_us else 1.0)
+    scale = (made.forward_us + made.backward_us) / before_us if before_us else 1.0
+    notes = list(found.notes)
+    if scale > 1 + _WAITS and (forward.waits or backward.waits):
+        notes.append(
+            f"a step takes {found.step_us:.0f} us, its nodes by themselves {before_us:.0f} us: the device waits for Python"
+        )
+    return replace(made, node_scale=scale, notes=tuple(notes))
 
 
 def _forward_us(node: NodeProfile) -> float:
