@@ -85,6 +85,8 @@ def add_up(schedule: str, split: str, runs: Sequence[Row]) -> Row:
     row |= {name: runs[-1][name] for name in ("cap_gib", "recomputed", "swapped", "loss")}
     stages = sum(name.endswith("_nodes") for name in runs[-1])
     row |= {"stage_off": statistics.median(worst_off(run, stages, "ms") for run in runs)}
+    kinds = [f"{what}{way}_ms" for what in ("", "predicted_") for way in ("forward", "backward")]
+    row |= {f"stages_{name}": [runs[-1][f"stage{stage}_{name}"] for stage in range(stages)] for name in kinds}
     peaks = [run[f"stage{stage}_peak_gib"] for run in runs for stage in range(stages)]
     if None not in peaks:
         row["peak_gib"] = max(peaks)

@@ -6,7 +6,7 @@ import pytest
 
 from torch_lms.profile.document import NodeProfile, Profile
 from torch_lms.profile.steps import StepTime
-from torch_lms.profile.whole_steps import as_in_steps
+from torch_lms.profile.whole_steps import Unhurried, as_in_steps
 
 
 def two_nodes() -> Profile:
@@ -30,26 +30,37 @@ def times_of(found: Profile) -> list[tuple[float, float, float | None, float | N
     ]
 
 
+def unhurried(*device_us: float, host_us: tuple[float, float] = (0.0, 0.0)) -> Unhurried:
+    return Unhurried(dict(zip("ab", device_us, strict=True)), dict(zip("ab", host_us, strict=True)))
+
+
 @pytest.mark.parametrize("forward_us", [1.5, 4.0])
 def test_a_device_that_never_waits_takes_all_times_longer_by_the_same_part(forward_us: float) -> None:
-    unhurried = {"a": 1.02, "b": 1.0, "x": 9.0}, {"a": 2.1, "b": 1.9}
-    found = as_in_steps(two_nodes(), unhurried, [StepTime(forward_us - 1, 5.0), StepTime(forward_us + 1, 7.0)])
+    """However long nodes take where Python is slowed down by marks."""
+    steps = [StepTime(forward_us - 1, 5.0, 1.0, 2.0), StepTime(forward_us + 1, 7.0, 1.0, 2.0)]
+    found = as_in_steps(two_nodes(), (unhurried(9.0, 1.0), unhurried(2.1, 1.9)), steps)
     assert times_of(found) == [(forward_us / 2, 3.0, 0.75, 2.25)] * 2
     assert found.node_scale == (forward_us + 6) / 6
     assert found.nodes[0].forward_us == 0
+    assert not found.notes
 
 
 def test_what_the_device_waits_belongs_to_the_nodes_in_which_it_does() -> None:
-    unhurried = {"a": 5.0, "b": 1.0, "x": 9.0}, {"a": 2.0, "b": 4.0}
-    found = as_in_steps(two_nodes(), unhurried, [StepTime(3.0, 5.0)])
+    found = as_in_steps(two_nodes(), (unhurried(5.0, 1.0), unhurried(2.0, 4.0)), [StepTime(3.0, 5.0)])
     assert times_of(found) == [(2.0, 2.0, 0.5, 1.5), (1.0, 3.0, 0.75, 2.25)]
+    assert any("waits for Python" in note for note in found.notes)
 
 
-def test_waits_that_no_step_has_are_left_out() -> None:
-    unhurried = {"a": 5.0, "b": 1.0}, {"a": 9.0, "b": 2.0}
-    found = as_in_steps(two_nodes(), unhurried, [StepTime(2.0, 4.0)])
-    assert times_of(found) == times_of(two_nodes())
-    assert found.node_scale == 1
+def test_what_nodes_take_too_long_belongs_to_those_that_keep_python_busy() -> None:
+    slow = unhurried(1.0, 1.0, host_us=(9.0, 0.0)), unhurried(2.0, 2.0, host_us=(0.5, 0.5))
+    found = as_in_steps(two_nodes(), slow, [StepTime(1.5, 3.5)])
+    assert times_of(found) == [(0.5, 1.75, 0.4375, 1.3125), (1.0, 1.75, 0.4375, 1.3125)]
+
+
+def test_no_time_is_less_than_nothing() -> None:
+    slow = unhurried(1.0, 1.0, host_us=(0.5, 0.0)), unhurried(2.0, 2.0)
+    found = as_in_steps(two_nodes(), slow, [StepTime(1.2, 4.0)])
+    assert times_of(found) == [(0.5, 2.0, 0.5, 1.5), (1.0, 2.0, 0.5, 1.5)]
 
 
 def test_without_a_backward_there_is_none_to_share() -> None:
@@ -57,5 +68,6 @@ def test_without_a_backward_there_is_none_to_share() -> None:
         model="M", level="operator", device="cuda:0", torch_version="", warmup_runs=0, timed_runs=1, timed=True,
         nodes=(NodeProfile(name="a", op="call_module", target="a", forward_us=1.0),),
     )  # fmt: skip
-    assert times_of(as_in_steps(forward_only, ({}, {}), [StepTime(2.0, 0.1)])) == []
-    assert as_in_steps(forward_only, ({}, {}), [StepTime(2.0, 0.1)]).nodes[0].forward_us == 2.0
+    nothing = Unhurried({}, {})
+    found = as_in_steps(forward_only, (nothing, nothing), [StepTime(2.0, 0.1, 1.0, 0.0)])
+    assert (found.nodes[0].forward_us, found.nodes[0].backward_us) == (2.0, 0.0)

@@ -321,10 +321,10 @@ class CostModel:
     microbatch in flight the storages that its nodes save, each once, and the values that cross its borders, unless
     they are among these; and as working space that of the one node that needs most (Note [Working space] in
     ``working_space``), and once more what comes in from the stage before and what goes back there: that is on its way
-    while another microbatch runs. A microbatch is in flight from the begin of its forward to the end of its backward, or of the weights' part of it.
-    Between two parts it holds less of these, and gradients as well (Note [Half done] in ``moments``). A stage's own
-    figure is that of its own worst moment; a device's is that of the worst moment of all its stages together, with the
-    working space of the one that runs. State on the host takes no memory of the device.
+    while another microbatch runs. A microbatch is in flight from the begin of its forward to the end of its backward,
+    or of the weights' part of it. Between two parts it holds less of these, and gradients as well (Note [Half done] in
+    ``moments``). A stage's own figure is that of its own worst moment; a device's is that of the worst moment of all
+    its stages together, with the working space of the one that runs. State on the host takes no memory of the device.
 
     Attributes:
         time_weight: of the RFC's cost, where times and sizes are shares of the whole graph's.

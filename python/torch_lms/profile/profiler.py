@@ -35,7 +35,7 @@ from torch_lms.profile.storages import StorageNames, tensor_bytes
 from torch_lms.profile.timing import RunTimer, make_clock
 from torch_lms.profile.tracing import SOURCES, TracedModel, trace_sample
 from torch_lms.profile.two_parts import NO_WEIGHTS, PartShares, part_shares
-from torch_lms.profile.whole_steps import as_in_steps
+from torch_lms.profile.whole_steps import Unhurried, as_in_steps
 from torch_lms.profile.working_space import NOT_MEASURED, WorkingSpace, working_space
 
 __all__ = ["ProfileConfig", "profile"]
@@ -362,9 +362,11 @@ class _ProfileRun:
     def _in_steps(self, found: Profile) -> Profile:
         if self.unhurried is None:
             return found
-        runs = self.config.timed_runs
-        sums = self.unhurried.forward_us, self.unhurried.backward_us
-        forward, backward = ({name: time_us / runs for name, time_us in one.items()} for one in sums)
+        timer, runs = self.unhurried, self.config.timed_runs
+        forward, backward = (
+            Unhurried(*({name: time_us / runs for name, time_us in sums.items()} for sums in both))
+            for both in zip((timer.forward_us, timer.backward_us), timer.host_us, strict=True)
+        )
         return as_in_steps(found, (forward, backward), self.steps)
 
 

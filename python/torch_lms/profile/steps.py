@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -24,10 +25,14 @@ class StepTime:
     Attributes:
         forward_us: from its start to that of its backward, on the device.
         backward_us: from there to its end.
+        forward_ahead_us: how far Python was ahead of the device where it had given it the forward.
+        backward_ahead_us: the same at the end.
     """
 
     forward_us: float
     backward_us: float
+    forward_ahead_us: float = 0.0
+    backward_ahead_us: float = 0.0
 
     @property
     def step_us(self) -> float:
@@ -61,15 +66,16 @@ def time_step(
     precision: AbstractContextManager[Any],
 ) -> StepTime:
     """Runs a step, its forward under a precision, and times it."""
-    start = clock.mark()
+    start, began_ns = clock.mark(), time.perf_counter_ns()
     with torch.enable_grad():
         with precision:
             output = sample.call(model, tensors)
         backward = backward_of(output)
         del output
-    middle = clock.mark()
+    middle, forward_host_us = clock.mark(), (time.perf_counter_ns() - began_ns) / 1e3
     if backward is not None:
         backward()
-    end = clock.mark()
+    end, host_us = clock.mark(), (time.perf_counter_ns() - began_ns) / 1e3
     clock.wait()
-    return StepTime(clock.elapsed_us(start, middle), clock.elapsed_us(middle, end))
+    forward_us, backward_us = clock.elapsed_us(start, middle), clock.elapsed_us(middle, end)
+    return StepTime(forward_us, backward_us, forward_us - forward_host_us, forward_us + backward_us - host_us)

@@ -102,6 +102,7 @@ class Span(NamedTuple):
     backward: bool
     start: Any
     end: Any
+    host_us: float
 
 
 class RunTimer:
@@ -115,23 +116,27 @@ class RunTimer:
         spans: of the run that is not finished.
         forward_us: sums by node.
         backward_us: sums by node.
+        host_us: what Python took for the same, forward and backward: sums by node.
     """
 
     def __init__(self, clock: Clock, *, leads: bool = True) -> None:
         self.forward_us: dict[str, float] = defaultdict(float)
         self.backward_us: dict[str, float] = defaultdict(float)
+        self.host_us: tuple[dict[str, float], dict[str, float]] = (defaultdict(float), defaultdict(float))
         self.spans: list[Span] = []
         self._clock, self._leads = clock, leads
         self._marks = 0
         self._functions: set[Any] = set()
         self._running: str | None = None
         self._start: Any = None
+        self._began_ns = 0
 
     def watch(self, name: str, run: Callable[[], Any]) -> Any:
         """Runs a node's forward and prepares its backward for being timed."""
-        start = self._mark()
+        start, began_ns = self._mark(), time.perf_counter_ns()
         value = run()
-        self.spans.append(Span(name, False, start, self._clock.mark()))
+        host_us = (time.perf_counter_ns() - began_ns) / 1e3
+        self.spans.append(Span(name, False, start, self._clock.mark(), host_us))
         for tensor in tensors_in(value):
             function = tensor.grad_fn if tensor.requires_grad else None
             if function is not None:
@@ -157,10 +162,12 @@ class RunTimer:
         if name != self._running:
             self._leave(self._clock.mark())
             self._running, self._start = name, self._mark()
+            self._began_ns = time.perf_counter_ns()
 
     def _leave(self, end: Any) -> None:
         if self._running is not None:
-            self.spans.append(Span(self._running, True, self._start, end))
+            host_us = (time.perf_counter_ns() - self._began_ns) / 1e3
+            self.spans.append(Span(self._running, True, self._start, end, host_us))
 
     def _mark(self) -> Any:
         if self._leads and self._marks % _MARKS_PER_LEAD == 0:
@@ -179,6 +186,7 @@ class RunTimer:
             for span in self.spans:
                 sums = self.backward_us if span.backward else self.forward_us
                 sums[span.node] += self._clock.elapsed_us(span.start, span.end)
+                self.host_us[span.backward][span.node] += span.host_us
         self.spans.clear()
         self._functions.clear()
         self._marks = 0

@@ -2,13 +2,13 @@
 
 Note [Nodes add up to the step]: the device rests now and then while nodes are timed, one run after the other, with
 marks between the nodes. A device that works without a rest is clocked lower, by several percent where its power is what
-limits it, and a stage of a pipeline hardly rests. So the nodes' times give the shares, and whole steps of the model
-itself the time that is shared, forward and backward each.
+limits it, and a stage of a pipeline hardly rests. So where Python is ahead of the device the nodes' times give the
+shares, and whole steps of the model itself the time that is shared, forward and backward each.
 
-Where the device waits for Python, a step takes longer than its nodes, and not all alike. So nodes are timed once more,
-with Python no further ahead than it comes by itself: what one takes longer then is what the device waits in it, and
-what a step takes longer than its nodes is shared by that. Marks and the node-by-node run cost Python time as well, so
-that these waits are longer than a step's.
+Where the device waits for Python, a step takes longer than its nodes, or less long where nodes wait for the device
+themselves: then marks make them longer. So nodes are timed once more, with Python no further ahead than it comes by
+itself. What one takes longer then is what the device waits in it, and what a step takes longer than its nodes is shared
+by that; what it takes less long, by what Python takes for a node, so far as that is not more than the node.
 """
 
 from __future__ import annotations
@@ -21,75 +21,97 @@ from typing import Any
 from torch_lms.profile.document import NodeProfile, Profile
 from torch_lms.profile.steps import StepTime
 
-__all__ = ["NodeTimes", "as_in_steps"]
+__all__ = ["Unhurried", "as_in_steps"]
 
-_WAITS = 0.05  # the share of the nodes' times that the device waits, at least, for it to be said to wait
+_AHEAD = 0.05  # the share of a direction's time that Python is ahead at its end, at least, where no device waits for it
+_WAITS = 1.05  # a step takes so much longer than its nodes, at least, where that is told
 _BACKWARDS = ("backward_us", "input_backward_us", "weight_backward_us")
-
-NodeTimes = Mapping[str, float]  # microseconds by the nodes' names
 
 
 @dataclass(frozen=True)
-class _Factors:
-    """What becomes of the times of one direction: each times a number, and a share of each wait more."""
+class Unhurried:
+    """Nodes in one direction, with Python no further ahead of the device than it comes by itself.
 
-    scale: float
-    waits: float
+    Attributes:
+        device_us: of each node, by name.
+        host_us: what Python took for it.
+    """
 
-    @classmethod
-    def of(cls, nodes_us: float, waits_us: float, step_us: float) -> _Factors:
-        """Of the nodes' sum, that of their waits, and what the direction takes in a whole step."""
-        if nodes_us <= 0 or step_us <= 0:
-            return cls(1.0, 0.0)
-        if waits_us < _WAITS * nodes_us or step_us < nodes_us:
-            return cls(step_us / nodes_us, 0.0)
-        return cls(1.0, (step_us - nodes_us) / waits_us)
+    device_us: Mapping[str, float]
+    host_us: Mapping[str, float]
 
 
-def as_in_steps(found: Profile, unhurried: tuple[NodeTimes, NodeTimes], steps: Sequence[StepTime]) -> Profile:
+@dataclass(frozen=True)
+class _Direction:
+    """The forwards or the backwards of nodes, and what they take in whole steps.
+
+    Attributes:
+        nodes_us: of each node by itself.
+        unhurried: the same nodes.
+        step_us: of a whole step's direction.
+        ahead_us: how far Python was ahead at its end.
+    """
+
+    nodes_us: Mapping[str, float]
+    unhurried: Unhurried
+    step_us: float
+    ahead_us: float
+
+    @property
+    def waits(self) -> bool:
+        """Whether the device waits for Python."""
+        return self.ahead_us < _AHEAD * self.step_us
+
+    def in_steps_us(self) -> dict[str, float]:
+        """Of each node in a whole step."""
+        nodes_us, more_us = self.nodes_us, self.step_us - sum(self.nodes_us.values())
+        shares = {**nodes_us} if not self.waits else self._waits_us() if more_us > 0 else self._host_us()
+        total = sum(shares.values())
+        by = max(more_us / total, -1.0) if total > 0 and self.step_us > 0 else 0.0
+        return {name: time_us + by * shares[name] for name, time_us in nodes_us.items()}
+
+    def _waits_us(self) -> dict[str, float]:
+        unhurried_us = self.unhurried.device_us
+        return {name: max(unhurried_us.get(name, 0.0) - time_us, 0.0) for name, time_us in self.nodes_us.items()}
+
+    def _host_us(self) -> dict[str, float]:
+        host_us = self.unhurried.host_us
+        return {name: min(host_us.get(name, 0.0), time_us) for name, time_us in self.nodes_us.items()}
+
+
+def as_in_steps(found: Profile, unhurried: tuple[Unhurried, Unhurried], steps: Sequence[StepTime]) -> Profile:
     """A profile with the times that its nodes have in whole steps; see Note [Nodes add up to the step].
 
     Args:
         found: its nodes timed with Python ahead of the device.
-        unhurried: their forwards and backwards timed without that.
+        unhurried: their forwards and backwards.
         steps: at least one.
     """
-    waits = [
-        {
-            node.name: max(times_us.get(node.name, 0.0) - own_us(node), 0.0) if own_us(node) else 0.0
-            for node in found.nodes
-        }
-        for times_us, own_us in zip(unhurried, (_forward_us, _backward_us), strict=True)
+    directions = [
+        _Direction(
+            {node.name: getattr(node, f"{name}_us") for node in found.nodes if getattr(node, f"{name}_us")},
+            own,
+            statistics.fmean(getattr(one, f"{name}_us") for one in steps),
+            statistics.fmean(getattr(one, f"{name}_ahead_us") for one in steps),
+        )
+        for name, own in zip(("forward", "backward"), unhurried, strict=True)
     ]
-    forward = _Factors.of(found.forward_us, sum(waits[0].values()), statistics.fmean(one.forward_us for one in steps))
-    backward = _Factors.of(
-        found.backward_us, sum(waits[1].values()), statistics.fmean(one.backward_us for one in steps)
+    forward_us, backward_us = (direction.in_steps_us() for direction in directions)
+    nodes = tuple(
+        _with_times(node, forward_us.get(node.name, 0.0), backward_us.get(node.name, 0.0)) for node in found.nodes
     )
-    nodes = tuple(_scaled(node, forward, waits[0][node.name], backward, waits[1][node.name]) for node in found.nodes)
-    before_us = found.forward_us + found.backward_us
-    made = replace(found, nodes=nodes)
+    made, before_us = replace(found, nodes=nodes), found.forward_us + found.backward_us
     scale = (made.forward_us + made.backward_us) / before_us if before_us else 1.0
     notes = list(found.notes)
-    if scale > 1 + _WAITS and (forward.waits or backward.waits):
-        notes.append(
-            f"a step takes {found.step_us:.0f} us, its nodes by themselves {before_us:.0f} us: the device waits for Python"
-        )
+    if scale > _WAITS and any(direction.waits for direction in directions):
+        step, own = f"a step takes {found.step_us:.0f} us", f"its nodes by themselves {before_us:.0f} us"
+        notes.append(f"{step}, {own}: the device waits for Python")
     return replace(made, node_scale=scale, notes=tuple(notes))
 
 
-def _forward_us(node: NodeProfile) -> float:
-    return node.forward_us
-
-
-def _backward_us(node: NodeProfile) -> float:
-    return node.backward_us
-
-
-def _scaled(
-    node: NodeProfile, forward: _Factors, forward_wait_us: float, backward: _Factors, backward_wait_us: float
-) -> NodeProfile:
-    times_us: dict[str, Any] = {"forward_us": forward.scale * node.forward_us + forward.waits * forward_wait_us}
+def _with_times(node: NodeProfile, forward_us: float, backward_us: float) -> NodeProfile:
+    times_us: dict[str, Any] = {"forward_us": forward_us}
     if node.backward_us:
-        by = backward.scale + backward.waits * backward_wait_us / node.backward_us
+        by = backward_us / node.backward_us
         times_us |= {name: by * time_us for name in _BACKWARDS if (time_us := getattr(node, name)) is not None}
     return replace(node, **times_us)
