@@ -314,8 +314,8 @@ class CostModel:
     the last backward of the stage, in which they become so evenly, or after that if it is zero bubble's backward of
     weights. It runs beside what the device still computes. Without overlap all begin when the device has done all its
     actions. Then the optimizer steps for each stage, one after the other and beside nothing; where its state is on the
-    host, that comes over the host link and goes back. Tied weights count in each of their stages, and as all others. The step ends
-    when the last device has done all this.
+    host, that comes over the host link and goes back. Tied weights count in each of their stages, and as all others.
+    The step ends when the last device has done all this.
 
     Note [Stage memory]: parameters with gradient and optimizer state, once for each stage that uses them; for each
     microbatch in flight the storages that its nodes save, each once, and the values that cross its borders, unless
