@@ -65,9 +65,11 @@ class _Direction:
     def in_steps_us(self) -> dict[str, float]:
         """Of each node in a whole step."""
         nodes_us, more_us = self.nodes_us, self.step_us - sum(self.nodes_us.values())
-        shares = {**nodes_us} if not self.waits else self._waits_us() if more_us > 0 else self._host_us()
-        total = sum(shares.values())
-        by = max(more_us / total, -1.0) if total > 0 and self.step_us > 0 else 0.0
+        shares = nodes_us
+        if self.waits:
+            by_waits = self._waits_us() if more_us > 0 else self._host_us()
+            shares = by_waits if sum(by_waits.values()) > max(-more_us, 0.0) else nodes_us
+        by = more_us / sum(shares.values()) if nodes_us and self.step_us > 0 else 0.0
         return {name: time_us + by * shares[name] for name, time_us in nodes_us.items()}
 
     def _waits_us(self) -> dict[str, float]:
