@@ -20,7 +20,8 @@ __all__ = ["contiguous_placements", "graphs", "make_graph", "measured", "problem
 def make_graph(seed: int, nodes: int) -> CostGraph:
     """A graph with branches, skips, tied parameters, shared storages, unused inputs and dead ends."""
     draw, draw_kept, draw_parts = (random.Random(seed + more) for more in range(3))
-    in_parts = draw_parts.random() < 0.5
+    in_parts, draw_space = draw_parts.random() < 0.5, random.Random(seed + 3)
+    measured = draw_space.random() < 0.5
     made = [
         CostNode(
             name=f"in{index}", kind="placeholder", output_bytes=draw.randint(1, 60), output_storages=(f"i{index}",)
@@ -42,6 +43,8 @@ def make_graph(seed: int, nodes: int) -> CostGraph:
                 backward_us=draw.random() * 20,
                 input_backward_us=draw_parts.random() * 12 if in_parts else None,
                 weight_backward_us=draw_parts.choice([0.0, draw_parts.random() * 12]) if in_parts else None,
+                forward_working_bytes=draw_space.randint(0, 300) if measured else None,
+                backward_working_bytes=draw_space.randint(0, 300) if measured else None,
                 output_bytes=draw.choice([0, draw.randint(1, 300)]),
                 gradient_bytes=draw.choice([0, draw.randint(1, 300)]),
                 kept_gradient_bytes=draw_kept.choice([None, 0, draw_kept.randint(1, 300)]),
@@ -57,7 +60,8 @@ def make_graph(seed: int, nodes: int) -> CostGraph:
             made += [_element(f"n{index}", part, draw.randint(0, 100), in_parts) for part in range(2)]
             names += [f"n{index}.{part}" for part in range(2)]
     made.append(CostNode(name="output", kind="output", inputs=tuple({names[-1], draw.choice(names[:-1])})))
-    return CostGraph(nodes=tuple(made), parameter_bytes=parameters, storage_bytes=storages)
+    steps_us = {name: draw_parts.random() * 30 for name in parameters} if draw_parts.random() < 0.5 else None
+    return CostGraph(nodes=tuple(made), parameter_bytes=parameters, storage_bytes=storages, optimizer_us=steps_us)
 
 
 def _element(name: str, part: int, nbytes: int, in_parts: bool) -> CostNode:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -136,6 +137,7 @@ def test_a_search_that_is_cut_short_says_how_much_may_be_missing(schedule: str, 
 def test_steps_and_memory_of_devices_are_those_of_the_actions(schedule: str, data: st.DataObject) -> None:
     """Without step ends, against `simulate` and a count of what is held along each device's own order."""
     drawn = data.draw(shared_problems(schedule))
+    drawn = replace(drawn, graph=replace(drawn.graph, optimizer_us=None))
     slowed = drawn.cost_model.transfer_share
     microbatches = drawn.cost_model.microbatches
     model = CostModel(
@@ -242,22 +244,25 @@ def test_buckets_are_reduced_one_by_one_as_they_become_final(schedule: str, over
 
 
 def buckets_end(problem: PartitionProblem, placed: np.ndarray, events: list[Event]) -> float:
-    """When a rank has done its actions and its link has reduced the buckets of all its stages."""
+    """When a rank has done its actions, its link has reduced all buckets, and the optimizer has made its step."""
     model, copies = problem.cost_model, problem.cost_model.data_parallel
     done_us = max(event.end_us for event in events)
     last = {event.action.stage: event for event in events}  # the later ones stay
-    link_us = 0.0
+    link_us = steps_us = 0.0
     for stage, event in sorted(last.items(), key=lambda one: one[1].end_us):
         units = [unit for unit in range(len(problem.units)) if placed[unit] == stage]
         names = {name for unit in units for name in problem.units.parameters[unit]}
         nbytes = sum(model.gradient_bytes(problem.graph)[name] for name in names)
+        steps_us += (
+            sum((problem.graph.optimizer_us or {}).get(name, 0.0) for name in names) / problem.devices[stage].speed
+        )
         count = max(1, math.ceil(nbytes / copies.bucket_bytes))
         begin_us = event.start_us if event.action.kind == "B" else event.end_us
         for bucket in range(1, count + 1):
             final_us = begin_us + (event.end_us - begin_us) * bucket / count if model.overlap_communication else done_us
             turns = 2 * (copies.ranks - 1)
             link_us = max(link_us, final_us) + turns * copies.link.transfer_us(nbytes / count / copies.ranks)
-    return max(done_us, link_us)
+    return max(done_us, link_us) + steps_us
 
 
 def held_along(problem: PartitionProblem, placed: np.ndarray, ranks: tuple[tuple[Action, ...], ...]) -> tuple[int, ...]:
@@ -375,14 +380,19 @@ def test_devices_in_turn_are_reordered_in_turn(schedule: str) -> None:
     assert partition(problem).devices == ("fast", "slow", "fast", "slow")
 
 
-def ended(overlap: bool = True, **model: object) -> tuple[float, Figures]:
+def ended(
+    overlap: bool = True, optimizer_us: Mapping[str, float] | None = None, **model: object
+) -> tuple[float, Figures]:
     """One node of 3 us forward and 6 us backward in each of two stages; 100 and 400 bytes of parameters."""
     nodes = (
         CostNode(name="a", forward_us=3.0, backward_us=6.0, parameters=("v",)),
         CostNode(name="b", forward_us=3.0, backward_us=6.0, parameters=("w", "frozen"), inputs=("a",)),
     )
     graph = CostGraph(
-        nodes=nodes, parameter_bytes={"v": 100, "w": 400, "frozen": 1000}, trainable=frozenset({"v", "w"})
+        nodes=nodes,
+        parameter_bytes={"v": 100, "w": 400, "frozen": 1000},
+        trainable=frozenset({"v", "w"}),
+        optimizer_us=optimizer_us,
     )
     problem = PartitionProblem(
         graph=graph,
@@ -427,6 +437,13 @@ def test_optimizer_state_on_the_host_takes_time_and_no_memory() -> None:
     copies = DataParallel(ranks=2, link=LinkSpec(bytes_per_us=10.0))
     both, _ = ended(optimizer_offload=host, data_parallel=copies)
     assert both == 21 + 2 * 200 / 10 + 2 * 800 / 100  # one after the other
+
+
+def test_the_optimizer_steps_where_each_device_is_done() -> None:
+    optimizer_us, host = {"v": 6.0, "w": 4.0}, LinkSpec(bytes_per_us=100.0)
+    assert ended(optimizer_us=optimizer_us)[0] == max(27 + 6, 21 + 4)
+    assert ended(optimizer_us=optimizer_us, optimizer_offload=host)[0] == max(27 + 6 + 4, 21 + 4 + 16)
+    assert ended(optimizer_us={"w": 40.0})[0] == 21 + 40
 
 
 def test_gradients_of_one_stage_are_summed_while_the_device_computes_for_another() -> None:

@@ -58,6 +58,7 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._storages: dict[int, tuple[Any, int]] = {}
+        self.peak_bytes = 0  # where an op has ended
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {storage_key(one) for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)}
@@ -65,6 +66,7 @@ class LiveBytes(TorchDispatchMode):
         for one in tree_leaves(result):
             if isinstance(one, torch.Tensor) and storage_key(one) not in given:
                 self._storages[storage_key(one)] = storage_weak_ref(one), storage_bytes(one)
+        self.peak_bytes = max(self.peak_bytes, self.count())
         return result
 
     def count(self) -> int:
