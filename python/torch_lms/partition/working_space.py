@@ -27,7 +27,8 @@ def node_space_bytes(graph: CostGraph) -> dict[str, float]:
 def _space(node: CostNode, values: float, gradients: float) -> float:
     if node.forward_working_bytes is None or node.backward_working_bytes is None:
         return float(node.output_bytes + node.gradient_bytes)
-    return max(values + node.forward_working_bytes, gradients + node.backward_working_bytes)
+    pairs = (values, node.forward_working_bytes), (gradients, node.backward_working_bytes)
+    return max(beside + own if own else 0.0 for beside, own in pairs)  # what needs nothing is nowhere the worst place
 
 
 def _values_beside(graph: CostGraph) -> NDArray[np.float64]:
