@@ -45,7 +45,7 @@ fi
 
 export OUT=${OUT:-benchmarks/results}
 export PYTHONPATH=$PWD/python${PYTHONPATH:+:$PYTHONPATH}
-tests=(access memory graphs training optimizers devices profile chunks chunk_ranks)
+tests=(access memory graphs training optimizers devices profile pipeline chunks chunk_ranks)
 benchmarks=(transfers overhead model_state what_runs inference optimizer_choice)
 # How long each may take, in seconds; the others 120.
 declare -A most_s=([access]=150 [graphs]=170 [training]=170 [every_op]=300 [inference]=240 [optimizer_choice]=200 [overhead]=220
@@ -70,7 +70,7 @@ run_stage() {
         python3 setup.py build_ext --inplace &&
         python3 -c 'from torch_lms.swap.limits import parse_limits; print(parse_limits({"cuda": "1GiB"}))' # an error says why not
       ;;
-    access | memory | graphs | training | optimizers | devices | profile | chunks | chunk_ranks | every_op)
+    access | memory | graphs | training | optimizers | devices | profile | pipeline | chunks | chunk_ranks | every_op)
       # A test that hangs tells where: its stage is stopped without a word of pytest's.
       python3 -m pytest -q -rfEsX --tb=short --maxfail=30 -p no:cacheprovider -m gpu -o faulthandler_timeout=60 \
         --junit-xml="$OUT/$1.xml" "tests/gpu/test_$1_cuda.py"
