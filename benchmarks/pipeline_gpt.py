@@ -1,13 +1,16 @@
 """A model on several devices: the automatic split against splits by hand, in one job.
 
     torchrun --nproc-per-node 2 -m benchmarks.pipeline_gpt --splits automatic,13/11,14/10,15/9
+    torchrun --nproc-per-node 4 -m benchmarks.pipeline_gpt --model llama --splits automatic,hand@3
     torchrun --nproc-per-node 4 -m benchmarks.pipeline_gpt --model llama --schedule zero_bubble
     torchrun --nproc-per-node 2 -m benchmarks.pipeline_gpt --device cpu --output build/results
 
 Every split is one call of `torch_lms.pipeline.train`, as a program of one's own makes it: rank 0 profiles a microbatch
 on its device, and all ranks train their stages, from the same parameters and with the same batches. A split by hand is
 an algorithm of our own: ``12/12`` has 12 blocks in each stage, what comes before the first block (embeddings) in the
-first one, and what comes after the last (norm, head and loss) in the last. Predictions are those of the partition.
+first one, and what comes after the last (norm, head and loss) in the last. ``hand@3`` stands for all splits by hand, the
+best ones first, that are predicted to take at most 3 % longer than the best of them. Predictions are those of the
+partition.
 """
 
 from __future__ import annotations
@@ -15,7 +18,6 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import re
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -25,17 +27,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from benchmarks.pipeline_models import MODELS, Shape
+from benchmarks.pipeline_splits import AUTOMATIC, HAND, Keeping, find_algorithm, splits_by_hand
 from benchmarks.results import Result
-from torch_lms.errors import PartitionError
-from torch_lms.partition import least_caps
-from torch_lms.partition import partition as cut
-from torch_lms.partition.interface import Partition, PartitionProblem, evaluate
+from torch_lms.partition.interface import Partition
 from torch_lms.pipeline.chart import draw_charts, predict
 from torch_lms.pipeline.timeline import MeasuredStep
 from torch_lms.pipeline.torch_backend import SCHEDULES
@@ -46,8 +45,6 @@ from torch_lms.schedules.rules import ONE_STAGE_EACH
 from torch_lms.schedules.simulation import Event
 
 GIB = 1 << 30
-AUTOMATIC = "automatic"
-BLOCK = re.compile(r"^(?:.*\.)?(?:blocks|layers|block)\.\d+(?=\.|$)")
 
 
 @dataclass(frozen=True)
@@ -97,80 +94,6 @@ class Job:
         )
 
 
-@dataclass(frozen=True)
-class ByHand:
-    """Gives each stage a number of blocks: everything before the first line of a stage's first block is before it."""
-
-    blocks: tuple[int, ...]
-    name: str = "by hand"
-    source: str = "the words of the command"
-
-    def partition(self, problem: PartitionProblem) -> Partition:
-        """The partition with these blocks.
-
-        Raises:
-            PartitionError: if the model has another number of blocks, or there is another number of stages.
-        """
-        module_of = {node.name: node.module for node in problem.graph.nodes}
-        found = [BLOCK.match(module_of[names[0]]) for names in problem.units.members]
-        first: dict[str, int] = {}
-        for unit, match in enumerate(found):
-            if match is not None:
-                first.setdefault(match.group(), unit)
-        if sum(self.blocks) != len(first) or len(self.blocks) != problem.stages:
-            raise PartitionError(
-                f"expected {len(first)} blocks in {problem.stages} stages, found {'/'.join(map(str, self.blocks))}; "
-                "choose another split"
-            )
-        borders = [list(first.values())[blocks] for blocks in np.cumsum(self.blocks)[:-1]]
-        stage_of_unit = np.searchsorted(borders, np.arange(len(found)), side="right")
-        return evaluate(problem, stage_of_unit, algorithm=self.name, reason="as given")
-
-
-@dataclass
-class Within:
-    """Another algorithm where each device has a share of the least memory in which contiguous stages fit.
-
-    Attributes:
-        cap_gib: the largest of what they have, once it has cut.
-    """
-
-    share: float
-    algorithm: Any
-    cap_gib: float | None = None
-    name: str = "within a share of the least memory"
-    source: str = "the words of the command"
-
-    def partition(self, problem: PartitionProblem) -> Partition:
-        """The other algorithm's partition within these caps."""
-        wide = _capped(problem, 1.0)
-        tight = _capped(wide, self.share * least_caps(wide).factor)
-        self.cap_gib = max(device.memory_cap_bytes or 0 for device in tight.devices) / GIB
-        return cut(tight, self.algorithm)
-
-
-def _capped(problem: PartitionProblem, factor: float) -> PartitionProblem:
-    """With devices that have a part of their memory, or of a TiB where they name none."""
-    devices = tuple(
-        replace(device, memory_cap_bytes=int(factor * (device.memory_cap_bytes or 1 << 40)))
-        for device in problem.devices
-    )
-    return replace(problem, devices=devices)
-
-
-def find_algorithm(split: str, automatic: Any) -> Any:
-    """What cuts: ``automatic``, ``automatic@70``, or blocks of each stage.
-
-    Args:
-        split: a word of the command.
-        automatic: the algorithm that the first two stand for.
-    """
-    word, _, percent = split.partition("@")
-    if word != AUTOMATIC:
-        return ByHand(tuple(int(blocks) for blocks in word.split("/")))
-    return Within(float(percent) / 100, automatic) if percent else automatic
-
-
 def make_job(args: argparse.Namespace, device: torch.device) -> Job:
     """The sizes of the benchmark, or tiny ones for a CPU."""
     shape = MODELS[args.model][args.device]
@@ -204,7 +127,7 @@ def columns(stages: int) -> list[tuple[str, str, str]]:
     return [*made, ("loss", "First loss", "{:.4f}")]
 
 
-def run_split(job: Job, name: str, algorithm: Any, folder: Path) -> dict[str, Any]:
+def run_split(job: Job, name: str, algorithm: Keeping, folder: Path) -> dict[str, Any]:
     """Trains a split; its row, on every rank."""
     begun = time.perf_counter()
     with job.train(algorithm) as pipeline:
@@ -230,7 +153,7 @@ def run_split(job: Job, name: str, algorithm: Any, folder: Path) -> dict[str, An
         steps_ms = [max(own) for own in zip(*(times for times, _ in told), strict=True)]
         row = {"split": name, "step_ms": statistics.median(steps_ms), "step_ms_all": steps_ms}
         row |= {
-            "cap_gib": getattr(algorithm, "cap_gib", None),
+            "cap_gib": getattr(algorithm.algorithm, "cap_gib", None),
             "losses": told[-1][1],
             "loss": told[-1][1][0],
             "prepared_s": prepared_s,
@@ -327,7 +250,6 @@ def main() -> None:
     args = parse_args()
     job = make_job(args, start(args))
     words = (args.splits or f"{AUTOMATIC},{even_split(job)}").split(",")
-    splits = {word: find_algorithm(word, args.algorithm) for word in words}
     shape, world = job.shape, dist.get_world_size()
     result = Result(
         name=file_name(job),
@@ -336,11 +258,17 @@ def main() -> None:
         f"{world} devices",
         columns=columns(job.stages),
     )
-    for name, algorithm in splits.items():
+    last = Keeping(args.algorithm)
+    while words:
+        name = words.pop(0)
+        if name.startswith(HAND):
+            words = [*by_hand(last, float(name[len(HAND) :])), *words]
+            continue
         gc.collect()
         if job.device.type == "cuda":
             torch.cuda.empty_cache()
-        row = run_split(job, name, algorithm, args.output)
+        last = Keeping(find_algorithm(name, args.algorithm))
+        row = run_split(job, name, last, args.output)
         if dist.get_rank() == 0:
             result.add(**row)
     if dist.get_rank() == 0:
@@ -348,6 +276,13 @@ def main() -> None:
         result.write(args.output)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def by_hand(last: Keeping, percent: float) -> list[str]:
+    """On all ranks, the splits by hand that are best for what was cut last; see `splits_by_hand`."""
+    found = [[] if last.problem is None else splits_by_hand(last.problem, percent)]
+    dist.broadcast_object_list(found, src=0)
+    return found[0]
 
 
 def draw(job: Job, pipeline: TrainingPipeline, events: Sequence[Event], folder: Path) -> None:

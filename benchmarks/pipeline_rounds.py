@@ -25,8 +25,9 @@ from typing import Any
 import torch
 
 from benchmarks.equal_peak import at_most
-from benchmarks.pipeline_gpt import AUTOMATIC, worst_off
+from benchmarks.pipeline_gpt import worst_off
 from benchmarks.pipeline_models import MODELS
+from benchmarks.pipeline_splits import AUTOMATIC
 from benchmarks.results import Check, Result, command, commit
 
 Row = dict[str, Any]

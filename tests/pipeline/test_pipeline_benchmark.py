@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.pipeline_gpt import ByHand
 from benchmarks.pipeline_models import MODELS
 from benchmarks.pipeline_rounds import judge, reason_of
+from benchmarks.pipeline_splits import ByHand, splits_by_hand
 from tests.pipeline.ranks import ROOT, torchrun
 from torch_lms.errors import PartitionError
 from torch_lms.partition.costs import CostGraph, CostNode, DeviceSpec
@@ -41,7 +42,12 @@ def first_loss(model_name: str) -> float:
 @pytest.mark.parametrize(
     ("model", "words", "file", "splits"),
     [
-        ("gpt", ["--splits", "automatic,2/2,automatic@90"], "pipeline_gpt_cpu", ["automatic", "2/2", "automatic@90"]),
+        (
+            "gpt",
+            ["--splits", "automatic,2/2,automatic@90,hand@0"],
+            "pipeline_gpt_cpu",
+            ["automatic", "2/2", "automatic@90"],
+        ),
         (
             "t5",
             ["--schedule", "zero_bubble"],
@@ -57,7 +63,10 @@ def test_two_ranks_run_all_splits(model: str, words: list[str], file: str, split
     done = torchrun("-m", "benchmarks.pipeline_gpt", *tiny, *words, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / f"{file}.json").read_text())
-    assert [row["split"] for row in found["rows"]] == splits
+    names = [row["split"] for row in found["rows"]]
+    assert names[: len(splits)] == splits
+    assert bool(names[len(splits) :]) == any("hand@" in word for word in words)
+    assert all(re.fullmatch(r"\d(/\d)+", name) for name in names[len(splits) :])
     stages = len(splits[1].split("/"))
     for row in found["rows"]:
         assert row["loss"] == found["rows"][0]["loss"] == pytest.approx(first_loss(model), rel=1e-5)
@@ -119,6 +128,23 @@ def test_a_split_by_hand_ends_before_the_first_line_of_a_block() -> None:
 def test_a_split_by_hand_has_all_blocks_and_all_stages(blocks: tuple[int, ...]) -> None:
     with pytest.raises(PartitionError, match="3 blocks in 2 stages, found " + "/".join(map(str, blocks))):
         ByHand(blocks).partition(chain("blocks.0", "blocks.1", "blocks.2"))
+
+
+def test_the_best_splits_by_hand_come_first_and_others_not_at_all() -> None:
+    names = ["embed", *(f"blocks.{index}" for index in range(5)), "head"]
+    times_us = [1.0, *[10.0] * 5, 19.0]
+    nodes = tuple(
+        CostNode(name=f"n{index}", module=name, forward_us=time_us, inputs=(f"n{index - 1}",) if index else ())
+        for index, (name, time_us) in enumerate(zip(names, times_us, strict=True))
+    )
+    problem = PartitionProblem(graph=CostGraph(nodes=nodes), devices=(DeviceSpec(name="d0"), DeviceSpec(name="d1")))
+    assert splits_by_hand(problem, 0) == ["3/2"]
+    steps_us = {blocks: ByHand(blocks).partition(problem).figures.step.step_us for blocks in [(3, 2), (4, 1), (2, 3)]}
+    percent = 100 * (steps_us[2, 3] / steps_us[3, 2] - 1)
+    assert splits_by_hand(problem, percent + 1) == [
+        "/".join(map(str, blocks)) for blocks in sorted(steps_us, key=steps_us.__getitem__)
+    ]
+    assert splits_by_hand(problem, 100, most=1) == ["3/2"]
 
 
 def test_a_failed_run_says_what_its_ranks_raised() -> None:
