@@ -8,9 +8,8 @@
 Every split is one call of `torch_lms.pipeline.train`, as a program of one's own makes it: rank 0 profiles a microbatch
 on its device, and all ranks train their stages, from the same parameters and with the same batches. A split by hand is
 an algorithm of our own: ``12/12`` has 12 blocks in each stage, what comes before the first block (embeddings) in the
-first one, and what comes after the last (norm, head and loss) in the last. ``hand@3`` stands for all splits by hand, the
-best ones first, that are predicted to take at most 3 % longer than the best of them. Predictions are those of the
-partition.
+first one, and what comes after the last (norm, head and loss) in the last. ``hand@3`` stands for the best splits by
+hand that are predicted to take at most 3 % longer than the best of them. Predictions are those of the partition.
 """
 
 from __future__ import annotations
