@@ -8,7 +8,8 @@
 Every split is one call of `torch_lms.pipeline.train`, as a program of one's own makes it: rank 0 profiles a microbatch
 on its device, and all ranks train their stages, from the same parameters and with the same batches. A split by hand is
 an algorithm of our own: ``12/12`` has 12 blocks in each stage, what comes before the first block (embeddings) in the
-first one, and what comes after the last (norm, head and loss) in the last. ``hand@3`` stands for the best splits by
+first one, and what comes after the last (norm, head and loss) in the last. ``torchgpipe`` is that library's way: blocks
+balanced by time, each stage computed again as a whole. ``hand@3`` stands for the best splits by
 hand that are predicted to take at most 3 % longer than the best of them. Predictions are those of the partition.
 """
 
@@ -31,7 +32,7 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.pipeline_models import MODELS, Shape
-from benchmarks.pipeline_splits import AUTOMATIC, HAND, Keeping, find_algorithm, splits_by_hand
+from benchmarks.pipeline_splits import AUTOMATIC, HAND, Keeping, TorchGPipe, find_algorithm, splits_by_hand
 from benchmarks.results import Result
 from torch_lms.partition.interface import Partition
 from torch_lms.pipeline.chart import draw_charts, predict
@@ -60,6 +61,7 @@ class Job:
     warmup_steps: int
     profile_runs: int
     learning_rate: float
+    cap_gib: float | None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -78,8 +80,9 @@ class Job:
             return self.shape.make().to(self.dtype).cpu()
 
     def train(self, algorithm: Any) -> TrainingPipeline:
-        """The pipeline that an algorithm cuts."""
-        return train(
+        """The pipeline that an algorithm cuts; from then on each rank has no more memory than the cap."""
+        cap_bytes = None if self.cap_gib is None else int(self.cap_gib * GIB)
+        found = train(
             self.make_model(),
             None,
             self.batch(0),
@@ -89,8 +92,14 @@ class Job:
             optimizer=partial(torch.optim.AdamW, lr=self.learning_rate, fused=self.device.type == "cuda"),
             device=self.device,
             algorithm=algorithm,
+            memory_cap_bytes=cap_bytes,
             profile=ProfileConfig(warmup_runs=3, timed_runs=self.profile_runs, device=self.device, progress=False),
         )
+        if cap_bytes is not None and self.device.type == "cuda":
+            torch.cuda.empty_cache()
+            whole_bytes = torch.cuda.get_device_properties(self.device).total_memory
+            torch.cuda.set_per_process_memory_fraction(cap_bytes / whole_bytes, self.device)
+        return found
 
 
 def make_job(args: argparse.Namespace, device: torch.device) -> Job:
@@ -98,6 +107,7 @@ def make_job(args: argparse.Namespace, device: torch.device) -> Job:
     shape = MODELS[args.model][args.device]
     if args.layers:
         shape = replace(shape, config={**shape.config, shape.layers: args.layers})
+    shape = replace(shape, rows=args.rows or shape.rows)
     stages = args.stages or dist.get_world_size() * (1 if args.schedule in ONE_STAGE_EACH else 2)
     tiny = args.device == "cpu"
     return Job(
@@ -111,6 +121,7 @@ def make_job(args: argparse.Namespace, device: torch.device) -> Job:
         warmup_steps=1 if tiny else 3,
         profile_runs=args.profile_runs or (5 if tiny else 20),
         learning_rate=1e-3 if tiny else 1e-4,
+        cap_gib=args.cap_gib,
     )
 
 
@@ -130,6 +141,8 @@ def run_split(job: Job, name: str, algorithm: Keeping, folder: Path) -> dict[str
     """Trains a split; its row, on every rank."""
     begun = time.perf_counter()
     with job.train(algorithm) as pipeline:
+        if isinstance(algorithm.algorithm, TorchGPipe):
+            algorithm.algorithm.checkpoint(pipeline.stages)
         prepared_s = time.perf_counter() - begun
         times_ms: list[float] = []
         losses: list[float | None] = []
@@ -212,6 +225,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--splits", help="automatic,automatic@70,14/10; by default automatic and an even one")
     parser.add_argument("--algorithm", default="auto")
     parser.add_argument("--layers", type=int)
+    parser.add_argument("--rows", type=int, help="of a microbatch")
+    parser.add_argument("--cap-gib", type=float, help="memory of each rank, on CUDA")
     parser.add_argument("--microbatches", type=int)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--profile-runs", type=int)

@@ -111,6 +111,13 @@ MODELS: dict[str, dict[str, Shape]] = {
         {"layers": 4, "hidden": 64, "heads": 4, "vocabulary": 1024},
         4,
     ),
+    "gpt_deep": _shapes(
+        "",
+        _OWN,
+        ("GPT, deep", {"layers": 48, "hidden": 1536, "heads": 12, "vocabulary": 32_000}),
+        {"layers": 8, "hidden": 64, "heads": 4, "vocabulary": 1024},
+        4,
+    ),
     "llama": _shapes(
         "Llama ForCausalLM",
         _DECODER,

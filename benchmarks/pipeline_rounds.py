@@ -50,7 +50,7 @@ MOST_CAPPED = 1.15
 _TYPICAL_RUN_S = 60.0
 
 
-def run_once(given: argparse.Namespace, schedule: str, split: str) -> Row:
+def run_once(given: argparse.Namespace, schedule: str, split: str, more: Sequence[str] = ()) -> Row:
     """What `pipeline_gpt` says of one split, in processes of its own.
 
     Raises:
@@ -58,7 +58,7 @@ def run_once(given: argparse.Namespace, schedule: str, split: str) -> Row:
     """
     with tempfile.TemporaryDirectory() as folder:
         words = ["--device", given.device, "--model", given.model, "--schedule", schedule, "--splits", split]
-        words += ["--steps", str(given.steps), "--profile-runs", str(given.profile_runs), "--output", folder]
+        words += ["--steps", str(given.steps), "--profile-runs", str(given.profile_runs), "--output", folder, *more]
         launch = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(given.ranks)]
         line = [sys.executable, "-m", *launch, "-m", "benchmarks.pipeline_gpt", *words]
         done = subprocess.run(line, capture_output=True, text=True, check=False)
@@ -145,8 +145,7 @@ def main() -> None:
     shape = MODELS[given.model][given.device]
     title = f"{shape.name}, 8 microbatches, on {given.ranks} devices, fresh processes in rotated rounds"
     result = Result(name="_".join(["pipeline_rounds", given.model, given.device]), title=title, columns=COLUMNS)
-    path = given.output / f"{result.name}.json"
-    kept = {row["key"]: row for row in json.loads(path.read_text())["rows"]} if path.is_file() else {}
+    kept = result.kept(given.output)
     ways: list[str] = given.ways.split(",")
     runs: dict[str, list[Row]] = {way: [] for way in ways}
     began, took_s = time.monotonic(), _TYPICAL_RUN_S

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from torch_lms.errors import PartitionError
 from torch_lms.partition import least_caps
 from torch_lms.partition import partition as cut
+from torch_lms.partition.algorithms.block import BalanceByTime
 from torch_lms.partition.interface import Partition, PartitionProblem, evaluate
 
-__all__ = ["AUTOMATIC", "HAND", "ByHand", "Keeping", "Within", "find_algorithm", "splits_by_hand"]
+__all__ = ["AUTOMATIC", "HAND", "ByHand", "Keeping", "TorchGPipe", "Within", "find_algorithm", "splits_by_hand"]
 
 GIB = 1 << 30
-AUTOMATIC, HAND = "automatic", "hand@"
+AUTOMATIC, HAND, TORCHGPIPE = "automatic", "hand@", "torchgpipe"
 BLOCK = re.compile(r"^(?:.*\.)?(?:blocks|layers|block)\.\d+(?=\.|$)")
 _TIMED = 40  # as many splits are timed by the planner, at most
 
@@ -46,6 +50,23 @@ class ByHand:
         borders = [first[blocks] for blocks in np.cumsum(self.blocks)[:-1]]
         stage_of_unit = np.searchsorted(borders, np.arange(len(problem.units)), side="right")
         return evaluate(problem, stage_of_unit, algorithm=self.name, reason="as given")
+
+
+class TorchGPipe:
+    """As torchgpipe cuts and checkpoints: block partition by time, and each stage computed again in its backward."""
+
+    name = "as torchgpipe"
+    source = "torchgpipe, balance_by_time and checkpoint='always'"
+
+    def partition(self, problem: PartitionProblem) -> Partition:
+        """The blocks, whatever memory they take."""
+        free = tuple(replace(device, memory_cap_bytes=None) for device in problem.devices)
+        return BalanceByTime().partition(replace(problem, devices=free))
+
+    def checkpoint(self, stages: Sequence[nn.Module]) -> None:
+        """Has stages keep nothing but their inputs."""
+        for stage in stages:
+            stage.forward = partial(checkpoint, stage.forward, use_reentrant=False)
 
 
 @dataclass
@@ -87,6 +108,8 @@ def find_algorithm(split: str, automatic: Any) -> Any:
         automatic: the algorithm that the first two stand for.
     """
     word, _, percent = split.partition("@")
+    if word == TORCHGPIPE:
+        return TorchGPipe()
     if word != AUTOMATIC:
         return ByHand(tuple(int(blocks) for blocks in word.split("/")))
     return Within(float(percent) / 100, automatic) if percent else automatic

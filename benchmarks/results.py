@@ -60,6 +60,11 @@ class Result:
         self.rows.append(row)
         print(json.dumps(row), flush=True)
 
+    def kept(self, directory: str | Path) -> dict[str, dict[str, Any]]:
+        """The rows that an earlier command has written there, by their ``key``."""
+        path = Path(directory) / f"{self.name}.json"
+        return {row["key"]: row for row in json.loads(path.read_text())["rows"]} if path.is_file() else {}
+
     def write(self, directory: str | Path) -> Path:
         """Writes ``<name>.json`` and returns its path."""
         path = Path(directory) / f"{self.name}.json"

@@ -6,12 +6,16 @@ import json
 import re
 import subprocess
 import sys
+from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.pipeline_largest import judge as judge_largest
+from benchmarks.pipeline_largest import largest
 from benchmarks.pipeline_models import MODELS
 from benchmarks.pipeline_rounds import judge, reason_of
 from benchmarks.pipeline_splits import ByHand, splits_by_hand
@@ -44,9 +48,9 @@ def first_loss(model_name: str) -> float:
     [
         (
             "gpt",
-            ["--splits", "automatic,2/2,automatic@90,hand@0"],
+            ["--splits", "automatic,2/2,automatic@90,torchgpipe,hand@0"],
             "pipeline_gpt_cpu",
-            ["automatic", "2/2", "automatic@90"],
+            ["automatic", "2/2", "automatic@90", "torchgpipe"],
         ),
         (
             "t5",
@@ -145,6 +149,28 @@ def test_the_best_splits_by_hand_come_first_and_others_not_at_all() -> None:
         "/".join(map(str, blocks)) for blocks in sorted(steps_us, key=steps_us.__getitem__)
     ]
     assert splits_by_hand(problem, 100, most=1) == ["3/2"]
+
+
+def test_the_largest_microbatch_is_the_last_that_fits() -> None:
+    given = Namespace(cap_gib=16.0, start_rows=8, most_rows=100, microbatches=8)
+    asked: list[tuple[str, ...]] = []
+
+    def run(given: Namespace, schedule: str, split: str, words: Sequence[str]) -> dict[str, Any]:
+        asked.append((schedule, split, *words))
+        rows = int(words[words.index("--rows") + 1])
+        if rows > (30 if split == "automatic" else 11):
+            raise RuntimeError("out of memory")
+        return {"step_ms": 100.0 * rows, "recomputed": 1, "swapped": 0, "stage0_nodes": 3, "stage0_peak_gib": 15.0}
+
+    rows = {way: largest(way, given, run) for way in ("torchgpipe", "ours")}
+    assert (rows["torchgpipe"]["rows"], rows["torchgpipe"]["rows_per_s"]) == (11, 80.0)
+    assert 28 <= rows["ours"]["rows"] <= 30
+    assert {words[:2] for words in asked} == {("gpipe", "torchgpipe"), ("1f1b", "automatic")}
+    assert all(words[-2:] == ("--cap-gib", "16.0") for words in asked)
+    (check,) = judge_largest(rows)
+    assert check.ok
+    given.most_rows = 2
+    assert largest("ours", given, run)["rows"] == 2
 
 
 def test_a_failed_run_says_what_its_ranks_raised() -> None:
