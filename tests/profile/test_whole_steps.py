@@ -54,6 +54,7 @@ def test_what_the_device_waits_belongs_to_the_nodes_in_which_it_does() -> None:
 def test_what_nodes_take_too_long_belongs_to_those_that_keep_python_busy() -> None:
     slow = unhurried(1.0, 1.0, host_us=(9.0, 0.0)), unhurried(2.0, 2.0, host_us=(0.5, 0.5))
     found = as_in_steps(two_nodes(), slow, [StepTime(1.5, 3.5)])
+    assert any("waits for Python" in note for note in found.notes)
     assert times_of(found) == [(0.5, 1.75, 0.4375, 1.3125), (1.0, 1.75, 0.4375, 1.3125)]
 
 

@@ -24,7 +24,6 @@ from torch_lms.profile.steps import StepTime
 __all__ = ["Unhurried", "as_in_steps"]
 
 _AHEAD = 0.05  # the share of a direction's time that Python is ahead at its end, at least, where no device waits for it
-_WAITS = 1.05  # a step takes so much longer than its nodes, at least, where that is told
 _BACKWARDS = ("backward_us", "input_backward_us", "weight_backward_us")
 
 
@@ -105,7 +104,7 @@ def as_in_steps(found: Profile, unhurried: tuple[Unhurried, Unhurried], steps: S
     made, before_us = replace(found, nodes=nodes), found.forward_us + found.backward_us
     scale = (made.forward_us + made.backward_us) / before_us if before_us else 1.0
     notes = list(found.notes)
-    if scale > _WAITS and any(direction.waits for direction in directions):
+    if any(direction.waits for direction in directions):
         step, own = f"a step takes {found.step_us:.0f} us", f"its nodes by themselves {before_us:.0f} us"
         notes.append(f"{step}, {own}: the device waits for Python")
     return replace(made, node_scale=scale, notes=tuple(notes))
