@@ -79,7 +79,7 @@ class Job:
         with torch.device(self.device):
             return self.shape.make().to(self.dtype).cpu()
 
-    def train(self, algorithm: Any) -> TrainingPipeline:
+    def train(self, algorithm: Keeping) -> TrainingPipeline:
         """The pipeline that an algorithm cuts; from then on each rank has no more memory than the cap."""
         cap_bytes = None if self.cap_gib is None else int(self.cap_gib * GIB)
         found = train(
@@ -92,7 +92,7 @@ class Job:
             optimizer=partial(torch.optim.AdamW, lr=self.learning_rate, fused=self.device.type == "cuda"),
             device=self.device,
             algorithm=algorithm,
-            memory_cap_bytes=cap_bytes,
+            memory_cap_bytes=None if isinstance(algorithm.algorithm, TorchGPipe) else cap_bytes,  # it plans for none
             profile=ProfileConfig(warmup_runs=3, timed_runs=self.profile_runs, device=self.device, progress=False),
         )
         if cap_bytes is not None and self.device.type == "cuda":

@@ -59,9 +59,8 @@ class TorchGPipe:
     source = "torchgpipe, balance_by_time and checkpoint='always'"
 
     def partition(self, problem: PartitionProblem) -> Partition:
-        """The blocks, whatever memory they take."""
-        free = tuple(replace(device, memory_cap_bytes=None) for device in problem.devices)
-        return BalanceByTime().partition(replace(problem, devices=free))
+        """The blocks."""
+        return BalanceByTime().partition(problem)
 
     def checkpoint(self, stages: Sequence[nn.Module]) -> None:
         """Has stages keep nothing but their inputs."""
