@@ -17,7 +17,7 @@ from torch import fx, nn
 from torch_lms._torch_compat import tree_map
 from torch_lms.profile.interpreter import describe_node
 from torch_lms.profile.preserving import NodeError
-from torch_lms.profile.storages import tensors_in
+from torch_lms.profile.storages import is_expanded, tensors_in
 
 __all__ = ["Alone", "NodesAlone"]
 
@@ -47,9 +47,9 @@ class Alone:
     call: Callable[..., Any]
     given: tuple[Any, Any]
 
-    def prepared(self) -> Callable[[], Any]:
+    def prepared(self) -> partial[Any]:
         """Its forward, once; on copies: a node that works in place must not change what comes after it, nor a leaf."""
-        args, kwargs = fx.node.map_aggregate(self.given, _copy)
+        args, kwargs = tree_map(_copy, self.given)
         return partial(self._forward, args, kwargs)
 
     def _forward(self, args: Any, kwargs: Any) -> Any:
@@ -151,4 +151,7 @@ def _looks(value: Any) -> Any:
 
 
 def _copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) else value
+    """Of what is expanded a view, for that may be far larger than memory is, and nothing works on it in place."""
+    if not isinstance(value, torch.Tensor) or isinstance(value, nn.Parameter):
+        return value
+    return value.view_as(value) if is_expanded(value) else value.clone()

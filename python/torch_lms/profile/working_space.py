@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_lms._torch_compat import has_dispatch_modes, storage_bytes, storage_key, storage_weak_ref
 from torch_lms.profile.alone import Alone
-from torch_lms.profile.storages import dense_parts, tensors_in
+from torch_lms.profile.storages import dense_parts, ones_for, tensor_bytes, tensors_in
 
 __all__ = ["NOT_MEASURED", "WorkingSpace", "working_space"]
 
@@ -105,7 +105,7 @@ def working_space(device: torch.device, node: Alone) -> WorkingSpace:
     if device.type != "cuda" and not has_dispatch_modes():
         return NOT_MEASURED
     run = node.prepared()
-    given = {storage_key(part) for one in tensors_in(node.given) for part in dense_parts(one)}
+    given = {storage_key(part) for one in tensors_in(run.args) for part in dense_parts(one)}
     with _meter(device) as forward:
         output = run()
     parts = {storage_key(part): part for one in tensors_in(output) for part in dense_parts(one)}
@@ -115,9 +115,12 @@ def working_space(device: torch.device, node: Alone) -> WorkingSpace:
     asked = [*node.values, *node.weights]
     if not roots or not asked:
         return WorkingSpace(forward.peak_bytes - kept_bytes, 0)
-    gradients = [torch.ones_like(one) for one in roots]
-    with _meter(device) as backward:
-        found = torch.autograd.grad(roots, asked, gradients, allow_unused=True)
+    gradients = [ones_for(one) for one in roots]
+    try:
+        with _meter(device) as backward:
+            found = torch.autograd.grad(roots, asked, gradients, allow_unused=True)
+    except NotImplementedError:  # what has no derivative, or none on the meta device: the model runs none of it either
+        return WorkingSpace(forward.peak_bytes - kept_bytes, None)
     del found
-    arrived_bytes = sum(one.numel() * one.element_size() for one in gradients)
+    arrived_bytes = sum(map(tensor_bytes, gradients))
     return WorkingSpace(forward.peak_bytes - kept_bytes, arrived_bytes + backward.peak_bytes)
