@@ -106,6 +106,20 @@ class InPlace(Linear):
         return self.drop(self.linear(x)).sum()
 
 
+class Written(Linear):
+    """What has no gradient is written to by what has: a layer's output, and a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.row = nn.Parameter(torch.rand(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = torch.zeros(ROWS + 1, WIDTH)
+        rows[1:] = self.linear(x)
+        rows[0] = self.row
+        return rows.exp().sum()
+
+
 def profile_of(model: nn.Module, **more: Any) -> Profile:
     return profile(model, torch.rand(ROWS, WIDTH), config=QUICK, **more)
 
@@ -134,3 +148,14 @@ def test_what_a_node_in_place_keeps_is_no_working_space() -> None:
 def test_a_gradient_of_what_is_expanded_is_no_larger_than_it() -> None:
     expanded = torch.zeros(()).expand(MANY, MANY)
     assert ones_for(expanded).shape == expanded.shape
+
+
+@measured
+def test_what_is_written_to_has_a_gradient_from_there_on() -> None:
+    """In the backward of `exp` there are its gradient and its input's; in that of a write, with and without the row."""
+    found = profile_of(Written())
+    whole = VALUE + 4 * WIDTH
+    assert node_of(found, "exp").backward_working_bytes == 2 * whole
+    writes = [node.backward_working_bytes for node in found.nodes if "setitem" in node.name]
+    assert len(writes) == 2
+    assert all(nbytes is not None and nbytes >= 2 * whole for nbytes in writes)

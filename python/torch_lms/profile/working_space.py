@@ -105,13 +105,13 @@ def working_space(device: torch.device, node: Alone) -> WorkingSpace:
     if device.type != "cuda" and not has_dispatch_modes():
         return NOT_MEASURED
     run = node.prepared()
-    given = {storage_key(part) for one in tensors_in(run.args) for part in dense_parts(one)}
+    given = {storage_key(part) for one in run.given for part in dense_parts(one)}
     with _meter(device) as forward:
         output = run()
     parts = {storage_key(part): part for one in tensors_in(output) for part in dense_parts(one)}
     made_bytes = sum(storage_bytes(part) for key, part in parts.items() if key not in given)
     kept_bytes = max(forward.left_bytes - made_bytes, 0)
-    roots = [one for one in tensors_in(output) if one.requires_grad and one.grad_fn is not None]
+    roots = run.roots
     asked = [*node.values, *node.weights]
     if not roots or not asked:
         return WorkingSpace(forward.peak_bytes - kept_bytes, 0)
