@@ -233,6 +233,19 @@ def test_numbers_of_runs_are_checked(values: dict[str, int]) -> None:
         ProfileConfig(**values)
 
 
+def test_an_optimizer_that_makes_no_step_for_copies_is_not_timed() -> None:
+    """Its state is read; a copy of a parameter has no sparse gradient."""
+    table = nn.Embedding(5, 4, sparse=True)
+    optimizer = torch.optim.SparseAdam(table.parameters())
+    table(torch.tensor([1])).sum().backward()
+    optimizer.step()
+    found = profile(table, torch.tensor([1, 2]), optimizer=optimizer, config=QUICK)
+    assert found.optimizer_us is None
+    assert found.optimizer_bytes is not None
+    assert found.optimizer_bytes["weight"] >= 2 * 4 * 5 * 4
+    assert any("step is not timed" in note and "SparseAdam" in note for note in found.notes)
+
+
 @pytest.mark.parametrize("optimizer", ["adam", 3])
 def test_what_is_no_optimizer_is_refused(optimizer: Any) -> None:
     with pytest.raises(ProfileError, match=repr(optimizer)):

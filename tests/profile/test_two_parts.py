@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from torch_lms.partition.costs import CostGraph
-from torch_lms.profile import Profile, ProfileConfig, profile
+from torch_lms.profile import Profile, ProfileConfig, alone_figures, profile
 from torch_lms.profile import profiler as profiler_module
 from torch_lms.profile.alone import Alone
 
@@ -110,8 +110,8 @@ def test_a_profile_in_pieces_says_that_it_has_none() -> None:
 @pytest.mark.parametrize("repeats", [1, 3])
 def test_nodes_that_do_the_same_are_timed_once(repeats: int, monkeypatch: pytest.MonkeyPatch) -> None:
     timed: list[Alone] = []
-    plain = profiler_module.part_shares
-    monkeypatch.setattr(profiler_module, "part_shares", lambda *args: timed.append(args[-1]) or plain(*args))
+    plain = alone_figures.part_shares
+    monkeypatch.setattr(alone_figures, "part_shares", lambda *args: timed.append(args[-1]) or plain(*args))
     model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(repeats + 1)])
     x = torch.rand(3, 4, requires_grad=True)
     profile(model, x, config=ProfileConfig(warmup_runs=0, timed_runs=1, two_parts=True, progress=False, links=False))

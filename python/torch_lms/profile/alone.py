@@ -14,10 +14,11 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import fx, nn
 
-from torch_lms._torch_compat import tree_map
+from torch_lms._torch_compat import storage_key, tree_map
+from torch_lms.profile.aliases import written
 from torch_lms.profile.interpreter import describe_node
 from torch_lms.profile.preserving import NodeError
-from torch_lms.profile.storages import tensors_in
+from torch_lms.profile.storages import dense_parts, is_expanded, tensors_in
 
 __all__ = ["Alone", "NodesAlone"]
 
@@ -32,7 +33,7 @@ class Alone:
     Attributes:
         values: what it reads that needs a gradient and depends on the model's inputs.
         weights: what it reads that needs a gradient and is made of nothing but weights and buffers.
-        needs_gradient: whether its output does.
+        needs_gradient: whether its output does, or what it writes to.
         of_weights: whether it reads nothing but weights and buffers.
         precision: what its forward runs under.
         call: the node, for arguments.
@@ -47,14 +48,37 @@ class Alone:
     call: Callable[..., Any]
     given: tuple[Any, Any]
 
-    def prepared(self) -> Callable[[], Any]:
-        """Its forward, once; on copies: a node that works in place must not change what comes after it, nor a leaf."""
-        args, kwargs = fx.node.map_aggregate(self.given, _copy)
-        return partial(self._forward, args, kwargs)
+    def prepared(self) -> Prepared:
+        """Its forward, once."""
+        return Prepared(self)
 
-    def _forward(self, args: Any, kwargs: Any) -> Any:
-        with torch.set_grad_enabled(self.needs_gradient), self.precision():
-            return self.call(args, kwargs)
+
+class Prepared:
+    """A node's forward, once; on copies: a node that works in place must not change what comes after it, nor a leaf.
+
+    Args:
+        node: what is called.
+
+    Attributes:
+        given: the tensors that it is given.
+        roots: where its backward begins, after it: its outputs, and what it has written to.
+    """
+
+    def __init__(self, node: Alone) -> None:
+        self._node = node
+        self._args, self._kwargs = tree_map(_copy, node.given)
+        self.given = list(tensors_in((self._args, self._kwargs)))
+        self._functions = [one.grad_fn for one in self.given]
+        self.roots: list[torch.Tensor] = []
+
+    def __call__(self) -> Any:
+        """Runs it, and returns its output."""
+        with torch.set_grad_enabled(self._node.needs_gradient), self._node.precision():
+            output = self._node.call(self._args, self._kwargs)
+        pairs = zip(self.given, self._functions, strict=True)
+        made = [*tensors_in(output), *(one for one, function in pairs if one.grad_fn is not function)]
+        self.roots = list({id(one): one for one in made if one.requires_grad and one.grad_fn is not None}.values())
+        return output
 
 
 class NodesAlone(fx.Interpreter, Generic[_Found]):
@@ -84,6 +108,7 @@ class NodesAlone(fx.Interpreter, Generic[_Found]):
         self._measure, self._precision, self._advance = measure, precision, advance
         self._with_gradient = with_gradient
         self._of_weights: set[fx.Node] = set()
+        self._modules = dict(graph_module.named_modules(remove_duplicate=False))
         self._known: dict[Any, _Found] = {}
 
     def run_node(self, n: fx.Node) -> Any:
@@ -98,6 +123,7 @@ class NodesAlone(fx.Interpreter, Generic[_Found]):
                 self.found[n.name] = self._known[key]
             with torch.no_grad(), self._precision():
                 value = super().run_node(n)
+            self._give_gradients(n)
         except Exception as error:
             raise NodeError(describe_node(n)) from error
         self._advance()
@@ -108,12 +134,30 @@ class NodesAlone(fx.Interpreter, Generic[_Found]):
         return Alone(
             values=values,
             weights=weights,
-            needs_gradient=node.name in self._with_gradient,
+            needs_gradient=self._needs_gradient(node),
             of_weights=node in self._of_weights,
             precision=self._precision,
             call=partial(getattr(self, node.op), node.target),
             given=self.fetch_args_kwargs_from_env(node),
         )
+
+    def _needs_gradient(self, node: fx.Node) -> bool:
+        return node.name in self._with_gradient or bool(self._written_with_gradient(node))
+
+    def _written_with_gradient(self, node: fx.Node) -> list[torch.Tensor]:
+        """What a node writes to that has a gradient after that."""
+        values = [self.env[one] for one in written(node, self._modules) if one in self.env]
+        into = [one for one in tensors_in(values) if one.is_floating_point() or one.is_complex()]
+        given = (self.env[one] for one in node.all_input_nodes) if into else ()
+        return into if any(one.requires_grad for value in given for one in tensors_in(value)) else []
+
+    def _give_gradients(self, node: fx.Node) -> None:
+        """All that shares memory with what a node has written to has a gradient from there on, as in the model."""
+        keys = {storage_key(part) for one in self._written_with_gradient(node) for part in dense_parts(one)}
+        for other, value in self.env.items() if keys else ():
+            for one in tensors_in(value) if other.op != "get_attr" else ():
+                if keys.intersection(map(storage_key, dense_parts(one))):
+                    one.requires_grad_()
 
     def _leaves(self, node: fx.Node) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         values: dict[int, torch.Tensor] = {}
@@ -133,7 +177,7 @@ class NodesAlone(fx.Interpreter, Generic[_Found]):
         own = "" if module is None else f"{module!r} {[_looks(one) for one in module.parameters()]}"
         target = node.target if module is None else type(module)
         roles = [source in self._of_weights for source in node.all_input_nodes]
-        needs = node.name in self._with_gradient
+        needs = self._needs_gradient(node)
         return node.op, target, own, needs, str(roles), str(tree_map(_looks, (args, dict(kwargs))))
 
 
@@ -151,4 +195,7 @@ def _looks(value: Any) -> Any:
 
 
 def _copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) else value
+    """Of what is expanded a view, for that may be far larger than memory is, and nothing works on it in place."""
+    if not isinstance(value, torch.Tensor) or isinstance(value, nn.Parameter):
+        return value
+    return value.view_as(value) if is_expanded(value) else value.clone()

@@ -68,18 +68,18 @@ def trained_parameters(model: nn.Module, optimizer: Any) -> Iterator[tuple[str, 
             yield name, parameter, make
 
 
-def make_step(make: MakeOptimizer, parameter: nn.Parameter) -> torch.optim.Optimizer:
-    """An optimizer of one parameter, which has a gradient, that has made its first step.
+def make_step(make: MakeOptimizer, *parameters: nn.Parameter) -> torch.optim.Optimizer:
+    """An optimizer of some parameters, which have gradients, that has made its first step.
 
     Raises:
         ProfileError: if it does not.
     """
     try:
-        optimizer = make([parameter])
+        optimizer = make([*parameters])
         optimizer.step()
     except Exception as error:
         raise ProfileError(
-            f"expected an optimizer that makes a step for one parameter, found {type(error).__name__}: {error}; "
+            f"expected an optimizer that makes a step for copies of parameters, found {type(error).__name__}: {error}; "
             "pass a callable that makes an optimizer of a list of parameters"
         ) from error
     return optimizer

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_lms.profile.optimizer_state import MakeOptimizer, trained_parameters
+from torch_lms.profile.optimizer_state import MakeOptimizer, make_step, trained_parameters
 from torch_lms.profile.storages import tensor_bytes
 from torch_lms.profile.timing import Clock
 
@@ -35,7 +35,7 @@ def time_optimizer(model: nn.Module, optimizer: Any, clock: Clock) -> Mapping[st
         clock: of the parameters' device.
 
     Raises:
-        ProfileError: if it is no optimizer.
+        ProfileError: if it is no optimizer, or one that makes no step for copies.
     """
     if optimizer is None:
         return None
@@ -76,8 +76,8 @@ def _time_step(batch: Sequence[_Trained], clock: Clock) -> float:
     copies = [nn.Parameter(torch.zeros_like(parameter, requires_grad=False)) for _, parameter, _ in batch]
     for copy in copies:
         copy.grad = torch.zeros_like(copy)
-    step: Callable[[], Any] = partial(batch[0][2](copies).step)
-    for _ in range(_WARMUP_STEPS):
+    step: Callable[[], Any] = partial(make_step(batch[0][2], *copies).step)
+    for _ in range(_WARMUP_STEPS - 1):
         step()
     clock.lead()
     start = clock.mark()

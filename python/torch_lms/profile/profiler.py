@@ -15,7 +15,8 @@ from torch import fx, nn
 
 from torch_lms._torch_compat import named_parameters_with_ties
 from torch_lms.errors import ProfileError
-from torch_lms.profile.alone import Alone, NodesAlone
+from torch_lms.profile.alone import NodesAlone
+from torch_lms.profile.alone_figures import AloneFigures, measure_alone
 from torch_lms.profile.arguments import Sample, bind_sample
 from torch_lms.profile.devices import device_of, find_device, fits, made_on
 from torch_lms.profile.document import LinkProfile, NodeProfile, Profile
@@ -34,9 +35,7 @@ from torch_lms.profile.steps import StepTime, backward_of, time_step
 from torch_lms.profile.storages import StorageNames, tensor_bytes
 from torch_lms.profile.timing import RunTimer, make_clock
 from torch_lms.profile.tracing import SOURCES, TracedModel, trace_sample
-from torch_lms.profile.two_parts import NO_WEIGHTS, PartShares, part_shares
 from torch_lms.profile.whole_steps import Unhurried, as_in_steps
-from torch_lms.profile.working_space import NOT_MEASURED, WorkingSpace, working_space
 
 __all__ = ["ProfileConfig", "profile"]
 
@@ -191,8 +190,7 @@ class _ProfileRun:
         self.nodes: list[NodeFacts] = []
         self.steps: list[StepTime] = []
         self.unhurried: RunTimer | None = None
-        self.spaces: Mapping[str, WorkingSpace] = {}
-        self.part_shares: Mapping[str, PartShares] = {}
+        self.alone = AloneFigures()
 
     def measure(self, traced: TracedModel, optimizer: Any) -> Profile:
         """Sizes, times, and puts it all together."""
@@ -210,16 +208,25 @@ class _ProfileRun:
                     self._time(timer)
                 if self.traced.graph_module is not None:
                     self._measure_alone(self.traced.graph_module, watcher)
-            if self.timed and self.config.two_parts and not self.part_shares:
+            if self.timed and self.config.two_parts and not self.alone.in_parts:
                 self.notes.append("the two parts of backwards are not timed one by one: half of the time each")
         with self.progress.phase("optimizer"):
             optimizer_bytes = measure_optimizer(self.model, optimizer)
-            timed = optimizer if self.timed and not self.config.pieces else None
-            optimizer_us = time_optimizer(self.model, timed, make_clock(self.device))
+            optimizer_us = self._time_optimizer(optimizer)
         with self.progress.phase("links"):
             links = measure_links(self.device) if self.config.links and self.timed else ()
         of_optimizer = {"optimizer_bytes": optimizer_bytes, "optimizer_us": optimizer_us}
         return self._document(watcher.sizes, timer, storages, of_optimizer, links)
+
+    def _time_optimizer(self, optimizer: Any) -> Mapping[str, float] | None:
+        """Of one that has made steps the state is known, though it may make none for copies: it is not timed then."""
+        if not self.timed or self.config.pieces:
+            return None
+        try:
+            return time_optimizer(self.model, optimizer, make_clock(self.device))
+        except ProfileError as error:
+            self.notes.append(f"the optimizer's step is not timed: {error}")
+            return None
 
     def _time_pieces(self, sizes: SizeWatcher, storages: StorageNames, timer: RunTimer) -> None:
         """Sizes and times with one node at a time on the device; there is no whole step to time."""
@@ -284,18 +291,15 @@ class _ProfileRun:
 
     def _measure_alone(self, graph_module: fx.GraphModule, sizes: SizeWatcher) -> None:
         """What takes a node by itself: its working space and, if they are asked for, its backward's two parts."""
-        clock, accumulate = make_clock(self.device), bool(self.config.accumulate)
         in_parts = self.timed and bool(self.config.two_parts)
-
-        def measure(node: Alone) -> tuple[WorkingSpace, PartShares]:
-            return working_space(self.device, node), part_shares(clock, accumulate, node) if in_parts else NO_WEIGHTS
-
+        clock = make_clock(self.device) if in_parts else None
+        measure = partial(measure_alone, self.device, clock, bool(self.config.accumulate))
         with_gradient = {name for name, one in sizes.sizes.items() if one.gradient_bytes}
         with self.progress.phase("nodes alone", len(graph_module.graph.nodes)) as advance:
-            alone = NodesAlone(graph_module, measure, with_gradient, self._precision, advance)
-            run_or_explain(self.model, self.sample, partial(alone.run, *self._inputs()))
-        self.spaces = {name: space for name, (space, _) in alone.found.items()}
-        self.part_shares = {name: shares for name, (_, shares) in alone.found.items()} if in_parts else {}
+            nodes = NodesAlone(graph_module, measure, with_gradient, self._precision, advance)
+            run_or_explain(self.model, self.sample, partial(nodes.run, *self._inputs()))
+        self.alone = AloneFigures(nodes.found, in_parts)
+        self.notes += self.alone.notes()
 
     def _time_nodes(self, timer: RunTimer, keep: bool) -> None:
         """One forward and backward, node by node."""
@@ -326,14 +330,11 @@ class _ProfileRun:
         runs = self.config.timed_runs
         step_us = statistics.fmean(step.step_us for step in self.steps) if self.steps else 0.0
         nodes = tuple(
-            _with_parts(
-                NodeProfile(
-                    **{**vars(facts), **vars(sizes.get(facts.name, NodeSizes()))},
-                    forward_us=0.0 if facts.op in _PASSIVE else timer.forward_us.get(facts.name, 0.0) / runs,
-                    backward_us=timer.backward_us.get(facts.name, 0.0) / runs,
-                    **_named(self.spaces.get(facts.name, NOT_MEASURED)),
-                ),
-                self.part_shares.get(facts.name, NO_WEIGHTS) if self.part_shares else None,
+            NodeProfile(
+                **{**vars(facts), **vars(sizes.get(facts.name, NodeSizes()))},
+                forward_us=0.0 if facts.op in _PASSIVE else timer.forward_us.get(facts.name, 0.0) / runs,
+                backward_us=timer.backward_us.get(facts.name, 0.0) / runs,
+                **self.alone.fields(facts.name, timer.backward_us.get(facts.name, 0.0) / runs),
             )
             for facts in self.nodes
         )
@@ -368,17 +369,6 @@ class _ProfileRun:
             for both in zip((timer.forward_us, timer.backward_us), timer.host_us, strict=True)
         )
         return as_in_steps(found, (forward, backward), self.steps)
-
-
-def _named(space: WorkingSpace) -> dict[str, Any]:
-    return {"forward_working_bytes": space.forward_bytes, "backward_working_bytes": space.backward_bytes}
-
-
-def _with_parts(node: NodeProfile, shares: PartShares | None) -> NodeProfile:
-    if shares is None:
-        return node
-    inputs_us, weights_us = (share * node.backward_us for share in shares)
-    return replace(node, input_backward_us=inputs_us, weight_backward_us=weights_us)
 
 
 def _with_summary(found: Profile) -> Profile:

@@ -11,7 +11,7 @@ from torch import nn
 
 from torch_lms._torch_compat import named_parameters_with_ties, storage_bytes, storage_key, storage_weak_ref
 
-__all__ = ["StorageNames", "dense_parts", "tensor_bytes", "tensors_in"]
+__all__ = ["StorageNames", "dense_parts", "is_expanded", "ones_for", "tensor_bytes", "tensors_in"]
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -38,6 +38,22 @@ def dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     if tensor.layout == torch.sparse_csr:
         return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
     return []
+
+
+def is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether it repeats elements that its storage has once."""
+    if tensor.layout != torch.strided:
+        return False
+    return any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def ones_for(tensor: torch.Tensor) -> torch.Tensor:
+    """A gradient of a tensor: ones; of a sparse one, which has no such, its own values, and no larger than it is."""
+    if tensor.layout != torch.strided:
+        return tensor.detach().clone()
+    if is_expanded(tensor):
+        return torch.ones((), dtype=tensor.dtype, device=tensor.device).expand_as(tensor)
+    return torch.ones_like(tensor)
 
 
 def tensor_bytes(tensor: torch.Tensor) -> int:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from torch_lms.profile.alone import Alone
-from torch_lms.profile.storages import tensors_in
+from torch_lms.profile.storages import ones_for
 from torch_lms.profile.timing import Clock
 
 __all__ = ["NO_WEIGHTS", "PartShares", "part_shares"]
@@ -54,8 +54,10 @@ def part_shares(clock: Clock, accumulate: bool, node: Alone) -> PartShares:
 
 def _time(clock: Clock, node: Alone, sums: Sequence[torch.Tensor]) -> tuple[float, float, float]:
     """Microseconds of the whole, of the gradients of values, and of those of weights."""
-    outputs = [one for one in tensors_in(node.prepared()()) if one.requires_grad and one.grad_fn is not None]
-    gradients = [torch.ones_like(one) for one in outputs]
+    run = node.prepared()
+    run()
+    outputs = run.roots
+    gradients = [ones_for(one) for one in outputs]
     clock.lead()
     marks = [clock.mark()]
     for asked, last in (([*node.values, *node.weights], False), (node.values, False), (node.weights, True)):

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_lms._torch_compat import has_dispatch_modes, storage_bytes, storage_key, storage_weak_ref
 from torch_lms.profile.alone import Alone
-from torch_lms.profile.storages import dense_parts, tensors_in
+from torch_lms.profile.storages import dense_parts, ones_for, tensor_bytes, tensors_in
 
 __all__ = ["NOT_MEASURED", "WorkingSpace", "working_space"]
 
@@ -26,10 +26,12 @@ class WorkingSpace(NamedTuple):
     Attributes:
         forward_bytes: for its output and whatever else it makes in its forward, less what it keeps for its backward.
         backward_bytes: for the gradient of its output, that of its inputs and whatever else its backward makes.
+        why: where the backward was not measured, what it raised.
     """
 
     forward_bytes: int | None
     backward_bytes: int | None
+    why: str = ""
 
 
 NOT_MEASURED = WorkingSpace(None, None)
@@ -105,19 +107,26 @@ def working_space(device: torch.device, node: Alone) -> WorkingSpace:
     if device.type != "cuda" and not has_dispatch_modes():
         return NOT_MEASURED
     run = node.prepared()
-    given = {storage_key(part) for one in tensors_in(node.given) for part in dense_parts(one)}
+    given = {storage_key(part) for one in run.given for part in dense_parts(one)}
     with _meter(device) as forward:
         output = run()
     parts = {storage_key(part): part for one in tensors_in(output) for part in dense_parts(one)}
     made_bytes = sum(storage_bytes(part) for key, part in parts.items() if key not in given)
     kept_bytes = max(forward.left_bytes - made_bytes, 0)
-    roots = [one for one in tensors_in(output) if one.requires_grad and one.grad_fn is not None]
+    roots = run.roots
     asked = [*node.values, *node.weights]
     if not roots or not asked:
         return WorkingSpace(forward.peak_bytes - kept_bytes, 0)
-    gradients = [torch.ones_like(one) for one in roots]
-    with _meter(device) as backward:
-        found = torch.autograd.grad(roots, asked, gradients, allow_unused=True)
+    gradients = [ones_for(one) for one in roots]
+    try:
+        with _meter(device) as backward:
+            found = torch.autograd.grad(roots, asked, gradients, allow_unused=True)
+    except (
+        Exception
+    ) as error:  # the model's own need not: it may run a part of it, or nothing where there is no derivative
+        if "out of memory" in str(error):
+            raise
+        return WorkingSpace(forward.peak_bytes - kept_bytes, None, f"{type(error).__name__}: {error}")
     del found
-    arrived_bytes = sum(one.numel() * one.element_size() for one in gradients)
+    arrived_bytes = sum(map(tensor_bytes, gradients))
     return WorkingSpace(forward.peak_bytes - kept_bytes, arrived_bytes + backward.peak_bytes)
