@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -168,8 +169,10 @@ class FirstOfTwo(Linear):
 def test_of_what_has_no_backward_by_itself_the_forward_alone_is_known(
     kind: type[nn.Module], name: str, made: int
 ) -> None:
-    found = profile_of(kind())
+    found = profile(kind(), torch.rand(ROWS, WIDTH), config=replace(QUICK, two_parts=True))
     node = node_of(found, name)
+    assert node.input_backward_us is None
+    assert node_of(found, "linear").input_backward_us is not None
     assert (node.forward_working_bytes, node.backward_working_bytes) == (made * VALUE, None)
     assert sum("does not run by itself" in note and name in note for note in found.notes) == 1
 

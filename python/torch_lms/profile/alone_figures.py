@@ -19,8 +19,9 @@ Found = tuple[WorkingSpace, PartShares | None]
 
 
 def measure_alone(device: torch.device, time_parts: Clock | None, accumulate: bool, node: Alone) -> Found:
-    """The working space of a node and, with a clock for it, the two parts of its backward."""
-    return working_space(device, node), None if time_parts is None else part_shares(time_parts, accumulate, node)
+    """The working space of a node and, with a clock for it and where it runs, the two parts of its backward."""
+    space = working_space(device, node)
+    return space, None if time_parts is None or space.why else part_shares(time_parts, accumulate, node)
 
 
 @dataclass(frozen=True)

@@ -175,10 +175,6 @@ class RunTimer:
         self._marks += 1
         return self._clock.mark()
 
-    def sum_us(self) -> float:
-        """Of all nodes, in all runs that were kept."""
-        return sum(self.forward_us.values()) + sum(self.backward_us.values())
-
     def finish_run(self, keep: bool) -> None:
         """Adds the run's times to the sums, or leaves them out: then it was for warming up."""
         self._clock.wait()
