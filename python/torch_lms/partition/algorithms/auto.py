@@ -2,7 +2,8 @@
 
 Dynamic programming comes first: of contiguous stages that fit it finds the best, or says what may be missing.
 Fiduccia-Mattheyses refinement then moves single nodes, which leaves the contiguous ones. Every other algorithm is asked
-too, so that none is ever better.
+too, so that none is ever better. Where transfers go in turn the borders of the best one are shifted at last
+(``shifting``).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from torch_lms.errors import PartitionError
 from torch_lms.partition.algorithms.dynamic import DynamicProgramming
 from torch_lms.partition.algorithms.fiduccia_mattheyses import refine
 from torch_lms.partition.interface import Algorithm, Partition, PartitionProblem, evaluate, settle
+from torch_lms.partition.shifting import shift_borders
 
 __all__ = ["Auto"]
 
@@ -50,6 +52,8 @@ class Auto:
         if not fitting:
             assert refusal is not None  # dynamic programming only gives what fits
             raise refusal
+        if problem.cost_model.transfers_in_turn:
+            fitting.append(_shifted(problem, min(fitting, key=_rank)))
         best = _best(problem, fitting)
         return Partition(**{**best.__dict__, "algorithm": "auto", "reason": _reason(best, made)})
 
@@ -61,6 +65,17 @@ def _refined(problem: PartitionProblem, exact: Partition) -> Partition:
     placed, moves = refine(problem, start, devices)
     reason = f"{exact.reason}, then {moves} nodes moved over borders"
     return evaluate(problem, placed, algorithm="dp+fm", reason=reason, devices=devices)
+
+
+def _shifted(problem: PartitionProblem, found: Partition) -> Partition:
+    """A partition after its borders were shifted."""
+    devices = problem.devices_of(found.devices)
+    start = np.array([found.stage_of[node.name] for node in problem.units.nodes], dtype=np.int64)
+    placed, shifts = shift_borders(problem, start, devices)
+    if shifts == 0:
+        return found
+    reason = f"{found.reason}, then {shifts} borders shifted"
+    return evaluate(problem, placed, algorithm=found.algorithm, reason=reason, devices=devices)
 
 
 def _best(problem: PartitionProblem, fitting: list[Partition]) -> Partition:
