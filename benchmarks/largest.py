@@ -12,15 +12,15 @@ count as fitting.
 from __future__ import annotations
 
 import argparse
-import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from benchmarks import peers
 from benchmarks.plan_worker import Paging, Run
 from benchmarks.results import Check, Result
+from benchmarks.size_search import search
 from benchmarks.sweep import Row, Sweep, add_arguments
 from benchmarks.training import GIB
 from benchmarks.workloads import WORKLOADS
@@ -36,8 +36,6 @@ COLUMNS = [
     ("peak_gib", "Peak (GiB)", "{:.1f}"),
 ]
 HOST_LIMIT = "100GiB"
-MOST = 1 << 20
-PRECISION = 1.1  # the largest that fits is known to this factor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,29 +102,6 @@ QUESTIONS = {
     ),
 }
 MODES = {"plain": "plain", "checkpoint": "checkpointed", "ours": "ours"}
-
-
-def search(fits: Callable[[int], bool], *, start: int, grain: int) -> int:
-    """The largest multiple of a grain that fits, to a precision of 10 %; 0 if none does.
-
-    Args:
-        fits: whether a size does.
-        start: what is tried first.
-        grain: of sizes.
-    """
-    size = max(grain, start // grain * grain)
-    good, bad = (size, 0) if fits(size) else (0, size)
-    while not bad and good < MOST:
-        size = math.ceil(good * 1.5 / grain) * grain
-        good, bad = (size, 0) if fits(size) else (good, size)
-    while not good and bad > grain:
-        size = max(grain, bad // 2 // grain * grain)
-        good, bad = (size, bad) if fits(size) else (0, size)
-    while good and bad - good > grain and bad > good * PRECISION:
-        size = (good + bad) // 2 // grain * grain
-        size = size if size > good else good + grain
-        good, bad = (size, bad) if fits(size) else (good, size)
-    return good
 
 
 class Search:

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from benchmarks.equal_peak import at_most
-from benchmarks.largest import search
 from benchmarks.pipeline_models import MODELS
 from benchmarks.pipeline_rounds import run_once
 from benchmarks.results import Check, Result, commit
+from benchmarks.size_search import search
 
 Row = dict[str, Any]
 WAYS = {"torchgpipe": ("gpipe", "torchgpipe"), "ours": ("1f1b", "automatic")}

@@ -11,10 +11,8 @@ import numpy as np
 import torch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from torch_lms._torch_compat import storage_bytes, storage_key, storage_weak_ref
+from tests.live_bytes import LiveBytes
 from torch_lms.partition import CostGraph, CostModel, DeviceSpec, PartitionProblem
 from torch_lms.partition.intervals import StageMatrices, stage_matrices
 from torch_lms.partition.sequence import UnitSequence
@@ -50,29 +48,6 @@ class Scored(nn.Module):
 
 LETS_GO_OF_OUTPUTS = hasattr(PipelineStage, "release_fwd_send_outputs")  # once they are sent; PyTorch 2.15
 STARTS = (0, 2, 7)  # of the stages, among the layers
-
-
-class LiveBytes(TorchDispatchMode):
-    """Of all storages that ops have made under it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._storages: dict[int, tuple[Any, int]] = {}
-        self.peak_bytes = 0  # where an op has ended
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {storage_key(one) for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)}
-        result = func(*args, **(kwargs or {}))
-        for one in tree_leaves(result):
-            if isinstance(one, torch.Tensor) and storage_key(one) not in given:
-                self._storages[storage_key(one)] = storage_weak_ref(one), storage_bytes(one)
-        self.peak_bytes = max(self.peak_bytes, self.count())
-        return result
-
-    def count(self) -> int:
-        """Of those that are still there."""
-        self._storages = {key: found for key, found in self._storages.items() if not found[0].expired()}
-        return sum(nbytes for _, nbytes in self._storages.values())
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tests.pipeline.memory_scenarios import LiveBytes
+from tests.live_bytes import LiveBytes
 from torch_lms._torch_compat import has_dispatch_modes
 from torch_lms.partition import CostGraph, CostModel, CostNode, DeviceSpec, PartitionProblem
 from torch_lms.partition.figures import measure

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from benchmarks.equal_peak import check_rows, compare
-from benchmarks.largest import search
 from benchmarks.plan_picture import draw
+from benchmarks.size_search import search
 from tests.unit.fresh_process import run_python
 from tests.unit.markers import counts_exactly
 

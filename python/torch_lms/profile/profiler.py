@@ -36,6 +36,7 @@ from torch_lms.profile.storages import StorageNames, tensor_bytes
 from torch_lms.profile.timing import RunTimer, make_clock
 from torch_lms.profile.tracing import SOURCES, TracedModel, trace_sample
 from torch_lms.profile.whole_steps import Unhurried, as_in_steps
+from torch_lms.profile.working_space import is_measurable
 
 __all__ = ["ProfileConfig", "profile"]
 
@@ -292,6 +293,8 @@ class _ProfileRun:
     def _measure_alone(self, graph_module: fx.GraphModule, sizes: SizeWatcher) -> None:
         """What takes a node by itself: its working space and, if they are asked for, its backward's two parts."""
         in_parts = self.timed and bool(self.config.two_parts)
+        if not in_parts and not is_measurable(self.device):
+            return
         clock = make_clock(self.device) if in_parts else None
         measure = partial(measure_alone, self.device, clock, bool(self.config.accumulate))
         with_gradient = {name for name, one in sizes.sizes.items() if one.gradient_bytes}

@@ -17,7 +17,7 @@ from torch_lms._torch_compat import has_dispatch_modes, storage_bytes, storage_k
 from torch_lms.profile.alone import Alone
 from torch_lms.profile.storages import dense_parts, ones_for, tensor_bytes, tensors_in
 
-__all__ = ["NOT_MEASURED", "WorkingSpace", "working_space"]
+__all__ = ["NOT_MEASURED", "WorkingSpace", "is_measurable", "working_space"]
 
 
 class WorkingSpace(NamedTuple):
@@ -97,6 +97,11 @@ def _meter(device: torch.device) -> _Meter:
     return _CudaMeter(device) if device.type == "cuda" else _StorageMeter()
 
 
+def is_measurable(device: torch.device) -> bool:
+    """Whether there is a way to measure it on a device."""
+    return device.type == "cuda" or has_dispatch_modes()
+
+
 def working_space(device: torch.device, node: Alone) -> WorkingSpace:
     """Runs a node forward and, where its output needs a gradient, backward.
 
@@ -104,7 +109,7 @@ def working_space(device: torch.device, node: Alone) -> WorkingSpace:
         device: that the node runs on.
         node: what is measured.
     """
-    if device.type != "cuda" and not has_dispatch_modes():
+    if not is_measurable(device):
         return NOT_MEASURED
     run = node.prepared()
     given = {storage_key(part) for one in run.given for part in dense_parts(one)}
