@@ -9,8 +9,8 @@ Every split is one call of `torch_lms.pipeline.train`, as a program of one's own
 on its device, and all ranks train their stages, from the same parameters and with the same batches. A split by hand is
 an algorithm of our own: ``12/12`` has 12 blocks in each stage, what comes before the first block (embeddings) in the
 first one, and what comes after the last (norm, head and loss) in the last. ``torchgpipe`` is that library's way: blocks
-balanced by time, each stage computed again as a whole. ``hand@3`` stands for the best splits by
-hand that are predicted to take at most 3 % longer than the best of them. Predictions are those of the partition.
+balanced by time, each stage computed again as a whole. ``hand@3`` stands for the best splits by hand that are predicted
+to take at most 3 % longer than the best of them. Predictions are those of the partition.
 """
 
 from __future__ import annotations
@@ -82,6 +82,7 @@ class Job:
     def train(self, algorithm: Keeping) -> TrainingPipeline:
         """The pipeline that an algorithm cuts; from then on each rank has no more memory than the cap."""
         cap_bytes = None if self.cap_gib is None else int(self.cap_gib * GIB)
+        other = algorithm.algorithm if isinstance(algorithm.algorithm, TorchGPipe) else None
         found = train(
             self.make_model(),
             None,
@@ -92,9 +93,11 @@ class Job:
             optimizer=partial(torch.optim.AdamW, lr=self.learning_rate, fused=self.device.type == "cuda"),
             device=self.device,
             algorithm=algorithm,
-            memory_cap_bytes=None if isinstance(algorithm.algorithm, TorchGPipe) else cap_bytes,  # it plans for none
+            memory_cap_bytes=cap_bytes if other is None else None,  # torchgpipe plans for none
             profile=ProfileConfig(warmup_runs=3, timed_runs=self.profile_runs, device=self.device, progress=False),
         )
+        if other is not None:
+            other.checkpoint(found.stages)
         if cap_bytes is not None and self.device.type == "cuda":
             torch.cuda.empty_cache()
             whole_bytes = torch.cuda.get_device_properties(self.device).total_memory
@@ -141,8 +144,6 @@ def run_split(job: Job, name: str, algorithm: Keeping, folder: Path) -> dict[str
     """Trains a split; its row, on every rank."""
     begun = time.perf_counter()
     with job.train(algorithm) as pipeline:
-        if isinstance(algorithm.algorithm, TorchGPipe):
-            algorithm.algorithm.checkpoint(pipeline.stages)
         prepared_s = time.perf_counter() - begun
         times_ms: list[float] = []
         losses: list[float | None] = []

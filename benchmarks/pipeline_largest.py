@@ -12,14 +12,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
-
-import torch
 
 from benchmarks.equal_peak import at_most
 from benchmarks.pipeline_models import MODELS
-from benchmarks.pipeline_rounds import run_once
+from benchmarks.pipeline_rounds import make_parser, run_once, with_ranks
 from benchmarks.results import Check, Result, commit
 from benchmarks.size_search import search
 
@@ -77,21 +74,13 @@ def _words(rows: int, given: argparse.Namespace) -> list[str]:
 
 def parse_args() -> argparse.Namespace:
     """The words of the command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--model", choices=tuple(MODELS), default="gpt_deep")
-    parser.add_argument("--ranks", type=int, help="by default one for each GPU")
+    parser = make_parser(__doc__, model="gpt_deep", steps=2, profile_runs=2)
     parser.add_argument("--only", choices=tuple(WAYS))
     parser.add_argument("--cap-gib", type=float)
     parser.add_argument("--start-rows", type=int, default=8)
     parser.add_argument("--most-rows", type=int, default=1 << 20)
     parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=2)
-    parser.add_argument("--profile-runs", type=int, default=2)
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
-    given = parser.parse_args()
-    given.ranks = given.ranks or torch.cuda.device_count()
-    return given
+    return with_ranks(parser.parse_args())
 
 
 def main() -> None:

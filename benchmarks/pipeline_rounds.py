@@ -122,21 +122,31 @@ def judge(rows: Sequence[Row]) -> Iterator[Check]:
         yield Check(what="fastest schedule", target=preferred, measured=fastest, ok=preferred == fastest)
 
 
-def parse_args() -> argparse.Namespace:
-    """The words of the command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def make_parser(description: str | None, *, model: str, steps: int, profile_runs: int) -> argparse.ArgumentParser:
+    """Of a program that has `run_once` run: the words that this needs, with their defaults."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--model", choices=tuple(MODELS), default="gpt")
+    parser.add_argument("--model", choices=tuple(MODELS), default=model)
     parser.add_argument("--ranks", type=int, help="by default one for each GPU")
-    parser.add_argument("--ways", default=f"1f1b:{AUTOMATIC},interleaved:{AUTOMATIC},zero_bubble:{AUTOMATIC}")
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=8, help="of each run, after warm-up")
-    parser.add_argument("--profile-runs", type=int, default=20)
-    parser.add_argument("--seconds", type=float, default=500, help="no run begins that would not end in them")
+    parser.add_argument("--steps", type=int, default=steps, help="of each run, after warm-up")
+    parser.add_argument("--profile-runs", type=int, default=profile_runs)
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
-    given = parser.parse_args()
+    return parser
+
+
+def with_ranks(given: argparse.Namespace) -> argparse.Namespace:
+    """The words, with a rank for each GPU where none are given."""
     given.ranks = given.ranks or torch.cuda.device_count()
     return given
+
+
+def parse_args() -> argparse.Namespace:
+    """The words of the command."""
+    parser = make_parser(__doc__, model="gpt", steps=8, profile_runs=20)
+    parser.add_argument("--ways", default=f"1f1b:{AUTOMATIC},interleaved:{AUTOMATIC},zero_bubble:{AUTOMATIC}")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=500, help="no run begins that would not end in them")
+    return with_ranks(parser.parse_args())
 
 
 def main() -> None:

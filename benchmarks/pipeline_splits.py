@@ -100,7 +100,7 @@ def _capped(problem: PartitionProblem, factor: float) -> PartitionProblem:
 
 
 def find_algorithm(split: str, automatic: Any) -> Any:
-    """What cuts: ``automatic``, ``automatic@70``, or blocks of each stage.
+    """What cuts: ``automatic``, ``automatic@70``, ``torchgpipe``, or blocks of each stage.
 
     Args:
         split: a word of the command.

@@ -127,6 +127,10 @@ class PartitionProblem:
         known = {device.name: device for device in self.devices}
         return [known[name] for name in names]
 
+    def stage_of_units(self, found: Partition) -> NDArray[np.int64]:
+        """The stage of each unit in a partition of this problem."""
+        return np.array([found.stage_of[node.name] for node in self.units.nodes], dtype=np.int64)
+
     def _link(self, source: str, target: str) -> LinkSpec:
         if source == target:
             return LinkSpec()
@@ -284,7 +288,7 @@ def settle(problem: PartitionProblem, found: Partition) -> Partition:
     if problem.cost_model.relief is KEEP_ALL or found.stage_relief:
         return found
     devices = problem.devices_of(found.devices)
-    placed = np.array([found.stage_of[node.name] for node in problem.units.nodes], dtype=np.int64)
+    placed = problem.stage_of_units(found)
     links = problem.links_between(devices)
     figures = measure(problem.units, placed, devices, links, problem.cost_model, simulated=True)
     told = "; found by an estimate of what stages give up" if figures.stage_relief else ""

@@ -252,26 +252,28 @@ class Boundary(nn.Module):
 
     def _heard(self, incoming: Any, microbatch: Microbatch) -> tuple[Sequence[Number], torch.Tensor | None]:
         """What the stage before tells of a microbatch."""
-        if incoming is None or not (has_numbers(incoming) or self._carries_random(microbatch)):
+        if incoming is None or not (has_numbers(incoming) or self._random_of(microbatch)):
             return (), None
         numbers, state = self._host_values.hear(self.stage.index, microbatch.number)
         return numbers, state
 
-    def _carries_random(self, microbatch: Microbatch) -> bool:
-        return self.random is not None and microbatch.seed is not None
+    def _random_of(self, microbatch: Microbatch) -> RandomStream | None:
+        """The generator whose state the microbatch takes along, if it does."""
+        return None if microbatch.seed is None else self.random
 
     def _run(
         self, values: Sequence[Any], microbatch: Microbatch, state: torch.Tensor | None
     ) -> tuple[Any, torch.Tensor | None]:
         """The stage's values as a tuple, or what the last stage returns; and the random state for the next stage."""
         feeds = {name: self._feed(microbatch, name) for name in self.stage.feeds}
-        if self.random is None or microbatch.seed is None:
+        random = self._random_of(microbatch)
+        if random is None or microbatch.seed is None:
             with self._precision():
                 return self._as_tuple(self.stage(*values, **feeds)), None
-        with self.random.continued(state, microbatch.seed):
+        with random.continued(state, microbatch.seed):
             with self._precision():
                 result = self.stage(*values, **feeds)
-            return self._as_tuple(result), self.random.state()
+            return self._as_tuple(result), random.state()
 
     def _precision(self) -> AbstractContextManager[Any]:
         """Of a forward. Backward ops have the types of the forward's, and are not to be cast again."""

@@ -17,13 +17,13 @@ from torch import fx, nn
 from torch_lms._torch_compat import storage_key, tree_map
 from torch_lms.profile.aliases import written
 from torch_lms.profile.interpreter import describe_node
+from torch_lms.profile.node_facts import PASSIVE_OPS
 from torch_lms.profile.preserving import NodeError
 from torch_lms.profile.storages import dense_parts, is_expanded, tensors_in
 
-__all__ = ["Alone", "NodesAlone"]
+__all__ = ["Alone", "NodesAlone", "Prepared"]
 
 _Found = TypeVar("_Found")
-_PASSIVE = ("placeholder", "get_attr", "output")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,10 +47,6 @@ class Alone:
     precision: Callable[[], AbstractContextManager[Any]]
     call: Callable[..., Any]
     given: tuple[Any, Any]
-
-    def prepared(self) -> Prepared:
-        """Its forward, once."""
-        return Prepared(self)
 
 
 class Prepared:
@@ -116,33 +112,32 @@ class NodesAlone(fx.Interpreter, Generic[_Found]):
         if n.op == "get_attr" or (n.all_input_nodes and self._of_weights.issuperset(n.all_input_nodes)):
             self._of_weights.add(n)
         try:
-            if n.op not in _PASSIVE:
-                key = self._key(n)
+            into = self._written_with_gradient(n)
+            needs_gradient = n.name in self._with_gradient or bool(into)
+            if n.op not in PASSIVE_OPS:
+                key = self._key(n, needs_gradient)
                 if key not in self._known:
-                    self._known[key] = self._measure(self._alone(n))
+                    self._known[key] = self._measure(self._alone(n, needs_gradient))
                 self.found[n.name] = self._known[key]
             with torch.no_grad(), self._precision():
                 value = super().run_node(n)
-            self._give_gradients(n)
+            self._give_gradients(into)
         except Exception as error:
             raise NodeError(describe_node(n)) from error
         self._advance()
-        return value if n.op in _PASSIVE else tree_map(partial(_as_leaf, n.name in self._with_gradient), value)
+        return value if n.op in PASSIVE_OPS else tree_map(partial(_as_leaf, n.name in self._with_gradient), value)
 
-    def _alone(self, node: fx.Node) -> Alone:
+    def _alone(self, node: fx.Node, needs_gradient: bool) -> Alone:
         values, weights = self._leaves(node)
         return Alone(
             values=values,
             weights=weights,
-            needs_gradient=self._needs_gradient(node),
+            needs_gradient=needs_gradient,
             of_weights=node in self._of_weights,
             precision=self._precision,
             call=partial(getattr(self, node.op), node.target),
             given=self.fetch_args_kwargs_from_env(node),
         )
-
-    def _needs_gradient(self, node: fx.Node) -> bool:
-        return node.name in self._with_gradient or bool(self._written_with_gradient(node))
 
     def _written_with_gradient(self, node: fx.Node) -> list[torch.Tensor]:
         """What a node writes to that has a gradient after that."""
@@ -151,9 +146,9 @@ class NodesAlone(fx.Interpreter, Generic[_Found]):
         given = (self.env[one] for one in node.all_input_nodes) if into else ()
         return into if any(one.requires_grad for value in given for one in tensors_in(value)) else []
 
-    def _give_gradients(self, node: fx.Node) -> None:
+    def _give_gradients(self, written_to: Sequence[torch.Tensor]) -> None:
         """All that shares memory with what a node has written to has a gradient from there on, as in the model."""
-        keys = {storage_key(part) for one in self._written_with_gradient(node) for part in dense_parts(one)}
+        keys = {storage_key(part) for one in written_to for part in dense_parts(one)}
         for other, value in self.env.items() if keys else ():
             for one in tensors_in(value) if other.op != "get_attr" else ():
                 if keys.intersection(map(storage_key, dense_parts(one))):
@@ -170,15 +165,14 @@ class NodesAlone(fx.Interpreter, Generic[_Found]):
             weights.update({id(one): one for one in module.parameters() if one.requires_grad})
         return list(values.values()), list(weights.values())
 
-    def _key(self, node: fx.Node) -> Any:
+    def _key(self, node: fx.Node, needs_gradient: bool) -> Any:
         """Equal for nodes that do the same on values of the same shapes."""
         args, kwargs = self.fetch_args_kwargs_from_env(node)
         module = self.fetch_attr(str(node.target)) if node.op == "call_module" else None
         own = "" if module is None else f"{module!r} {[_looks(one) for one in module.parameters()]}"
         target = node.target if module is None else type(module)
         roles = [source in self._of_weights for source in node.all_input_nodes]
-        needs = self._needs_gradient(node)
-        return node.op, target, own, needs, str(roles), str(tree_map(_looks, (args, dict(kwargs))))
+        return node.op, target, own, needs_gradient, str(roles), str(tree_map(_looks, (args, dict(kwargs))))
 
 
 def _as_leaf(needs_gradient: bool, value: Any) -> Any:

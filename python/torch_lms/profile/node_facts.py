@@ -6,7 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-__all__ = ["NodeFacts", "Watcher"]
+__all__ = ["PASSIVE_OPS", "NodeFacts", "Watcher"]
+
+PASSIVE_OPS = ("placeholder", "get_attr", "output")  # they compute nothing
 
 
 class Watcher(Protocol):

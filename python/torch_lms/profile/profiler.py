@@ -23,7 +23,7 @@ from torch_lms.profile.document import LinkProfile, NodeProfile, Profile
 from torch_lms.profile.huggingface import as_in_training
 from torch_lms.profile.interpreter import ProfilingInterpreter, graph_facts, written_parameters
 from torch_lms.profile.links import measure_links
-from torch_lms.profile.node_facts import NodeFacts, Watcher
+from torch_lms.profile.node_facts import PASSIVE_OPS, NodeFacts, Watcher
 from torch_lms.profile.optimizer_state import measure_optimizer
 from torch_lms.profile.optimizer_time import time_optimizer
 from torch_lms.profile.piecewise import PieceByPiece, Pieces
@@ -40,7 +40,6 @@ from torch_lms.profile.working_space import is_measurable
 
 __all__ = ["ProfileConfig", "profile"]
 
-_PASSIVE = ("placeholder", "get_attr", "output")  # they compute nothing; their spans are the clock's own
 _NO_BACKWARD = "no output needs a gradient: there is no backward to time"
 
 
@@ -335,7 +334,7 @@ class _ProfileRun:
         nodes = tuple(
             NodeProfile(
                 **{**vars(facts), **vars(sizes.get(facts.name, NodeSizes()))},
-                forward_us=0.0 if facts.op in _PASSIVE else timer.forward_us.get(facts.name, 0.0) / runs,
+                forward_us=0.0 if facts.op in PASSIVE_OPS else timer.forward_us.get(facts.name, 0.0) / runs,
                 backward_us=timer.backward_us.get(facts.name, 0.0) / runs,
                 **self.alone.fields(facts.name, timer.backward_us.get(facts.name, 0.0) / runs),
             )

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from torch_lms.profile.alone import Alone
+from torch_lms.profile.alone import Alone, Prepared
 from torch_lms.profile.storages import ones_for
 from torch_lms.profile.timing import Clock
 
@@ -54,7 +54,7 @@ def part_shares(clock: Clock, accumulate: bool, node: Alone) -> PartShares:
 
 def _time(clock: Clock, node: Alone, sums: Sequence[torch.Tensor]) -> tuple[float, float, float]:
     """Microseconds of the whole, of the gradients of values, and of those of weights."""
-    run = node.prepared()
+    run = Prepared(node)
     run()
     outputs = run.roots
     gradients = [ones_for(one) for one in outputs]

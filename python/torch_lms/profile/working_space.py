@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_lms._torch_compat import has_dispatch_modes, storage_bytes, storage_key, storage_weak_ref
-from torch_lms.profile.alone import Alone
+from torch_lms.profile.alone import Alone, Prepared
 from torch_lms.profile.storages import dense_parts, ones_for, tensor_bytes, tensors_in
 
 __all__ = ["NOT_MEASURED", "WorkingSpace", "is_measurable", "working_space"]
@@ -111,7 +111,7 @@ def working_space(device: torch.device, node: Alone) -> WorkingSpace:
     """
     if not is_measurable(device):
         return NOT_MEASURED
-    run = node.prepared()
+    run = Prepared(node)
     given = {storage_key(part) for one in run.given for part in dense_parts(one)}
     with _meter(device) as forward:
         output = run()
@@ -126,9 +126,8 @@ def working_space(device: torch.device, node: Alone) -> WorkingSpace:
     try:
         with _meter(device) as backward:
             found = torch.autograd.grad(roots, asked, gradients, allow_unused=True)
-    except (
-        Exception
-    ) as error:  # the model's own need not: it may run a part of it, or nothing where there is no derivative
+    except Exception as error:
+        # The model itself may run a part of it, or nothing where there is no derivative.
         if "out of memory" in str(error):
             raise
         return WorkingSpace(forward.peak_bytes - kept_bytes, None, f"{type(error).__name__}: {error}")

@@ -8,8 +8,6 @@ too, so that none is ever better. Where transfers go in turn the borders of the 
 
 from __future__ import annotations
 
-import numpy as np
-
 from torch_lms.errors import PartitionError
 from torch_lms.partition.algorithms.dynamic import DynamicProgramming
 from torch_lms.partition.algorithms.fiduccia_mattheyses import refine
@@ -61,8 +59,7 @@ class Auto:
 def _refined(problem: PartitionProblem, exact: Partition) -> Partition:
     """The exact partition after refinement."""
     devices = problem.devices_of(exact.devices)
-    start = np.array([exact.stage_of[node.name] for node in problem.units.nodes], dtype=np.int64)
-    placed, moves = refine(problem, start, devices)
+    placed, moves = refine(problem, problem.stage_of_units(exact), devices)
     reason = f"{exact.reason}, then {moves} nodes moved over borders"
     return evaluate(problem, placed, algorithm="dp+fm", reason=reason, devices=devices)
 
@@ -70,8 +67,7 @@ def _refined(problem: PartitionProblem, exact: Partition) -> Partition:
 def _shifted(problem: PartitionProblem, found: Partition) -> Partition:
     """A partition after its borders were shifted."""
     devices = problem.devices_of(found.devices)
-    start = np.array([found.stage_of[node.name] for node in problem.units.nodes], dtype=np.int64)
-    placed, shifts = shift_borders(problem, start, devices)
+    placed, shifts = shift_borders(problem, problem.stage_of_units(found), devices)
     if shifts == 0:
         return found
     reason = f"{found.reason}, then {shifts} borders shifted"
