@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -66,9 +67,9 @@ def test_each_node_gets_its_own_ticks(clock: Ticks, timer: RunTimer) -> None:
     clock.now += 1000  # between nodes: no node's time
     b = timer.watch("b", lambda: _Work.apply(a, clock, 7, 11))
     run_backward(timer, b)
-    timer.finish_run(keep=True)
-    assert dict(timer.forward_us) == {"a": 3, "b": 7}
-    assert dict(timer.backward_us) == {"a": 5, "b": 11}
+    timer.finish_runs(keep=True)
+    assert dict(timer.times()[0].device_us) == {"a": 3, "b": 7}
+    assert dict(timer.times()[1].device_us) == {"a": 5, "b": 11}
 
 
 def test_branches_that_meet_again_stay_apart(clock: Ticks, timer: RunTimer) -> None:
@@ -77,9 +78,9 @@ def test_branches_that_meet_again_stay_apart(clock: Ticks, timer: RunTimer) -> N
     left = timer.watch("left", lambda: _Work.apply(stem, clock, 10, 20))
     right = timer.watch("right", lambda: _Work.apply(stem, clock, 100, 200))
     run_backward(timer, timer.watch("sum", lambda: left + right))
-    timer.finish_run(keep=True)
-    assert dict(timer.forward_us) == {"stem": 1, "left": 10, "right": 100, "sum": 0}
-    assert dict(timer.backward_us) == {"stem": 2, "left": 20, "right": 200, "sum": 0}
+    timer.finish_runs(keep=True)
+    assert dict(timer.times()[0].device_us) == {"stem": 1, "left": 10, "right": 100, "sum": 0}
+    assert dict(timer.times()[1].device_us) == {"stem": 2, "left": 20, "right": 200, "sum": 0}
 
 
 def test_a_node_of_several_functions_gets_all_of_them(clock: Ticks, timer: RunTimer) -> None:
@@ -87,8 +88,8 @@ def test_a_node_of_several_functions_gets_all_of_them(clock: Ticks, timer: RunTi
     a = timer.watch("a", lambda: _Work.apply(_Work.apply(_Work.apply(x, clock, 1, 1), clock, 2, 2), clock, 4, 4))
     b = timer.watch("b", lambda: _Work.apply(a, clock, 0, 8))
     run_backward(timer, b)
-    timer.finish_run(keep=True)
-    assert dict(timer.backward_us) == {"a": 7, "b": 8}
+    timer.finish_runs(keep=True)
+    assert dict(timer.times()[1].device_us) == {"a": 7, "b": 8}
 
 
 def test_a_node_that_gives_its_input_on_takes_no_time_from_its_maker(clock: Ticks, timer: RunTimer) -> None:
@@ -96,10 +97,10 @@ def test_a_node_that_gives_its_input_on_takes_no_time_from_its_maker(clock: Tick
     made = timer.watch("made", lambda: _Work.apply(x, clock, 1, 6))
     same = timer.watch("same", lambda: made.contiguous())
     run_backward(timer, timer.watch("after", lambda: _Work.apply(same, clock, 1, 7)))
-    timer.finish_run(keep=True)
-    assert timer.backward_us["made"] == 6
-    assert timer.backward_us["after"] == 7
-    assert "same" not in timer.backward_us
+    timer.finish_runs(keep=True)
+    assert timer.times()[1].device_us["made"] == 6
+    assert timer.times()[1].device_us["after"] == 7
+    assert "same" not in timer.times()[1].device_us
 
 
 def test_a_node_with_several_outputs_begins_with_the_first_that_is_ready(clock: Ticks, timer: RunTimer) -> None:
@@ -109,18 +110,30 @@ def test_a_node_with_several_outputs_begins_with_the_first_that_is_ready(clock: 
     left = timer.watch("left", lambda: _Work.apply(left, clock, 0, 2))
     right = timer.watch("right", lambda: _Work.apply(right, clock, 0, 3))
     run_backward(timer, timer.watch("sum", lambda: left * right))
-    timer.finish_run(keep=True)
-    assert {name: us for name, us in timer.backward_us.items() if us} == {"made": 5, "left": 2, "right": 3}
+    timer.finish_runs(keep=True)
+    assert {name: us for name, us in timer.times()[1].device_us.items() if us} == {"made": 5, "left": 2, "right": 3}
 
 
-def test_warm_up_is_left_out_and_runs_add_up(clock: Ticks, timer: RunTimer) -> None:
+def test_warm_up_is_left_out_and_of_the_other_runs_it_is_the_median(clock: Ticks, timer: RunTimer) -> None:
     x = torch.ones(2, requires_grad=True)
-    for keep in (False, True, True):
-        run_backward(timer, timer.watch("a", lambda: _Work.apply(x, clock, 3, 4)))
-        timer.finish_run(keep)
-    assert dict(timer.forward_us) == {"a": 6}
-    assert dict(timer.backward_us) == {"a": 8}
-    assert clock.waits == 3
+    for keep, forward, backward in ((False, 9, 9), (True, 3, 400), (True, 900, 4), (True, 2, 5)):
+        run_backward(timer, timer.watch("a", partial(_Work.apply, x, clock, forward, backward)))
+        timer.finish_runs(keep)
+    assert dict(timer.times()[0].device_us) == {"a": 3}
+    assert dict(timer.times()[1].device_us) == {"a": 5}
+    assert clock.waits == 4
+
+
+def test_runs_may_be_finished_together(clock: Ticks, timer: RunTimer) -> None:
+    """A node that a run has twice takes the time of both; a run that has not a node says nothing of it."""
+    for names in ("aab", "ab", "a"):
+        if names != "aab":
+            timer.next_run()
+        for name in names:
+            timer.watch(name, partial(_Work.apply, torch.ones(2), clock, 7, 1))
+    timer.finish_runs(keep=True)
+    assert dict(timer.times()[0].device_us) == {"a": 7, "b": 7}
+    assert clock.waits == 1
 
 
 def test_nothing_of_a_run_is_held_after_it(clock: Ticks, timer: RunTimer) -> None:
@@ -131,7 +144,7 @@ def test_nothing_of_a_run_is_held_after_it(clock: Ticks, timer: RunTimer) -> Non
     output = timer.watch("a", lambda: _Work.apply(x, clock, 1, 1))
     gone = weakref.ref(output)
     run_backward(timer, output)
-    timer.finish_run(keep=True)
+    timer.finish_runs(keep=True)
     del output
     gc.collect()
     assert gone() is None

@@ -6,7 +6,8 @@ import pytest
 
 from torch_lms.profile.document import NodeProfile, Profile
 from torch_lms.profile.steps import StepTime
-from torch_lms.profile.whole_steps import Unhurried, as_in_steps
+from torch_lms.profile.timing import NodeTimes
+from torch_lms.profile.whole_steps import as_in_steps
 
 
 def two_nodes() -> Profile:
@@ -30,8 +31,8 @@ def times_of(found: Profile) -> list[tuple[float, float, float | None, float | N
     ]
 
 
-def unhurried(*device_us: float, host_us: tuple[float, float] = (0.0, 0.0)) -> Unhurried:
-    return Unhurried(dict(zip("ab", device_us, strict=True)), dict(zip("ab", host_us, strict=True)))
+def unhurried(*device_us: float, host_us: tuple[float, float] = (0.0, 0.0)) -> NodeTimes:
+    return NodeTimes(dict(zip("ab", device_us, strict=True)), dict(zip("ab", host_us, strict=True)))
 
 
 @pytest.mark.parametrize("forward_us", [1.5, 4.0])
@@ -69,6 +70,6 @@ def test_without_a_backward_there_is_none_to_share() -> None:
         model="M", level="operator", device="cuda:0", torch_version="", warmup_runs=0, timed_runs=1, timed=True,
         nodes=(NodeProfile(name="a", op="call_module", target="a", forward_us=1.0),),
     )  # fmt: skip
-    nothing = Unhurried({}, {})
+    nothing = NodeTimes({}, {})
     found = as_in_steps(forward_only, (nothing, nothing), [StepTime(2.0, 0.1, 1.0, 0.0)])
     assert (found.nodes[0].forward_us, found.nodes[0].backward_us) == (2.0, 0.0)

@@ -142,14 +142,16 @@ class _NodeOnDevice:
         del copies
         timer = self._pieces.timer
         for runs, keep in ((self._pieces.warmup_runs, False), (self._pieces.timed_runs, True)):
-            for _ in range(runs):
+            for run in range(runs):
+                if run:
+                    timer.next_run()
                 result, _ = self._run(timer.watch)
                 backward = backward_of(result)
                 if backward is not None:
                     timer.backward(backward)
                 for _, leaf in self._inputs.values():
                     leaf.grad = None
-            timer.finish_run(keep)
+            timer.finish_runs(keep)
         return value
 
     def _run(self, watch: Callable[[str, Callable[[], Any]], Any]) -> tuple[Any, dict[int, torch.Tensor]]:

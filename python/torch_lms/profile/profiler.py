@@ -33,9 +33,9 @@ from torch_lms.profile.runtime import OpRecorder
 from torch_lms.profile.sizes import NodeSizes, SizeWatcher
 from torch_lms.profile.steps import StepTime, backward_of, time_step
 from torch_lms.profile.storages import StorageNames, tensor_bytes
-from torch_lms.profile.timing import RunTimer, make_clock
+from torch_lms.profile.timing import NodeTimes, RunTimer, make_clock
 from torch_lms.profile.tracing import SOURCES, TracedModel, trace_sample
-from torch_lms.profile.whole_steps import Unhurried, as_in_steps
+from torch_lms.profile.whole_steps import as_in_steps
 from torch_lms.profile.working_space import is_measurable
 
 __all__ = ["ProfileConfig", "profile"]
@@ -189,7 +189,7 @@ class _ProfileRun:
         self.notes = [f"under autocast to {config.autocast}"] if config.autocast is not None and self.timed else []
         self.nodes: list[NodeFacts] = []
         self.steps: list[StepTime] = []
-        self.unhurried: RunTimer | None = None
+        self.unhurried: tuple[NodeTimes, NodeTimes] | None = None
         self.alone = AloneFigures()
 
     def measure(self, traced: TracedModel, optimizer: Any) -> Profile:
@@ -242,8 +242,7 @@ class _ProfileRun:
             run_or_explain(self.model, self.sample, partial(interpreter.run, *self._inputs()))
         self._forget_gradients()
         self.notes.append("profiled piece by piece: step_us is the sum of the nodes' times")
-        runs = config.timed_runs
-        self.steps = [StepTime(sum(timer.forward_us.values()) / runs, sum(timer.backward_us.values()) / runs)]
+        self.steps = [StepTime(*(sum(direction.device_us.values()) for direction in timer.times()))]
 
     def _run(self, watcher: Watcher) -> Any:
         """One forward, node by node."""
@@ -275,11 +274,12 @@ class _ProfileRun:
                 self._time_nodes(timer, keep=index >= warmup)
                 advance()
         if self.device.type != "cpu":
-            self.unhurried = RunTimer(clock, leads=False)
+            unhurried = RunTimer(clock, leads=False)
             with self.progress.phase("nodes with waits", self.config.timed_runs) as advance:
                 for _ in range(self.config.timed_runs):
-                    self._time_nodes(self.unhurried, keep=True)
+                    self._time_nodes(unhurried, keep=True)
                     advance()
+            self.unhurried = unhurried.times()
         with self.progress.phase("whole steps", runs) as advance:
             for _ in range(runs):
                 step = partial(time_step, self.model, self.sample, self._inputs(), clock, self._precision())
@@ -311,7 +311,7 @@ class _ProfileRun:
         elif _NO_BACKWARD not in self.notes:
             self.notes.append(_NO_BACKWARD)
         self._end_backward()
-        timer.finish_run(keep)
+        timer.finish_runs(keep)
 
     def _end_backward(self) -> None:
         if not self.config.accumulate:
@@ -329,14 +329,14 @@ class _ProfileRun:
         of_optimizer: Mapping[str, Any],
         links: Sequence[LinkProfile],
     ) -> Profile:
-        runs = self.config.timed_runs
-        step_us = statistics.fmean(step.step_us for step in self.steps) if self.steps else 0.0
+        step_us = statistics.median(step.step_us for step in self.steps) if self.steps else 0.0
+        forward_us, backward_us = (direction.device_us for direction in timer.times())
         nodes = tuple(
             NodeProfile(
                 **{**vars(facts), **vars(sizes.get(facts.name, NodeSizes()))},
-                forward_us=0.0 if facts.op in PASSIVE_OPS else timer.forward_us.get(facts.name, 0.0) / runs,
-                backward_us=timer.backward_us.get(facts.name, 0.0) / runs,
-                **self.alone.fields(facts.name, timer.backward_us.get(facts.name, 0.0) / runs),
+                forward_us=0.0 if facts.op in PASSIVE_OPS else forward_us.get(facts.name, 0.0),
+                backward_us=backward_us.get(facts.name, 0.0),
+                **self.alone.fields(facts.name, backward_us.get(facts.name, 0.0)),
             )
             for facts in self.nodes
         )
@@ -347,7 +347,7 @@ class _ProfileRun:
             device=_device_name(self.device),
             torch_version=str(torch.__version__),
             warmup_runs=self.config.warmup_runs if self.timed else 0,
-            timed_runs=runs if self.timed else 0,
+            timed_runs=self.config.timed_runs if self.timed else 0,
             timed=self.timed,
             nodes=nodes,
             notes=(*self.traced.notes, *self.notes),
@@ -363,14 +363,7 @@ class _ProfileRun:
         return _with_summary(self._in_steps(found))
 
     def _in_steps(self, found: Profile) -> Profile:
-        if self.unhurried is None:
-            return found
-        timer, runs = self.unhurried, self.config.timed_runs
-        forward, backward = (
-            Unhurried(*({name: time_us / runs for name, time_us in sums.items()} for sums in both))
-            for both in zip((timer.forward_us, timer.backward_us), timer.host_us, strict=True)
-        )
-        return as_in_steps(found, (forward, backward), self.steps)
+        return found if self.unhurried is None else as_in_steps(found, self.unhurried, self.steps)
 
 
 def _with_summary(found: Profile) -> Profile:

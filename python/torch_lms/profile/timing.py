@@ -12,22 +12,26 @@ marks belongs to one node, the accumulation of its parameters' gradients include
 
 from __future__ import annotations
 
+import statistics
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from torch_lms.profile.storages import tensors_in
 
-__all__ = ["Clock", "RunTimer", "Span", "make_clock"]
+__all__ = ["Clock", "NodeTimes", "RunTimer", "Span", "make_clock"]
 
 # A device is kept busy for a while after so many marks, so that Python is ahead of it and gaps between launches are not
 # taken for the time of nodes.
 _MARKS_PER_LEAD = 128
 _LEAD_CYCLES = 8_000_000  # about 4 ms
+
+_Runs = dict[str, list[float]]  # by node what it took, on the device or the host, in each run
 
 
 class Clock(Protocol):
@@ -105,26 +109,35 @@ class Span(NamedTuple):
     host_us: float
 
 
+@dataclass(frozen=True)
+class NodeTimes:
+    """Of nodes in one direction, by name: medians over runs, as Python falls behind the device for tens of ms at times.
+
+    Attributes:
+        device_us: from mark to mark.
+        host_us: what Python took for it.
+    """
+
+    device_us: Mapping[str, float]
+    host_us: Mapping[str, float]
+
+
 class RunTimer:
-    """Times the nodes of one run after the other, and keeps sums.
+    """Times the nodes of one run after the other.
 
     Args:
         clock: of the device that runs.
         leads: whether Python is let ahead of the device.
 
     Attributes:
-        spans: of the run that is not finished.
-        forward_us: sums by node.
-        backward_us: sums by node.
-        host_us: what Python took for the same, forward and backward: sums by node.
+        spans: of the runs that are not finished.
     """
 
     def __init__(self, clock: Clock, *, leads: bool = True) -> None:
-        self.forward_us: dict[str, float] = defaultdict(float)
-        self.backward_us: dict[str, float] = defaultdict(float)
-        self.host_us: tuple[dict[str, float], dict[str, float]] = (defaultdict(float), defaultdict(float))
         self.spans: list[Span] = []
         self._clock, self._leads = clock, leads
+        self._kept: tuple[_Runs, ...] = tuple(defaultdict(list) for _ in range(4))  # forwards, then backwards
+        self._ends: list[int] = []  # of the runs in `spans` but the last
         self._marks = 0
         self._functions: set[Any] = set()
         self._running: str | None = None
@@ -175,14 +188,35 @@ class RunTimer:
         self._marks += 1
         return self._clock.mark()
 
-    def finish_run(self, keep: bool) -> None:
-        """Adds the run's times to the sums, or leaves them out: then it was for warming up."""
+    def next_run(self) -> None:
+        """What comes is another run; the device is not waited for."""
+        self._ends.append(len(self.spans))
+        self._functions.clear()
+
+    def finish_runs(self, keep: bool) -> None:
+        """Keeps the times of the runs since the last such call, or leaves them out: then they were for warming up."""
         self._clock.wait()
         if keep:
-            for span in self.spans:
-                sums = self.backward_us if span.backward else self.forward_us
-                sums[span.node] += self._clock.elapsed_us(span.start, span.end)
-                self.host_us[span.backward][span.node] += span.host_us
+            ends = [*self._ends, len(self.spans)]
+            for start, end in zip([0, *ends], ends, strict=False):
+                self._keep(self.spans[start:end])
         self.spans.clear()
+        self._ends.clear()
         self._functions.clear()
         self._marks = 0
+
+    def _keep(self, spans: Sequence[Span]) -> None:
+        """A run; a node may have several spans in one direction."""
+        sums: list[dict[str, float]] = [defaultdict(float) for _ in self._kept]
+        for span in spans:
+            device_us, host_us = sums[2 * span.backward : 2 * span.backward + 2]
+            device_us[span.node] += self._clock.elapsed_us(span.start, span.end)
+            host_us[span.node] += span.host_us
+        for runs, run in zip(self._kept, sums, strict=True):
+            for node, time_us in run.items():
+                runs[node].append(time_us)
+
+    def times(self) -> tuple[NodeTimes, NodeTimes]:
+        """Forward and backward, over the runs that were kept and have the node."""
+        medians = [{node: statistics.median(times_us) for node, times_us in runs.items()} for runs in self._kept]
+        return NodeTimes(*medians[:2]), NodeTimes(*medians[2:])

@@ -20,24 +20,12 @@ from typing import Any
 
 from torch_lms.profile.document import NodeProfile, Profile
 from torch_lms.profile.steps import StepTime
+from torch_lms.profile.timing import NodeTimes
 
-__all__ = ["Unhurried", "as_in_steps"]
+__all__ = ["as_in_steps"]
 
 _AHEAD = 0.05  # the share of a direction's time that Python is ahead at its end, at least, where no device waits for it
 _BACKWARDS = ("backward_us", "input_backward_us", "weight_backward_us")
-
-
-@dataclass(frozen=True)
-class Unhurried:
-    """Nodes in one direction, with Python no further ahead of the device than it comes by itself.
-
-    Attributes:
-        device_us: of each node, by name.
-        host_us: what Python took for it.
-    """
-
-    device_us: Mapping[str, float]
-    host_us: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -46,13 +34,13 @@ class _Direction:
 
     Attributes:
         nodes_us: of each node by itself.
-        unhurried: the same nodes.
+        unhurried: the same, with Python no further ahead of the device than it comes by itself.
         step_us: of a whole step's direction.
         ahead_us: how far Python was ahead at its end.
     """
 
     nodes_us: Mapping[str, float]
-    unhurried: Unhurried
+    unhurried: NodeTimes
     step_us: float
     ahead_us: float
 
@@ -80,20 +68,20 @@ class _Direction:
         return {name: min(host_us.get(name, 0.0), time_us) for name, time_us in self.nodes_us.items()}
 
 
-def as_in_steps(found: Profile, unhurried: tuple[Unhurried, Unhurried], steps: Sequence[StepTime]) -> Profile:
+def as_in_steps(found: Profile, unhurried: tuple[NodeTimes, NodeTimes], steps: Sequence[StepTime]) -> Profile:
     """A profile with the times that its nodes have in whole steps; see Note [Nodes add up to the step].
 
     Args:
         found: its nodes timed with Python ahead of the device.
-        unhurried: their forwards and backwards.
+        unhurried: their forwards and backwards, with Python no further ahead than it comes by itself.
         steps: at least one.
     """
     directions = [
         _Direction(
             {node.name: getattr(node, f"{name}_us") for node in found.nodes if getattr(node, f"{name}_us")},
             own,
-            statistics.fmean(getattr(one, f"{name}_us") for one in steps),
-            statistics.fmean(getattr(one, f"{name}_ahead_us") for one in steps),
+            statistics.median(getattr(one, f"{name}_us") for one in steps),
+            statistics.median(getattr(one, f"{name}_ahead_us") for one in steps),
         )
         for name, own in zip(("forward", "backward"), unhurried, strict=True)
     ]
