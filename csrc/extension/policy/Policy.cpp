@@ -47,11 +47,11 @@ void Policy::disable() {
   for (DeviceWatch& watch : state_.watches) {
     watch.end();
   }
-  state_.pager.kept_copies().keep(false);
-  state_.feed->stop();
 }
 
 void Policy::track_none() {
+  state_.pager.kept_copies().keep(false);
+  state_.feed->stop();
   if (state_.pager.active()) {
     state_.pager.look_for_all(); // what has found no room
   }

@@ -38,7 +38,8 @@ class Policy final : public PagerListener {
   void enable(Device& device, size_t limit_bytes, size_t min_bytes);
   /// Ends it for all devices. What is out comes in with the ops that use it, until `track_none`.
   void disable();
-  /// Storages do not become entities any more, and none is out that ops would have to look for.
+  /// Storages do not become entities any more, and none is out that ops would have to look for: no
+  /// block is watched from here on. See Note [Copies that come while the mode ends].
   void track_none();
 
   /// For chaos mode: every storage from `min_bytes` on is an entity, without a limit.

@@ -89,8 +89,17 @@ void KeptCopies::release_of_dead() {
 }
 
 void KeptCopies::keep(bool keep) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    keeps_.store(keep, std::memory_order_relaxed);
+  }
+  if (!keep) {
+    end_all();
+  }
+}
+
+void KeptCopies::end_all() {
   std::unique_lock<std::mutex> lock(mutex_);
-  keeps_.store(keep, std::memory_order_relaxed);
   while (!keeps() && !kept_.empty()) { // one by one, which takes no memory
     EntityPtr entity = kept_.front().lock();
     kept_.pop_front();
@@ -99,6 +108,15 @@ void KeptCopies::keep(bool keep) {
       end_keeping(std::move(entity));
     }
     lock.lock();
+  }
+  lock.unlock();
+  try { // the blocks of those whose copies have gone before; who adds one that has a copy ends it
+    entities_.for_each([](const EntityPtr& entity) {
+      if (!entity->keeps_copy()) {
+        end_keeping(entity);
+      }
+    });
+  } catch (const std::bad_alloc&) { // their blocks stay watched
   }
 }
 

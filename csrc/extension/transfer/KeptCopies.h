@@ -10,6 +10,7 @@
 #include <entity/HostPool.h>
 
 #include <extension/transfer/Entity.h>
+#include <extension/transfer/EntityTable.h>
 
 namespace torch_lms {
 
@@ -25,8 +26,10 @@ namespace torch_lms {
 /// nothing but mutexes; copies are given back outside of this one.
 class KeptCopies {
  public:
-  /// Whether there are to be any; those that there are go with `false`, and their blocks are not
-  /// watched any more, unless an op uses them at that moment. Goes on without memory.
+  explicit KeptCopies(EntityTable& entities) : entities_(entities) {}
+
+  /// Whether there are to be any; those that there are go with `false`, and no block is watched any
+  /// more, unless an op uses it at that moment or memory is short. Throws nothing.
   void keep(bool keep);
   bool keeps() const noexcept {
     return keeps_.load(std::memory_order_relaxed);
@@ -41,7 +44,9 @@ class KeptCopies {
 
  private:
   bool reclaim(HostPool::Urgency urgency);
+  void end_all();
 
+  EntityTable& entities_;
   std::atomic<bool> keeps_{false}; // written under the mutex
   std::mutex mutex_; // guards what follows
   std::deque<std::weak_ptr<Entity>> kept_; // the oldest first

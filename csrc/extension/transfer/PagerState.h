@@ -25,7 +25,7 @@ struct PagerState {
   Stats stats;
   ActionTimes action_times; ///< What moving takes of the threads that ask for it.
   Arrivals arrivals;
-  KeptCopies kept;
+  KeptCopies kept{table};
   Whereabouts whereabouts{stats, arrivals, kept};
 };
 

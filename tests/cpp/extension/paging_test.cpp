@@ -574,6 +574,28 @@ TEST(kept_copies_go_when_the_mode_ends) {
   CHECK(!drops(tensor));
 }
 
+TEST(no_block_is_watched_when_the_mode_has_ended) {
+  const Settled settled;
+  at::Tensor tensor;
+  {
+    const KeepsCopies keeps;
+    tensor = kept_tensor(3);
+    c10::StorageImpl& storage = *tensor.storage().unsafeGetStorageImpl();
+    HostPool& pool = *Program::get().device().pool();
+    pool.set_limit(pool.stats().slab_bytes);
+    try {
+      pool.allocate(pool.stats().slab_bytes + 1); // there is no room before the copy has gone
+      CHECK(false);
+    } catch (const HostPoolFull&) {
+    }
+    pool.set_limit(SIZE_MAX);
+    CHECK(!lms().pager.find(storage)->keeps_copy());
+    CHECK(compat::block_is_watched(storage));
+  }
+  CHECK(!compat::block_is_watched(*tensor.storage().unsafeGetStorageImpl()));
+  CHECK(holds(tensor, 3));
+}
+
 /// A storage whose copy is kept and on its way in; it arrives when `held` goes.
 struct OnItsWayIn {
   OnItsWayIn() {

@@ -502,6 +502,31 @@ TEST(an_op_that_takes_the_addresses_of_what_it_reads_can_be_run_again) {
   lms().pager.kept_copies().keep(false);
 }
 
+TEST(what_is_dropped_is_made_again_before_its_inputs_are_not_watched_any_more) {
+  AsyncDevice* device = Program::get().async;
+  if (device == nullptr || !compat::kHasMaterializer) {
+    SKIP("it needs a device that can say when, and a PyTorch that tells of writes");
+  }
+  const Observed observed;
+  const KeepsCopies keeps;
+  const at::Tensor input = kept_tensor(3);
+  const Made made = made_by([&] { return input.mul(5); });
+  REQUIRE(made.drop());
+  const at::Tensor other = tensor_of(7);
+  REQUIRE(go_out(other));
+  bool watched = false;
+  device->has_hole = [&] { // for the other one, which comes in with what is dropped
+    watched = compat::block_is_watched(*input.storage().unsafeGetStorageImpl());
+    return true;
+  };
+  lms().disable();
+  device->has_hole = nullptr;
+  CHECK(watched);
+  CHECK(!compat::block_is_watched(*input.storage().unsafeGetStorageImpl()));
+  CHECK_EQ(state(made.tensor), "resident");
+  CHECK(holds(made.tensor, 15));
+}
+
 TEST(what_dies_dropped_leaves_nothing) {
   const Observed observed;
   at::Tensor input = tensor_of(3);
