@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -183,7 +184,7 @@ def _memory(device: str) -> Row:
 
 
 def collectives(job: RankJob) -> Row:
-    """All of a model's chunks gathered, and reduced, beside one call for as many bytes; in turns."""
+    """All of a model's chunks gathered, and reduced, beside calls of their sizes and one large one; in turns."""
     optimizer = in_chunks(_program(job), update_on="device", mesh=init_device_mesh(job.device, (job.world,)))
     assert isinstance(optimizer, ChunkedOptimizer)
     data = optimizer.data
@@ -191,15 +192,20 @@ def collectives(job: RankJob) -> Row:
     reductions = Reductions(data, lambda chunk: torch.empty_like(data.parameters.chunk(chunk)))
     whole = torch.zeros(len(chunks) * data.layout.chunk_numel, dtype=data.dtype, device=data.device)
     part = whole.new_zeros(whole.numel() // job.world)
+    wholes, parts = whole.chunk(len(chunks)), part.chunk(len(chunks))
     ways: dict[str, Callable[[], object]] = {
         "gather": lambda: _gather(data, chunks),
+        "gather_calls": lambda: _calls(all_gather_single, zip(wholes, parts, strict=True)),
         "gather_plain": lambda: all_gather_single(whole, part),
         "reduce": lambda: _reduce(reductions, chunks),
+        "reduce_calls": lambda: _calls(reduce_scatter_single, zip(parts, wholes, strict=True)),
         "reduce_plain": lambda: reduce_scatter_single(part, whole),
     }
     times_ms: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(_WARMUP_TURNS + _TURNS):
         for name, way in ways.items():
+            if name == "reduce":
+                _give_gradients(reductions, data, chunks)
             times_ms[name].append(_timed_ms(job, way))
     row: Row = {"chunks": len(chunks), "chunk_bytes": data.layout.chunk_numel * data.dtype.itemsize}
     sent_gb = whole.nbytes * (job.world - 1) / job.world / 1e9  # what each rank sends, and gets
@@ -219,6 +225,12 @@ def _timed_ms(job: RankJob, work: Callable[[], object]) -> float:
     return 1e3 * (time.perf_counter() - start)
 
 
+def _calls(collective: Callable[..., Any], tensors: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """One behind the other, without anything else."""
+    for work in [collective(to, of, async_op=True) for to, of in tensors]:
+        work.wait()
+
+
 def _gather(data: ModelData, chunks: Sequence[int]) -> None:
     """As for a forward: each begins to come while the one before it is used."""
     for chunk, following in zip(chunks, [*chunks[1:], None], strict=True):
@@ -229,8 +241,15 @@ def _gather(data: ModelData, chunks: Sequence[int]) -> None:
         data.gathered.release((chunk,))
 
 
+def _give_gradients(reductions: Reductions, data: ModelData, chunks: Sequence[int]) -> None:
+    """Zeros, as from a backward."""
+    zero = torch.zeros((), dtype=data.dtype, device=data.device)
+    for number in chain.from_iterable(data.in_chunk[chunk] for chunk in chunks):
+        reductions.arrived(number, zero.expand(data.views[number].shape))
+
+
 def _reduce(reductions: Reductions, chunks: Sequence[int]) -> None:
-    """As for a backward whose gradients are all zero."""
+    """As after a backward that has given all gradients."""
     for chunk in reversed(chunks):
         reductions.complete(chunk)
     reductions.forget()

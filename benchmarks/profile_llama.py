@@ -1,4 +1,4 @@
-"""How long profiling a Llama of 1.2 billion parameters takes, and how its nodes' times sum up to a whole step's."""
+"""How long profiling and cutting a Llama of 1.2 billion parameters take, and what its nodes' times sum up to."""
 
 from __future__ import annotations
 
@@ -10,15 +10,19 @@ import torch
 from torch import nn
 
 from benchmarks.results import Result
+from torch_lms.balanced import plan_balanced_partition
 from torch_lms.profile import Profile, ProfileConfig, profile
 
 MAX_SECONDS = 90.0
+MAX_CUT_SECONDS = {"profiled": 30.0, "from the meta device": 5.0}
+STAGES = 4
 MAX_ERROR = 0.05
 COLUMNS = [
     ("model", "Model", "{}"),
     ("tokens", "Tokens", "{}"),
     ("nodes", "Nodes", "{}"),
     ("seconds", "Profiling (s)", "{:.1f}"),
+    ("cut_seconds", "All up to the cut (s)", "{:.1f}"),
     ("forward_ms", "Forward, sum (ms)", "{:.2f}"),
     ("backward_ms", "Backward, sum (ms)", "{:.2f}"),
     ("step_ms", "Whole step (ms)", "{:.2f}"),
@@ -56,8 +60,18 @@ def run(given: argparse.Namespace, pieces: bool | None) -> tuple[Profile, float]
     return found, time.perf_counter() - start
 
 
+def cut(given: argparse.Namespace, device: str) -> float:
+    """Plans stages for ranks of their own; returns the seconds that it took, from the model to the cut."""
+    model = build(given.layers, getattr(torch, given.dtype), device)
+    ids = torch.zeros((given.batch, given.tokens), dtype=torch.int64, device=device)
+    places = [f"rank:{rank}/{given.device}" for rank in range(STAGES)]
+    start = time.perf_counter()
+    plan_balanced_partition(model, places, input_ids=ids, labels=ids, optimizer=torch.optim.AdamW)
+    return time.perf_counter() - start
+
+
 def main() -> None:
-    """Profiles, checks the two targets, and writes the table."""
+    """Profiles and cuts, checks the targets, and writes the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output-dir", default="benchmarks/results")
     parser.add_argument("--device", default="cuda")
@@ -90,6 +104,10 @@ def main() -> None:
             result.check("sum of nodes over step, less 1", "5 %", round(error, 4), ok=abs(error) <= MAX_ERROR)
             if given.save:
                 found.save(given.save)
+    for (how, most), device in zip(MAX_CUT_SECONDS.items(), (given.device, "meta"), strict=True):
+        seconds = cut(given, device)
+        result.add(model=f"Llama 1B's shape, cut in {STAGES}, {how}", cut_seconds=seconds)
+        result.check(f"cutting, {how}, takes", f"{most:.0f} s", round(seconds, 1), ok=seconds <= most)
     result.write(given.output_dir)
 
 

@@ -53,6 +53,7 @@ class Reductions:
         ranks = dist.get_process_group_ranks(data.ranks.group) if data.ranks.group is not None else None
         # Gathering has the ranks' own group: neither waits for the other.
         self._group = dist.new_group(ranks, use_local_synchronization=True)
+        self._averages = _averages(self._group, data)
         trained = (
             chunk
             for chunk, numbers in enumerate(data.in_chunk)
@@ -194,9 +195,11 @@ class Reductions:
         whole = self._wholes.pop(chunk, None)
         if whole is None:
             whole = torch.zeros(data.layout.chunk_numel, dtype=data.dtype, device=data.device)
-        whole.div_(self._ranks.size)  # before: a sum of 16-bit numbers may be too large
+        if not self._averages:
+            whole.div_(self._ranks.size)  # before: a sum of 16-bit numbers may be too large
+        op = dist.ReduceOp.AVG if self._averages else dist.ReduceOp.SUM
         part = whole.chunk(self._ranks.size)[self._ranks.rank]
-        work = reduce_scatter_single(part, whole, group=self._group, async_op=True)
+        work = reduce_scatter_single(part, whole, op=op, group=self._group, async_op=True)
         self._running.append(_Running(chunk, whole, work))
         while len(self._running) > _AT_ONCE:
             self._finish_first()
@@ -209,3 +212,13 @@ class Reductions:
             self.parts[running.chunk].add_(part)
         else:
             self.parts[running.chunk] = self._place_of(running.chunk).copy_(part)
+
+
+def _averages(group: dist.ProcessGroup, data: ModelData) -> bool:
+    """Whether the collective takes means itself, with the bits of a division before it.
+
+    NCCL multiplies each rank's numbers by one over the number of ranks, in their own type, before it adds them up:
+    exact for powers of two alone.
+    """
+    size = data.ranks.size
+    return data.device.type == "cuda" and size & (size - 1) == 0 and "nccl" in dist.get_backend_config(group)

@@ -49,7 +49,7 @@ class ProfileConfig:
 
     Attributes:
         warmup_runs: runs before the timed ones; they are left out.
-        timed_runs: runs that the times are means of.
+        timed_runs: runs that the times are medians of.
         device: where the model runs; None means where it is. It is put back afterwards.
         pieces: whether parameters and values are brought to the device node by node, for models that are larger than
             it; None means where the model, or a step of it, does not fit.
