@@ -27,7 +27,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", required=True, help="of the device's memory, such as 20GiB")
     add_wishes(parser)
     add_model(parser, default=None)
-    parser.add_argument("--runs", type=int, default=5, help="of the model, that times are means of (%(default)s)")
+    parser.add_argument("--runs", type=int, default=5, help="of the model, that times are medians of (%(default)s)")
     parser.add_argument("--warmup", type=int, default=2, help="runs before these (%(default)s)")
     parser.add_argument("--min-bytes", default="1MiB", help="smaller storages of the model stay (%(default)s)")
     rates = parser.add_argument_group("rates", "Of a device that is not there: then nothing is run.")

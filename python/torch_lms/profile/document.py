@@ -96,7 +96,7 @@ class Profile:
         device: where it ran; ``meta`` for sizes only.
         torch_version: of the PyTorch that ran it.
         warmup_runs: runs that are left out of the means.
-        timed_runs: runs that the means are of.
+        timed_runs: runs that the medians are of.
         timed: whether times were measured; on the meta device they are all 0.
         nodes: each after its inputs.
         parameter_bytes: of each parameter; tied ones once, under their first name.

@@ -68,8 +68,8 @@ class ProfileConfig:
         ValueError: for a number of runs that is out of range.
     """
 
-    warmup_runs: int = 5
-    timed_runs: int = 50
+    warmup_runs: int = 3
+    timed_runs: int = 12
     device: str | torch.device | None = None
     pieces: bool | None = None
     links: bool = True

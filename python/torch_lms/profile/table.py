@@ -60,7 +60,7 @@ def _summary(profile: Profile) -> list[str]:
     if profile.timed:
         summed = profile.forward_us + profile.backward_us
         apart = "" if profile.node_scale == 1 else f" (timed one by one: {summed / profile.node_scale:.0f} us)"
-        runs = f"means of {profile.timed_runs} runs after {profile.warmup_runs}"
+        runs = f"medians of {profile.timed_runs} runs after {profile.warmup_runs}"
         lines.append(
             f"nodes: forward {profile.forward_us:.0f} us, backward {profile.backward_us:.0f} us, sum {summed:.0f} us"
             f"{apart}; whole step {profile.step_us:.0f} us ({runs})"
