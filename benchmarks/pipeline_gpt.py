@@ -45,6 +45,7 @@ from torch_lms.schedules.rules import ONE_STAGE_EACH
 from torch_lms.schedules.simulation import Event
 
 GIB = 1 << 30
+_NO_CAP_BYTES = 1 << 60  # what a device has would make the planner compute segments again
 
 
 @dataclass(frozen=True)
@@ -93,10 +94,12 @@ class Job:
             optimizer=partial(torch.optim.AdamW, lr=self.learning_rate, fused=self.device.type == "cuda"),
             device=self.device,
             algorithm=algorithm,
-            memory_cap_bytes=cap_bytes if other is None else None,  # torchgpipe plans for none
+            memory_cap_bytes=cap_bytes if other is None else _NO_CAP_BYTES,  # torchgpipe plans for none
             profile=ProfileConfig(warmup_runs=3, timed_runs=self.profile_runs, device=self.device, progress=False),
         )
         if other is not None:
+            if any(one.recomputed or one.swapped for one in found.partition.stage_relief):
+                raise RuntimeError("expected torchgpipe's stages to be computed again as a whole, found parts of them")
             other.checkpoint(found.stages)
         if cap_bytes is not None and self.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -33,17 +33,29 @@ COLUMNS = [
 ]
 
 
-def largest(way: str, given: argparse.Namespace, run: Callable[..., Row] = run_once) -> Row:
+def largest(
+    way: str,
+    given: argparse.Namespace,
+    run: Callable[..., Row] = run_once,
+    note: Callable[[Row], None] = lambda _: None,
+) -> Row:
     """The row of a way.
 
     Args:
         way: one of `WAYS`.
         given: the words of the command.
         run: trains one size; raises where that does not fit.
+        note: gets the row after each size, with the largest that has fit so far.
     """
     schedule, split = WAYS[way]
     fitting: dict[int, Row] = {}
     tried: list[Row] = []
+
+    def row() -> Row:
+        found = {"key": way, "way": way, "rows": max(fitting, default=0), "cap_gib": given.cap_gib, "tried": tried}
+        return (
+            found | {"commit": commit()} | (_figures(fitting[found["rows"]], found["rows"], given) if fitting else {})
+        )
 
     def fits(rows: int) -> bool:
         why = "more than was asked for" if rows > given.most_rows else ""
@@ -53,18 +65,20 @@ def largest(way: str, given: argparse.Namespace, run: Callable[..., Row] = run_o
             why = str(error)
         tried.append({"rows": rows, "fits": not why, "why": why[-300:]})
         print(f"{way}, {rows} rows: {why[-160:] or 'fits'}", flush=True)
+        note(row())
         return not why
 
-    found = search(fits, start=min(given.start_rows, given.most_rows), grain=1)
-    row: Row = {"key": way, "way": way, "rows": found, "cap_gib": given.cap_gib, "tried": tried, "commit": commit()}
-    if not found:
-        return row
-    one = fitting[found]
+    search(fits, start=min(given.start_rows, given.most_rows), grain=1)
+    return row()
+
+
+def _figures(one: Row, rows: int, given: argparse.Namespace) -> Row:
+    """Of the run of a size."""
     stages = sum(name.endswith("_nodes") for name in one)
     peaks = [peak for stage in range(stages) if (peak := one[f"stage{stage}_peak_gib"]) is not None]
-    rate = 1e3 * found * given.microbatches / one["step_ms"]
+    rate = 1e3 * rows * given.microbatches / one["step_ms"]
     more = {"recomputed": one["recomputed"], "swapped": one["swapped"], "peak_gib": max(peaks, default=None)}
-    return row | {"step_ms": one["step_ms"], "rows_per_s": rate} | more
+    return {"step_ms": one["step_ms"], "rows_per_s": rate} | more
 
 
 def _words(rows: int, given: argparse.Namespace) -> list[str]:
@@ -84,17 +98,21 @@ def parse_args() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Both ways; the file is written after each, and keeps those of earlier commands."""
+    """Both ways; the file is written after each size, and keeps the ways of earlier commands."""
     given = parse_args()
     shape = MODELS[given.model][given.device]
     title = f"{shape.name}, {given.microbatches} microbatches, on {given.ranks} devices"
     result = Result(name=f"pipeline_largest_{given.device}", title=title, columns=COLUMNS)
     kept = result.kept(given.output)
-    for way in [given.only] if given.only else WAYS:
-        kept[way] = largest(way, given)
+
+    def note(row: Row) -> None:
+        kept[row["key"]] = row
         result.rows = list(kept.values())
         result.checks = list(judge(kept))
         result.write(given.output)
+
+    for way in [given.only] if given.only else WAYS:
+        largest(way, given, note=note)
     print(*result.checks, sep="\n")
 
 

@@ -156,6 +156,7 @@ def _profile_on(
     with ExitStack() as stack:
         if device.type == "cuda":
             stack.enter_context(torch.cuda.device(device))
+            stack.callback(torch.cuda.empty_cache)  # at last: NCCL has its memory beside what PyTorch caches
         if home != device and not config.pieces:
             stack.enter_context(placed_on(whole, device))
             if traced is not None and traced.graph_module is not None:  # it has constants of its own
