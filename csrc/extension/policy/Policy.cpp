@@ -51,10 +51,12 @@ void Policy::disable() {
 
 void Policy::track_none() {
   state_.pager.kept_copies().keep(false);
-  state_.feed->stop();
   if (state_.pager.active()) {
     state_.pager.look_for_all(); // what has found no room
+  } else {
+    state_.pager.kept_copies().unwatch_all();
   }
+  state_.feed->stop();
   tracked_from_bytes_.store(SIZE_MAX, std::memory_order_relaxed);
 }
 

@@ -52,6 +52,7 @@ void Wakefulness::sleep() {
   attention_.store(Attention::kAsleep);
   // Nobody would notice an op that looks at more than a storage's bytes.
   state_.pager.kept_copies().keep(false);
+  state_.pager.kept_copies().unwatch_all();
   state_.pager.devices().for_each([this](Device& device) {
     if (device.limit_bytes() != 0) {
       fill_budget(device, 0);

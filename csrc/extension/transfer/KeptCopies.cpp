@@ -89,30 +89,24 @@ void KeptCopies::release_of_dead() {
 }
 
 void KeptCopies::keep(bool keep) {
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    keeps_.store(keep, std::memory_order_relaxed);
-  }
-  if (!keep) {
-    end_all();
-  }
-}
-
-void KeptCopies::end_all() {
   std::unique_lock<std::mutex> lock(mutex_);
+  keeps_.store(keep, std::memory_order_relaxed);
   while (!keeps() && !kept_.empty()) { // one by one, which takes no memory
     EntityPtr entity = kept_.front().lock();
     kept_.pop_front();
     lock.unlock();
     if (entity != nullptr) {
-      end_keeping(std::move(entity));
+      entity->release_copy();
+      entity = nullptr; // the last owner may be this one
     }
     lock.lock();
   }
-  lock.unlock();
-  try { // the blocks of those whose copies have gone before; who adds one that has a copy ends it
+}
+
+void KeptCopies::unwatch_all() {
+  try {
     entities_.for_each([](const EntityPtr& entity) {
-      if (!entity->keeps_copy()) {
+      if (!entity->keeps_copy()) { // else it is about to be added
         end_keeping(entity);
       }
     });

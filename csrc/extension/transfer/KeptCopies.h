@@ -28,9 +28,11 @@ class KeptCopies {
  public:
   explicit KeptCopies(EntityTable& entities) : entities_(entities) {}
 
-  /// Whether there are to be any; those that there are go with `false`, and no block is watched any
-  /// more, unless an op uses it at that moment or memory is short. Throws nothing.
+  /// Whether there are to be any; those that there are go with `false`. Throws nothing.
   void keep(bool keep);
+  /// No block is watched any more, unless an op uses it at that moment or memory is short. Only
+  /// where nothing is dropped: writes to what that is made from would go unseen. Throws nothing.
+  void unwatch_all();
   bool keeps() const noexcept {
     return keeps_.load(std::memory_order_relaxed);
   }
@@ -44,7 +46,6 @@ class KeptCopies {
 
  private:
   bool reclaim(HostPool::Urgency urgency);
-  void end_all();
 
   EntityTable& entities_;
   std::atomic<bool> keeps_{false}; // written under the mutex

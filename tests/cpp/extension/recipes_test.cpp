@@ -514,15 +514,22 @@ TEST(what_is_dropped_is_made_again_before_its_inputs_are_not_watched_any_more) {
   REQUIRE(made.drop());
   const at::Tensor other = tensor_of(7);
   REQUIRE(go_out(other));
-  bool watched = false;
-  device->has_hole = [&] { // for the other one, which comes in with what is dropped
-    watched = compat::block_is_watched(*input.storage().unsafeGetStorageImpl());
-    return true;
+  const auto watched = [&input] {
+    return compat::block_is_watched(*input.storage().unsafeGetStorageImpl());
   };
+  bool watched_meanwhile = false;
+  bool has_hole = false;
+  device->has_hole = [&] { // for the other one, which comes in with what is dropped
+    watched_meanwhile = watched();
+    return has_hole;
+  };
+  CHECK_THROWS(lms().disable(), NoRoom, "no hole");
+  CHECK(watched()); // something may still be dropped
+  has_hole = true;
   lms().disable();
   device->has_hole = nullptr;
-  CHECK(watched);
-  CHECK(!compat::block_is_watched(*input.storage().unsafeGetStorageImpl()));
+  CHECK(watched_meanwhile);
+  CHECK(!watched());
   CHECK_EQ(state(made.tensor), "resident");
   CHECK(holds(made.tensor, 15));
 }

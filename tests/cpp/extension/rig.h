@@ -120,6 +120,7 @@ struct KeepsCopies {
   }
   ~KeepsCopies() {
     lms().pager.kept_copies().keep(false);
+    lms().pager.kept_copies().unwatch_all();
   }
 };
 
