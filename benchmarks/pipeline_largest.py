@@ -50,12 +50,11 @@ def largest(
     schedule, split = WAYS[way]
     fitting: dict[int, Row] = {}
     tried: list[Row] = []
+    facts: Row = {"key": way, "way": way, "cap_gib": given.cap_gib, "tried": tried, "commit": commit()}
 
     def row() -> Row:
-        found = {"key": way, "way": way, "rows": max(fitting, default=0), "cap_gib": given.cap_gib, "tried": tried}
-        return (
-            found | {"commit": commit()} | (_figures(fitting[found["rows"]], found["rows"], given) if fitting else {})
-        )
+        found = max(fitting, default=0)
+        return {**facts, "rows": found, **(_figures(fitting[found], found, given) if found else {})}
 
     def fits(rows: int) -> bool:
         why = "more than was asked for" if rows > given.most_rows else ""

@@ -17,8 +17,10 @@ def add_profile(parser: argparse.ArgumentParser) -> None:
     """Gives a parser the words of ``profile``."""
     add_model(parser, default="gpt")
     runs = parser.add_argument_group("runs")
-    runs.add_argument("--runs", type=int, default=12, help="that times are medians of (%(default)s)")
-    runs.add_argument("--warmup", type=int, default=3, help="runs before these (%(default)s)")
+    runs.add_argument(
+        "--runs", type=int, default=ProfileConfig.timed_runs, help="that times are medians of (%(default)s)"
+    )
+    runs.add_argument("--warmup", type=int, default=ProfileConfig.warmup_runs, help="runs before these (%(default)s)")
     runs.add_argument("--no-links", action="store_true", help="do not measure copies between devices")
     results = parser.add_argument_group("results")
     results.add_argument("--json", type=Path, help="write the profile to this file, for the partition command")

@@ -312,7 +312,7 @@ TEST(a_kept_copy_that_is_dropped) {
         lms().manual.wait_pageouts();
         one.check();
       });
-  lms().pager.kept_copies().keep(false);
+  end_keeping();
 }
 
 TEST(an_op_on_what_is_out_and_keeps_its_copy) {
@@ -344,7 +344,7 @@ TEST(the_end_of_all_kept_copies) {
     tensors = {kept_tensor(3), kept_tensor(4)};
     {
       FailingNew failing(nth);
-      lms().pager.kept_copies().keep(false);
+      end_keeping();
       failed = failing.failed();
     }
     for (const at::Tensor& tensor : tensors) {

@@ -640,7 +640,7 @@ TEST(a_copy_that_comes_while_the_mode_ends_goes) {
   OnItsWayIn one;
   device->when_kept = [&] { // the storage has its block, and the pager has not been told yet
     CHECK(one.entity->keeps_copy());
-    lms().pager.kept_copies().keep(false); // what another thread does
+    end_keeping(); // what another thread does
     one.held.reset();
   };
   lms().manual.wait_pageins();
@@ -663,7 +663,7 @@ TEST(copies_that_ops_bring_while_the_mode_ends_go) {
     lms().manual.wait_pageouts();
     in_threads(3, [&](int t) {
       if (t == 2) {
-        lms().pager.kept_copies().keep(false);
+        end_keeping();
         return;
       }
       for (size_t i = static_cast<size_t>(t); i < tensors.size(); i += 2) {
@@ -684,7 +684,7 @@ TEST(what_an_op_uses_while_the_mode_ends_keeps_its_block) {
   c10::StorageImpl& storage = *tensor.storage().unsafeGetStorageImpl();
   std::optional<RecordedOp> op;
   op.emplace("torch_lms_test::runs", std::vector<c10::IValue>{tensor});
-  lms().pager.kept_copies().keep(false); // what another thread does
+  end_keeping(); // what another thread does
   CHECK(compat::block_is_watched(storage)); // the op may be asking for its address
   op.reset();
   CHECK(!lms().pager.find(storage)->keeps_copy());
@@ -710,7 +710,7 @@ TEST(ops_write_while_the_mode_ends) {
         std::this_thread::yield();
       }
       if (t == 1) {
-        lms().pager.kept_copies().keep(false);
+        end_keeping();
         return;
       }
       for (at::Tensor& tensor : tensors) {

@@ -499,7 +499,7 @@ TEST(an_op_that_takes_the_addresses_of_what_it_reads_can_be_run_again) {
   lms().manual.pagein_all();
   CHECK_EQ(state(made.tensor), "resident");
   CHECK(at::equal(made.tensor, expected));
-  lms().pager.kept_copies().keep(false);
+  end_keeping();
 }
 
 TEST(what_is_dropped_is_made_again_before_its_inputs_are_not_watched_any_more) {

@@ -112,6 +112,12 @@ inline bool go_out(const at::Tensor& tensor) {
   return state(tensor) == "paged_out";
 }
 
+/// No copies are kept any more: what the end of automatic mode does, on whatever thread.
+inline void end_keeping() {
+  lms().pager.kept_copies().keep(false);
+  lms().pager.kept_copies().unwatch_all();
+}
+
 /// While one lives, storages that come in keep their copies on the host.
 struct KeepsCopies {
   KeepsCopies() {
@@ -119,8 +125,7 @@ struct KeepsCopies {
     lms().pager.kept_copies().keep(true);
   }
   ~KeepsCopies() {
-    lms().pager.kept_copies().keep(false);
-    lms().pager.kept_copies().unwatch_all();
+    end_keeping();
   }
 };
 
