@@ -19,6 +19,8 @@ from torch_lms.partition.link_spec import LinkSpec
 from torch_lms.partition.partitioning import partition
 from torch_lms.partition.recompute_and_swap import RecomputeAndSwap
 from torch_lms.partition.relief import KEEP_ALL, MemoryRelief
+from torch_lms.ranks.circle import Circle
+from torch_lms.ranks.members import find_members
 from torch_lms.schedules.rules import splits_backward
 from torch_lms.stages.cutting import split
 from torch_lms.stages.giving_up import can_swap
@@ -40,6 +42,8 @@ _UNTIMED_ALGORITHM = "parameters"
 _GUESSED_LINK = LinkSpec(bytes_per_us=1000.0, latency_us=100.0)
 _GUESS = f"{_GUESSED_LINK.bytes_per_us / 1000:g} GB/s and {_GUESSED_LINK.latency_us:g} us are taken"
 _GUESS_FROM_HERE = "those between the devices of these names in this process are taken"
+# How long ranks wait for the first one, which traces, profiles and cuts.
+_DECIDED, _DECIDING_S = "decided", 3600.0
 
 Optimizer = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer] | str | None
 
@@ -189,9 +193,14 @@ def plan_balanced_partition(
 
 
 def _decided_by_the_first_rank(decide: Callable[[], tuple[Profile, Partition]]) -> tuple[Profile | None, Partition]:
-    """What rank 0 decides, told to all; if it fails, all do."""
+    """What rank 0 decides, told to all; if it fails, all do.
+
+    The others wait on the host: a broadcast of NCCL that waits would be a kernel on each of their devices, beside which
+    rank 0 could not measure the links to these.
+    """
     if _ranks() == 1:
         return decide()
+    circle = Circle(find_members(None, "group"), "partition")
     told: list[Any] = [None, ""]
     profile = None
     failed: Exception | None = None
@@ -200,6 +209,12 @@ def _decided_by_the_first_rank(decide: Callable[[], tuple[Profile, Partition]]) 
             profile, told[0] = decide()
         except Exception as error:
             failed, told[1] = error, f"{type(error).__name__}: {error}"
+        circle.put(_DECIDED, b"")
+    elif circle.wait(_DECIDED, _DECIDING_S) is None:
+        raise PartitionError(
+            f"expected a partition from rank 0 in {_DECIDING_S:.0f} s, found none; see what rank 0 does, and call this "
+            "on all ranks alike"
+        )
     dist.broadcast_object_list(told, src=0)
     if failed is not None:
         raise failed

@@ -17,7 +17,7 @@ from torch_lms.errors import PipelineError
 from torch_lms.pipeline import averaging
 from torch_lms.pipeline.averaging import GradientAverages
 from torch_lms.pipeline.config import PipelineConfig
-from torch_lms.pipeline.members import Members
+from torch_lms.ranks.members import Members
 from torch_lms.schedules.actions import Action
 
 MEMBERS = Members(None, (0, 1), 0)

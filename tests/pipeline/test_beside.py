@@ -13,11 +13,11 @@ from tests.pipeline.ranks import run_ranks
 from torch_lms import _torch_compat
 from torch_lms.errors import PipelineError
 from torch_lms.pipeline.boundary import Boundary, Microbatch
-from torch_lms.pipeline.circle import CountingStore
 from torch_lms.pipeline.config import PipelineConfig
 from torch_lms.pipeline.evaluation import evaluating, merge_outputs
 from torch_lms.pipeline.loss_scale import PipelineGradScaler
-from torch_lms.pipeline.members import find_members
+from torch_lms.ranks.circle import CountingStore
+from torch_lms.ranks.members import find_members
 
 of_export = pytest.mark.skipif(not hasattr(torch, "export"), reason="no graph of torch.export has such calls")
 

@@ -34,7 +34,7 @@ from torch import nn
 
 from torch_lms.errors import PipelineError
 from torch_lms.pipeline.liveness import end_waits
-from torch_lms.pipeline.members import Members
+from torch_lms.ranks.members import Members
 from torch_lms.schedules.actions import BACKWARD, WEIGHT_BACKWARD, Action
 from torch_lms.stages.stage import Stage
 

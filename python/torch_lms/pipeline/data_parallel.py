@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from torch_lms.errors import PipelineError
-from torch_lms.pipeline.members import Members
 from torch_lms.pipeline.messages import Messages
+from torch_lms.ranks.members import Members
 from torch_lms.stages.installation import named_tensors
 from torch_lms.stages.stage import Stage
 

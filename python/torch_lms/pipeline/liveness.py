@@ -37,8 +37,8 @@ import torch
 import torch.distributed as dist
 
 from torch_lms.errors import LmsError, PipelineError
-from torch_lms.pipeline.circle import Circle
-from torch_lms.pipeline.members import Members
+from torch_lms.ranks.circle import Circle
+from torch_lms.ranks.members import Members
 
 __all__ = ["Failure", "Liveness", "end_waits", "in_words"]
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch_lms._torch_compat import GradScaler, grad_scaler_options
 from torch_lms.errors import PipelineError
 from torch_lms.pipeline.liveness import Liveness
-from torch_lms.pipeline.members import Members
+from torch_lms.ranks.members import Members
 
 __all__ = ["PipelineGradScaler"]
 

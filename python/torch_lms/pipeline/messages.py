@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import pickle
-import time
 from typing import Any
 
 from torch_lms.errors import PipelineError
-from torch_lms.pipeline.circle import Circle
 from torch_lms.pipeline.liveness import Liveness
+from torch_lms.ranks.circle import Circle
 
 __all__ = ["Messages"]
 
 _ANSWER_S = 1800.0  # the time that process groups give as a rule
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1e-4, 5e-3
 
 
 class Messages:
@@ -49,22 +47,22 @@ class Messages:
             PipelineError: if a rank fails meanwhile, the teller has closed its pipeline, or the object does not come in
                 half an hour.
         """
-        end, pause = time.monotonic() + _ANSWER_S, _FIRST_PAUSE_S
         rank = self._circle.members.ranks[teller]
-        while (found := self._circle.find(key)) is None:
+
+        def check() -> None:
             self._liveness.check()
             if self._liveness.has_closed(rank) and self._circle.find(key) is None:  # nothing comes after a goodbye
                 raise PipelineError(
                     f"expected an answer of rank {rank}, found that it has closed its pipeline; call the pipeline on "
                     "all of its ranks alike"
                 )
-            if time.monotonic() > end:
-                raise PipelineError(
-                    f"expected an answer of rank {rank} in {_ANSWER_S:.0f} s, found none; call the pipeline on all of "
-                    "its ranks alike"
-                )
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+        found = self._circle.wait(key, _ANSWER_S, check)
+        if found is None:
+            raise PipelineError(
+                f"expected an answer of rank {rank} in {_ANSWER_S:.0f} s, found none; call the pipeline on all of its "
+                "ranks alike"
+            )
         if last:
             self._circle.delete(key)
         return pickle.loads(found)

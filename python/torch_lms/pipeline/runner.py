@@ -17,7 +17,6 @@ from torch_lms.errors import PartitionError, PipelineError
 from torch_lms.pipeline import torch_backend
 from torch_lms.pipeline.averaging import GradientAverages
 from torch_lms.pipeline.boundary import Boundary, LossFunction, Microbatch
-from torch_lms.pipeline.circle import Circle
 from torch_lms.pipeline.config import PipelineConfig
 from torch_lms.pipeline.data_parallel import Replicas
 from torch_lms.pipeline.evaluation import evaluating, forward_all, merge_outputs
@@ -25,7 +24,6 @@ from torch_lms.pipeline.executor import Executor, Recorder, Recorders
 from torch_lms.pipeline.host_values import HostValues
 from torch_lms.pipeline.liveness import Liveness, end_waits, in_words
 from torch_lms.pipeline.loss_scale import PipelineGradScaler
-from torch_lms.pipeline.members import Members, find_members, find_own_device
 from torch_lms.pipeline.messages import Messages
 from torch_lms.pipeline.microbatches import cut_batch, name_arguments, to_device
 from torch_lms.pipeline.old_garbage import old_garbage_later
@@ -34,6 +32,8 @@ from torch_lms.pipeline.states import gather_state, load_state, names_of
 from torch_lms.pipeline.timeline import MeasuredStep, Timeline, peak_memory_bytes, reset_peak_memory
 from torch_lms.pipeline.transfers import make_channels
 from torch_lms.pipeline.transport import Backend, Transport, shapes_of
+from torch_lms.ranks.circle import Circle
+from torch_lms.ranks.members import Members, find_members, find_own_device
 from torch_lms.schedules.actions import Schedule
 from torch_lms.schedules.traffic import StageTimes, expected_us
 from torch_lms.stages.materialize import materialize

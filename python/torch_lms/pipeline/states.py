@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from torch_lms.errors import PipelineError
 from torch_lms.pipeline.data_parallel import as_bytes
-from torch_lms.pipeline.members import Members
 from torch_lms.pipeline.messages import Messages
+from torch_lms.ranks.members import Members
 from torch_lms.stages.stage import Stage
 from torch_lms.stages.state_dicts import find_entry, merge_state_dicts
 

@@ -18,9 +18,9 @@ import torch
 from torch_lms.errors import PipelineError
 from torch_lms.pipeline.border_traffic import BorderTraffic
 from torch_lms.pipeline.boundary import Boundary
-from torch_lms.pipeline.members import Members
 from torch_lms.pipeline.transfers import Channel
 from torch_lms.pipeline.weight_groups import Outputs, backward_of_weights, merge_groups
+from torch_lms.ranks.members import Members
 from torch_lms.schedules.actions import BACKWARD, FORWARD, INPUT_BACKWARD, WEIGHT_BACKWARD, Action, Schedule
 from torch_lms.schedules.rules import ONE_STAGE_EACH, make_schedule
 from torch_lms.stages.folding import recomputes

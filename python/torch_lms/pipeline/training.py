@@ -17,10 +17,10 @@ from torch_lms.partition.costs import OPTIMIZER_MULTIPLIERS, CostModel, DataPara
 from torch_lms.partition.relief import MemoryRelief
 from torch_lms.pipeline.boundary import LossFunction
 from torch_lms.pipeline.config import PipelineConfig
-from torch_lms.pipeline.members import find_members, find_own_device
 from torch_lms.pipeline.microbatches import cut_batch
 from torch_lms.pipeline.runner import Pipeline
 from torch_lms.profile.profiler import ProfileConfig
+from torch_lms.ranks.members import find_members, find_own_device
 from torch_lms.schedules.rules import ONE_STAGE_EACH
 from torch_lms.stages.running import Stages
 

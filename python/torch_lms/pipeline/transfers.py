@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torch_lms.pipeline.members import Members
+from torch_lms.ranks.members import Members
 
 __all__ = ["Channel", "Started", "make_channels", "wait_all"]
 

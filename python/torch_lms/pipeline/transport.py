@@ -16,9 +16,9 @@ import torch
 
 from torch_lms._torch_compat import tree_flatten
 from torch_lms.pipeline.boundary import Boundary, Crossing, Microbatch
-from torch_lms.pipeline.members import Members
 from torch_lms.pipeline.messages import Messages
 from torch_lms.pipeline.transfers import Channel
+from torch_lms.ranks.members import Members
 from torch_lms.schedules.actions import Schedule
 
 __all__ = ["Backend", "Transport", "shapes_of"]

@@ -1,6 +1,6 @@
 """What the ranks of a group tell each other through the store of torch.distributed.
 
-All operations return at once, so that a wait for a rank that has died can be left, and go through a connection of their
+All operations of the store return at once, so that a wait for a rank that has died can be left, and go through a connection of their
 own: PyTorch's may be taken by a wait of another thread. PyTorch before 2.5 has no second connection; there a heartbeat
 may come late while a process group is being made.
 """
@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
-from torch_lms.pipeline.members import Members
+from torch_lms.ranks.members import Members
 
 __all__ = ["Circle", "CountingStore"]
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1e-4, 5e-3
 
 _made: Counter[tuple[str, tuple[int, ...]]] = Counter()
 
@@ -52,6 +55,21 @@ class Circle:
         """A key's value; None if it was not set."""
         with self._lock:
             return bytes(self._store.get(key)) if self._store.check([key]) else None
+
+    def wait(self, key: str, timeout_s: float, check: Callable[[], None] = lambda: None) -> bytes | None:
+        """A key's value as soon as it is set; None if that takes too long.
+
+        Args:
+            key: that another member sets.
+            timeout_s: how long to wait.
+            check: is called before each further look, and may raise.
+        """
+        end, pause = time.monotonic() + timeout_s, _FIRST_PAUSE_S
+        while (found := self.find(key)) is None and time.monotonic() <= end:
+            check()
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+        return found
 
     def delete(self, key: str) -> None:
         """Forgets a key."""
