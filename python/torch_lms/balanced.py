@@ -19,6 +19,7 @@ from torch_lms.partition.link_spec import LinkSpec
 from torch_lms.partition.partitioning import partition
 from torch_lms.partition.recompute_and_swap import RecomputeAndSwap
 from torch_lms.partition.relief import KEEP_ALL, MemoryRelief
+from torch_lms.partition.steps import TrainingStep
 from torch_lms.ranks.circle import Circle
 from torch_lms.ranks.members import find_members
 from torch_lms.schedules.rules import splits_backward
@@ -185,8 +186,10 @@ def plan_balanced_partition(
 
     def decide() -> tuple[Profile, Partition]:
         measured = None if isinstance(optimizer, str) else optimizer
-        profile = _profile(traced, sample_input, sample_kwargs, measured, places, config)
-        return profile, _partition(profile, _names(devices, places), places, algorithm, config)
+        names = _names(devices, places)
+        rest_share = TrainingStep.of(names, config.cost).rest_share(config.cost)
+        profile = _profile(traced, sample_input, sample_kwargs, measured, places, rest_share, config)
+        return profile, _partition(profile, names, places, algorithm, config)
 
     profile, found = _decided_by_the_first_rank(decide)
     return BalancedPlan(traced, profile, found)
@@ -236,6 +239,7 @@ def _profile(
     kwargs: Mapping[str, Any],
     optimizer: Any,
     places: Sequence[Placement],
+    rest_share: float,
     config: BalanceConfig,
 ) -> Profile:
     """On the device that will run it, so far as it is here."""
@@ -248,6 +252,8 @@ def _profile(
         settings = replace(settings, device=here)
     if settings.accumulate is None:
         settings = replace(settings, accumulate=config.cost.microbatches > 1)
+    if settings.rest_share is None:
+        settings = replace(settings, rest_share=rest_share)
     if settings.two_parts is None:
         settings = replace(settings, two_parts=splits_backward(config.cost.schedule))
     return profile(model, *args, optimizer=optimizer, config=settings, **kwargs)

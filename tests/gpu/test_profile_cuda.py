@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -57,6 +58,14 @@ def test_links_go_both_ways() -> None:
     assert all(link.bytes_per_us > 0 and link.latency_us >= 0 for link in found.links)
     count = torch.cuda.device_count()
     assert len(ways) == len(found.links) == (count + 1) * count
+
+
+def test_the_device_rests_between_whole_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    rests_s: list[float] = []
+    monkeypatch.setattr(time, "sleep", rests_s.append)
+    profile(TiedLM(), torch.tensor([[1, 2]]), config=quick(device="cuda", rest_share=0.5))
+    assert len(rests_s) == 3
+    assert min(rests_s) > 0
 
 
 @pytest.mark.parametrize(("width", "depth", "busy"), [(8192, 8, True), (8, 500, False)])

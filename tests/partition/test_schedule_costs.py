@@ -34,6 +34,7 @@ from torch_lms.partition.figures import Figures
 from torch_lms.partition.intervals import stage_matrices
 from torch_lms.partition.relief import KEEP_ALL
 from torch_lms.partition.sequence import UnitSequence
+from torch_lms.partition.steps import TrainingStep
 from torch_lms.schedules import Action, Event, make_schedule, simulate
 from torch_lms.schedules.simulation import events_of, tasks_of
 from torch_lms.schedules.traffic import expected_us, in_turn
@@ -341,6 +342,20 @@ def test_zero_bubble_has_a_shorter_step_than_1f1b() -> None:
         return partition(PartitionProblem(graph=chain([6.0] * 4), devices=devices, cost_model=model)).step_us
 
     assert step_us("zero_bubble") < step_us("1f1b") == (8 + 3) * 6
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(1, 3), (2, 8), (4, 8), (5, 2)])
+def test_a_device_rests_in_the_bubble_of_equal_stages(stages: int, microbatches: int) -> None:
+    def rest_share(schedule: str, chunks: int) -> float:
+        model = CostModel(schedule=schedule, microbatches=microbatches)
+        return TrainingStep.of([f"d{index}" for index in range(stages)] * chunks, model).rest_share(model)
+
+    expected = (stages - 1) / (microbatches + stages - 1)
+    assert rest_share("gpipe", 1) == pytest.approx(expected)
+    assert rest_share("1f1b", 1) == pytest.approx(expected)
+    if stages > 1 and microbatches % stages == 0:
+        assert rest_share("interleaved", 2) == pytest.approx((stages - 1) / (2 * microbatches + stages - 1))
+        assert rest_share("zero_bubble", 2) < expected
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import inspect
 import re
 from dataclasses import replace
@@ -291,6 +292,47 @@ def test_a_step_that_does_not_fit_whole_is_profiled_piece_by_piece(monkeypatch: 
     assert all(node.forward_us > 0 for node in found.nodes if node.gradient_bytes and node.op.startswith("call"))
     with pytest.raises(RuntimeError, match="out of memory"):
         profile(traced, IDS, config=replace(QUICK, device="cpu:1", pieces=False))
+
+
+class NoRoomToDouble(torch.autograd.Function):
+    """Finds no memory in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("CUDA out of memory. Tried to allocate 1 GiB")
+
+
+class Doubling(nn.Module):
+    """Doubles what a layer has made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return NoRoomToDouble.apply(self.layer(x)).sum()
+
+
+def test_nothing_of_a_step_that_did_not_fit_is_there_when_pieces_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[torch.Tensor] = []
+
+    def time_pieces(*_: Any) -> None:
+        left.extend(found for found in gc.get_objects() if type(found) is torch.Tensor and found.grad_fn is not None)
+        raise ProfileError("seen")
+
+    monkeypatch.setattr(profiler._ProfileRun, "_time_pieces", time_pieces)
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.warns(UserWarning, match="needs more memory"), pytest.raises(ProfileError, match="seen"):
+            profile(Doubling(), torch.ones(2, 4), config=replace(QUICK, device="cpu:1"))
+    finally:
+        gc.enable()
+    assert not left
 
 
 @pytest.mark.parametrize("pieces", [None, True])

@@ -20,7 +20,7 @@ from torch_lms.partition.interface import Partition, PartitionProblem
 from torch_lms.partition.link_spec import LinkSpec
 from torch_lms.profile import links
 from torch_lms.profile.document import LinkProfile
-from torch_lms.profile.profiler import ProfileConfig
+from torch_lms.profile.profiler import ProfileConfig, profile
 from torch_lms.stages.running import run_stages
 from torch_lms.stages.state_dicts import merge_state_dicts
 
@@ -188,6 +188,23 @@ def test_a_device_that_the_configuration_names_is_profiled() -> None:
     plan = plan_balanced_partition(Making(), ["cpu:1", "cpu:1"], torch.ones(2, 4), config=config)
     assert plan.profile is not None
     assert plan.profile.device == "cpu"
+
+
+@pytest.mark.parametrize(("asked", "expected"), [(None, 0.2), (0.0, 0.0)])
+def test_a_profile_rests_as_the_schedule_does(
+    asked: float | None, expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[float | None] = []
+
+    def seeing(*args: Any, config: ProfileConfig, **kwargs: Any) -> Any:
+        seen.append(config.rest_share)
+        return profile(*args, config=config, **kwargs)
+
+    monkeypatch.setattr("torch_lms.profile.profiler.profile", seeing)
+    assert QUICK.profile is not None
+    config = replace(QUICK, profile=replace(QUICK.profile, rest_share=asked), cost=CostModel(microbatches=4))
+    plan_balanced_partition(Making(), ["cpu", "cpu:1"], torch.ones(2, 4), config=replace(config, links=LinkSpec()))
+    assert seen == [pytest.approx(expected)]
 
 
 # --- links ---------------------------------------------------------------------------------------------------

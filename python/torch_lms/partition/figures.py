@@ -28,6 +28,7 @@ from torch_lms.partition.steps import (
     WEIGHTS,
     TrainingStep,
     add_to_backwards,
+    bubble_of,
     row_of,
     unit_times_us,
 )
@@ -167,7 +168,7 @@ def measure(
         device_stages=step.stages_of,
         device_memory_bytes=tuple(one.memory_bytes for one in found),
         usable_bytes=tuple(usable),
-        step=Step(step_us=step_us, bubble=_bubble(step, rows, model.microbatches, step_us)),
+        step=Step(step_us=step_us, bubble=bubble_of(rows, step_us, model.microbatches, len(step.stages_of))),
         transfers_in_turn=model.transfers_in_turn,
     )
 
@@ -217,11 +218,6 @@ def _relieved(
         stage_memory_bytes={stage: int(np.ceil(one.memory_bytes)) for stage, one in zip(own, relieved, strict=True)},
         stage_relief=dict.fromkeys(own, StageRelief()),
     )
-
-
-def _bubble(step: TrainingStep, rows: Array, microbatches: int, step_us: float) -> float:
-    busy_us = microbatches * float(rows[:COMPUTED].sum())
-    return 1 - busy_us / (len(step.stages_of) * step_us) if step_us > 0 else 0.0
 
 
 class _Memory:

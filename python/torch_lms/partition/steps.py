@@ -45,6 +45,7 @@ __all__ = [
     "WEIGHTS",
     "TrainingStep",
     "add_to_backwards",
+    "bubble_of",
     "device_of_stage",
     "row_of",
     "unit_times_us",
@@ -68,6 +69,12 @@ class _Node:
     row: int
     stage: int
     needs: tuple[int, ...]
+
+
+def bubble_of(rows: Array, step_us: float, microbatches: int, devices: int) -> float:
+    """The share of the devices' time in which they do not compute, by the times of stages and of the step."""
+    busy_us = microbatches * float(rows[:COMPUTED].sum())
+    return 1 - busy_us / (devices * step_us) if step_us > 0 else 0.0
 
 
 def device_of_stage(names: Sequence[str]) -> tuple[int, ...]:
@@ -223,6 +230,15 @@ class TrainingStep:
             rows[computing, :-1] += more_us
             rows[computing, 1:] += more_us
         return rows
+
+    def rest_share(self, model: CostModel) -> float:
+        """The part of the step in which a device rests, where all stages take equally long and transfers no time."""
+        rows = np.zeros((ROWS, len(self.in_flight)))
+        rows[FORWARDS], rows[BACKWARDS] = 1.0, 2.0
+        if splits_backward(model.schedule):  # the first stage's is one of weights
+            rows[BACKWARDS] = rows[WEIGHTS] = 1.0
+            rows[BACKWARDS, 0], rows[WEIGHTS, 0] = 0.0, 2.0
+        return bubble_of(rows, self.path(rows)[0], model.microbatches, len(self.stages_of))
 
     def memory_bytes(self, device: int, needs: Mapping[int, StageNeed]) -> Any:
         """What a device takes at the worst moment of its stages, in one partition or in many."""

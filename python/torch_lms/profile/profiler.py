@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
+import time
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -63,9 +65,11 @@ class ProfileConfig:
             say.
         two_parts: whether the two parts that zero bubble makes of a backward are timed as well; they need a graph, and
             are not where a model is profiled in pieces. None means no, or what a pipeline's schedule says.
+        rest_share: of the time, how much the device rests between whole steps, as in the bubble of a pipeline: where
+            its power is what limits it, it is clocked higher then. None means 0, or what a pipeline's schedule says.
 
     Raises:
-        ValueError: for a number of runs that is out of range.
+        ValueError: for a number of runs or a share that is out of range.
     """
 
     warmup_runs: int = 3
@@ -78,6 +82,7 @@ class ProfileConfig:
     autocast: torch.dtype | None = None
     accumulate: bool | None = None
     two_parts: bool | None = None
+    rest_share: float | None = None
 
     def __post_init__(self) -> None:
         if self.warmup_runs < 0 or self.timed_runs < 1:
@@ -85,6 +90,8 @@ class ProfileConfig:
                 f"expected warmup_runs of at least 0 and timed_runs of at least 1, found {self.warmup_runs} and "
                 f"{self.timed_runs}; change them"
             )
+        if self.rest_share is not None and not 0 <= self.rest_share < 1:
+            raise ValueError(f"expected a rest_share from 0 to below 1, found {self.rest_share}; it is a share of time")
 
 
 def profile(
@@ -132,7 +139,7 @@ def profile(
             if "out of memory" not in str(error):
                 raise
             reason = f"a step of {type(whole).__name__} needs more memory than is free on {device}"
-        torch.cuda.empty_cache()
+        _give_back(device)
     warnings.warn(
         f"{reason}: it is profiled piece by piece, which takes far longer; give a smaller sample, or say "
         "ProfileConfig(pieces=True)",
@@ -156,7 +163,7 @@ def _profile_on(
     with ExitStack() as stack:
         if device.type == "cuda":
             stack.enter_context(torch.cuda.device(device))
-            stack.callback(torch.cuda.empty_cache)  # at last: NCCL has its memory beside what PyTorch caches
+            stack.callback(_give_back, device)
         if home != device and not config.pieces:
             stack.enter_context(placed_on(whole, device))
             if traced is not None and traced.graph_module is not None:  # it has constants of its own
@@ -173,6 +180,13 @@ def _profile_on(
             stack.enter_context(made_on(traced.graph_module, home, device))
         stack.enter_context(contents_kept(written_parameters(traced)))
         return run.measure(traced, optimizer)
+
+
+def _give_back(device: torch.device) -> None:
+    """Frees what values in cycles hold, and what PyTorch caches: NCCL has its memory beside that."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 class _ProfileRun:
@@ -284,11 +298,19 @@ class _ProfileRun:
         with self.progress.phase("whole steps", runs) as advance:
             for _ in range(runs):
                 step = partial(time_step, self.model, self.sample, self._inputs(), clock, self._precision())
+                began = time.perf_counter()
                 self.steps.append(run_or_explain(self.model, self.sample, step))
                 self._end_backward()
+                self._rest(time.perf_counter() - began)
                 advance()
         self._forget_gradients()
         del self.steps[:warmup]
+
+    def _rest(self, after_s: float) -> None:
+        """Lets the device rest as long as it does after so much work; processors are not limited by power alike."""
+        share = self.config.rest_share or 0.0
+        if self.device.type != "cpu":
+            time.sleep(after_s * share / (1 - share))
 
     def _measure_alone(self, graph_module: fx.GraphModule, sizes: SizeWatcher) -> None:
         """What takes a node by itself: its working space and, if they are asked for, its backward's two parts."""

@@ -2,8 +2,9 @@
 
 Note [Nodes add up to the step]: the device rests now and then while nodes are timed, one run after the other, with
 marks between the nodes. A device that works without a rest is clocked lower, by several percent where its power is what
-limits it, and a stage of a pipeline hardly rests. So where Python is ahead of the device the nodes' times give the
-shares, and whole steps of the model itself the time that is shared, forward and backward each.
+limits it, and so is one of a pipeline, which rests in the bubble only. So where Python is ahead of the device the
+nodes' times give the shares, and whole steps of the model itself, with such rests between them, the time that is
+shared, forward and backward each.
 
 Where the device waits for Python, a step takes longer than its nodes, or less long where nodes wait for the device
 themselves: then marks make them longer. So nodes are timed once more, with Python no further ahead than it comes by

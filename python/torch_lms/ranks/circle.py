@@ -1,8 +1,8 @@
 """What the ranks of a group tell each other through the store of torch.distributed.
 
-All operations of the store return at once, so that a wait for a rank that has died can be left, and go through a connection of their
-own: PyTorch's may be taken by a wait of another thread. PyTorch before 2.5 has no second connection; there a heartbeat
-may come late while a process group is being made.
+All operations of the store return at once, so that a wait for a rank that has died can be left, and go through a
+connection of their own: PyTorch's may be taken by a wait of another thread. PyTorch before 2.5 has no second
+connection; there a heartbeat may come late while a process group is being made.
 """
 
 from __future__ import annotations
