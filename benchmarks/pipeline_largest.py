@@ -62,8 +62,8 @@ def largest(
             fitting.update({} if why else {rows: run(given, schedule, split, _words(rows, given))})
         except RuntimeError as error:
             why = str(error)
-        tried.append({"rows": rows, "fits": not why, "why": why[-300:]})
-        print(f"{way}, {rows} rows: {why[-160:] or 'fits'}", flush=True)
+        tried.append({"rows": rows, "fits": not why, "why": why[:600]})
+        print(f"{way}, {rows} rows: {why[:300] or 'fits'}", flush=True)
         note(row())
         return not why
 

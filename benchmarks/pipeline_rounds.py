@@ -72,7 +72,7 @@ def run_once(given: argparse.Namespace, schedule: str, split: str, more: Sequenc
 def reason_of(words: str) -> str:
     """What a failed run's ranks say of errors, each once: torchrun says more after that. Else the end of it all."""
     lines = [re.sub(r"^\[rank\d+\]: ", "", line) for line in words.splitlines()]
-    errors = dict.fromkeys(line for line in lines if re.match(r"[\w.]*(Error|Exception): ", line))
+    errors = dict.fromkeys(line for line in lines if re.match(r"[\w.]*(Error|Exception): |Cuda failure", line))
     return "\n".join(errors) or words[-3000:]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -198,32 +199,30 @@ def plan_balanced_partition(
 def _decided_by_the_first_rank(decide: Callable[[], tuple[Profile, Partition]]) -> tuple[Profile | None, Partition]:
     """What rank 0 decides, told to all; if it fails, all do.
 
-    The others wait on the host: a broadcast of NCCL that waits would be a kernel on each of their devices, beside which
-    rank 0 could not measure the links to these.
+    They hear of it through the store: a broadcast of NCCL would be a kernel that waits on each of their devices, beside
+    which rank 0 could not measure the links to these, and would find no memory where rank 0 has run out of it.
     """
     if _ranks() == 1:
         return decide()
     circle = Circle(find_members(None, "group"), "partition")
-    told: list[Any] = [None, ""]
-    profile = None
-    failed: Exception | None = None
     if own_rank() == 0:
         try:
-            profile, told[0] = decide()
+            profile, found = decide()
         except Exception as error:
-            failed, told[1] = error, f"{type(error).__name__}: {error}"
-        circle.put(_DECIDED, b"")
-    elif circle.wait(_DECIDED, _DECIDING_S) is None:
+            circle.put(_DECIDED, pickle.dumps((None, f"{type(error).__name__}: {error}")))
+            raise
+        circle.put(_DECIDED, pickle.dumps((found, "")))
+        return profile, found
+    told = circle.wait(_DECIDED, _DECIDING_S)
+    if told is None:
         raise PartitionError(
             f"expected a partition from rank 0 in {_DECIDING_S:.0f} s, found none; see what rank 0 does, and call this "
             "on all ranks alike"
         )
-    dist.broadcast_object_list(told, src=0)
-    if failed is not None:
-        raise failed
-    if told[1]:
-        raise PartitionError(f"expected a partition from rank 0, found that it failed: {told[1]}")
-    return profile, told[0]
+    heard, why = pickle.loads(told)
+    if why:
+        raise PartitionError(f"expected a partition from rank 0, found that it failed: {why}")
+    return None, heard
 
 
 def _priced(cost: CostModel, optimizer: Any) -> CostModel:

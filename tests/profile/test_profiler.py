@@ -280,9 +280,17 @@ def test_a_model_that_is_larger_than_the_device_is_profiled_piece_by_piece(monke
     assert any("piece by piece" in note for note in found.notes)
 
 
-def test_a_step_that_does_not_fit_whole_is_profiled_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "words",
+    [
+        "CUDA out of memory. Tried to allocate 1 GiB",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+    ],
+)
+def test_a_step_that_does_not_fit_whole_is_profiled_piece_by_piece(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def placed_on(model: nn.Module, device: torch.device) -> Any:
-        raise RuntimeError("CUDA out of memory. Tried to allocate 1 GiB")
+        raise RuntimeError(words)
 
     monkeypatch.setattr(profiler, "placed_on", placed_on)
     traced = trace(TiedLM(), (IDS,))
@@ -290,7 +298,7 @@ def test_a_step_that_does_not_fit_whole_is_profiled_piece_by_piece(monkeypatch: 
         found = profile(traced, IDS, config=replace(QUICK, device="cpu:1"))
     assert any("needs more memory than is free on cpu:1" in note for note in found.notes)
     assert all(node.forward_us > 0 for node in found.nodes if node.gradient_bytes and node.op.startswith("call"))
-    with pytest.raises(RuntimeError, match="out of memory"):
+    with pytest.raises(RuntimeError, match=re.escape(words)):
         profile(traced, IDS, config=replace(QUICK, device="cpu:1", pieces=False))
 
 

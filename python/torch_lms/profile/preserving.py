@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +19,7 @@ __all__ = [
     "Attributes",
     "NodeError",
     "contents_kept",
+    "is_lack_of_memory",
     "placed_on",
     "plain_tensors",
     "preserved",
@@ -155,8 +157,13 @@ def run_or_explain(model: nn.Module, sample: Sample, run: Callable[[], Any]) -> 
         ) from error
 
 
+def is_lack_of_memory(error: BaseException) -> bool:
+    """Whether an error says so: of PyTorch's allocator, or of a library of CUDA that found none for itself."""
+    return re.search("out of memory|STATUS_ALLOC_FAILED", str(error)) is not None
+
+
 def _advice(error: BaseException) -> str:
-    if "out of memory" in str(error):
+    if is_lack_of_memory(error):
         return "profile it piece by piece: ProfileConfig(pieces=True), or with a smaller sample"
     if type(error).__name__.startswith("DataDependent"):
         return "what it does depends on values, so it must run whole: leave pieces and rates out"

@@ -29,7 +29,7 @@ from torch_lms.profile.node_facts import PASSIVE_OPS, NodeFacts, Watcher
 from torch_lms.profile.optimizer_state import measure_optimizer
 from torch_lms.profile.optimizer_time import time_optimizer
 from torch_lms.profile.piecewise import PieceByPiece, Pieces
-from torch_lms.profile.preserving import contents_kept, placed_on, preserved, run_or_explain
+from torch_lms.profile.preserving import contents_kept, is_lack_of_memory, placed_on, preserved, run_or_explain
 from torch_lms.profile.progress import Progress
 from torch_lms.profile.runtime import OpRecorder
 from torch_lms.profile.sizes import NodeSizes, SizeWatcher
@@ -136,7 +136,7 @@ def profile(
         try:
             return run(replace(config, pieces=False))
         except RuntimeError as error:
-            if "out of memory" not in str(error):
+            if not is_lack_of_memory(error):
                 raise
             reason = f"a step of {type(whole).__name__} needs more memory than is free on {device}"
         _give_back(device)

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_lms._torch_compat import has_dispatch_modes, storage_bytes, storage_key, storage_weak_ref
 from torch_lms.profile.alone import Alone, Prepared
+from torch_lms.profile.preserving import is_lack_of_memory
 from torch_lms.profile.storages import dense_parts, ones_for, tensor_bytes, tensors_in
 
 __all__ = ["NOT_MEASURED", "WorkingSpace", "is_measurable", "working_space"]
@@ -128,7 +129,7 @@ def working_space(device: torch.device, node: Alone) -> WorkingSpace:
             found = torch.autograd.grad(roots, asked, gradients, allow_unused=True)
     except Exception as error:
         # The model itself may run a part of it, or nothing where there is no derivative.
-        if "out of memory" in str(error):
+        if is_lack_of_memory(error):
             raise
         return WorkingSpace(forward.peak_bytes - kept_bytes, None, f"{type(error).__name__}: {error}")
     del found
