@@ -106,7 +106,7 @@ class Profile:
         storage_bytes: of each storage that is kept for backward or is an output; parameters are not among them.
         optimizer_bytes: of each parameter's optimizer state; None if no optimizer was given.
         optimizer_us: of each parameter's part in the optimizer's step; None if that was not timed.
-        step_us: a whole forward and backward of the model itself, mean of the timed runs.
+        step_us: a whole forward and backward of the model itself, each the median of the timed runs.
         node_scale: how much longer the nodes take in whole steps, where their times add up to ``step_us``, than timed
             by themselves; 1 on a CPU: there they are as measured.
         links: between the devices.

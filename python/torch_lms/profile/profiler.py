@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import statistics
 import time
 import warnings
 from collections.abc import Mapping, Sequence
@@ -33,7 +32,7 @@ from torch_lms.profile.preserving import contents_kept, is_lack_of_memory, place
 from torch_lms.profile.progress import Progress
 from torch_lms.profile.runtime import OpRecorder
 from torch_lms.profile.sizes import NodeSizes, SizeWatcher
-from torch_lms.profile.steps import StepTime, backward_of, time_step
+from torch_lms.profile.steps import StepTime, backward_of, time_step, typical_step
 from torch_lms.profile.storages import StorageNames, tensor_bytes
 from torch_lms.profile.timing import NodeTimes, RunTimer, make_clock
 from torch_lms.profile.tracing import SOURCES, TracedModel, trace_sample
@@ -352,7 +351,6 @@ class _ProfileRun:
         of_optimizer: Mapping[str, Any],
         links: Sequence[LinkProfile],
     ) -> Profile:
-        step_us = statistics.median(step.step_us for step in self.steps) if self.steps else 0.0
         forward_us, backward_us = (direction.device_us for direction in timer.times())
         nodes = tuple(
             NodeProfile(
@@ -380,13 +378,13 @@ class _ProfileRun:
             trainable=frozenset(name for name, value in first.items() if value.requires_grad),
             storage_bytes=storages.bytes,
             **of_optimizer,
-            step_us=step_us,
+            step_us=typical_step(self.steps).step_us,
             links=tuple(links),
         )
         return _with_summary(self._in_steps(found))
 
     def _in_steps(self, found: Profile) -> Profile:
-        return found if self.unhurried is None else as_in_steps(found, self.unhurried, self.steps)
+        return found if self.unhurried is None else as_in_steps(found, self.unhurried, typical_step(self.steps))
 
 
 def _with_summary(found: Profile) -> Profile:

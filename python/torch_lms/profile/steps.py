@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch_lms.profile.arguments import Sample
 from torch_lms.profile.storages import tensors_in
 from torch_lms.profile.timing import Clock
 
-__all__ = ["StepTime", "backward_of", "roots_of", "time_step"]
+__all__ = ["StepTime", "backward_of", "roots_of", "time_step", "typical_step"]
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,13 @@ class StepTime:
     def step_us(self) -> float:
         """All of it."""
         return self.forward_us + self.backward_us
+
+
+def typical_step(steps: Sequence[StepTime]) -> StepTime:
+    """Of each figure the median; of no steps one that takes no time."""
+    if not steps:
+        return StepTime(0.0, 0.0)
+    return StepTime(*(statistics.median(figures) for figures in zip(*map(astuple, steps), strict=True)))
 
 
 def roots_of(output: Any) -> list[torch.Tensor]:

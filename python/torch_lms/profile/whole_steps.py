@@ -14,8 +14,7 @@ by that; what it takes less long, by what Python takes for a node, so far as tha
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -69,20 +68,20 @@ class _Direction:
         return {name: min(host_us.get(name, 0.0), time_us) for name, time_us in self.nodes_us.items()}
 
 
-def as_in_steps(found: Profile, unhurried: tuple[NodeTimes, NodeTimes], steps: Sequence[StepTime]) -> Profile:
+def as_in_steps(found: Profile, unhurried: tuple[NodeTimes, NodeTimes], step: StepTime) -> Profile:
     """A profile with the times that its nodes have in whole steps; see Note [Nodes add up to the step].
 
     Args:
         found: its nodes timed with Python ahead of the device.
         unhurried: their forwards and backwards, with Python no further ahead than it comes by itself.
-        steps: at least one.
+        step: a whole one.
     """
     directions = [
         _Direction(
             {node.name: getattr(node, f"{name}_us") for node in found.nodes if getattr(node, f"{name}_us")},
             own,
-            statistics.median(getattr(one, f"{name}_us") for one in steps),
-            statistics.median(getattr(one, f"{name}_ahead_us") for one in steps),
+            getattr(step, f"{name}_us"),
+            getattr(step, f"{name}_ahead_us"),
         )
         for name, own in zip(("forward", "backward"), unhurried, strict=True)
     ]
@@ -94,8 +93,8 @@ def as_in_steps(found: Profile, unhurried: tuple[NodeTimes, NodeTimes], steps: S
     scale = (made.forward_us + made.backward_us) / before_us if before_us else 1.0
     notes = list(found.notes)
     if any(direction.waits for direction in directions):
-        step, own = f"a step takes {found.step_us:.0f} us", f"its nodes by themselves {before_us:.0f} us"
-        notes.append(f"{step}, {own}: the device waits for Python")
+        whole, own = f"a step takes {found.step_us:.0f} us", f"its nodes by themselves {before_us:.0f} us"
+        notes.append(f"{whole}, {own}: the device waits for Python")
     return replace(made, node_scale=scale, notes=tuple(notes))
 
 
