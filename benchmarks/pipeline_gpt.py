@@ -289,6 +289,7 @@ def main() -> None:
         row = run_split(job, name, last, args.output)
         if dist.get_rank() == 0:
             result.add(**row)
+            result.write(args.output)  # also where a later split ends it all
     if dist.get_rank() == 0:
         add_checks(result, job.stages)
         result.write(args.output)

@@ -175,7 +175,7 @@ def test_the_choice_is_nearly_the_best_of_all() -> None:
         best_us = min(one.total_us for one in every if one.memory_bytes <= usable)
         actions, works = drawn.schedule.ranks[0], {stage: drawn.works[stage] for stage in own}
         for relief in (RecomputeAndSwap(host_link=drawn.link), RecomputeAndSwap()):
-            found = relieve(relief, actions, works, usable)
+            found = relieve(relief, actions, [works], usable)
             assert found.memory_bytes <= math.ceil(usable) or relief.host_link is None
             if relief.host_link is not None:
                 steps.append((plain.total_us + sum(found.more_us.values())) / best_us)
@@ -194,7 +194,7 @@ def test_swaps_that_come_last_are_for_devices_that_do_not_fit_without() -> None:
                 RecomputeAndSwap(host_link=link, swap_last=last)
                 for link, last in ((None, False), (drawn.link, False), (drawn.link, True))
             )
-            alone, first, last = (relieve(relief, actions, works, usable) for relief in reliefs)
+            alone, first, last = (relieve(relief, actions, [works], usable) for relief in reliefs)
             if alone.memory_bytes <= usable:
                 assert last == alone
                 used[False] += swaps(first)

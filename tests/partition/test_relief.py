@@ -22,12 +22,16 @@ from torch_lms.partition import (
     Partition,
     PartitionProblem,
     RecomputeAndSwap,
+    figures,
     find_algorithm,
+    intervals,
+    least_caps,
     partition,
 )
 from torch_lms.partition.cut_table import CutTable
 from torch_lms.partition.interface import evaluate, settle
-from torch_lms.partition.segments import find_segments
+from torch_lms.partition.offers import Offers, Segment
+from torch_lms.partition.segments import RUNS, find_segments, offers_in
 from torch_lms.partition.sequence import UnitSequence
 from torch_lms.partition.units import Units
 
@@ -42,7 +46,7 @@ RELIEFS = [
 ]
 
 
-def chain(blocks: int, saved_bytes: int = 300, **options: object) -> CostGraph:
+def chain(blocks: int, saved_bytes: int = 300, given_bytes: int = 10, **options: object) -> CostGraph:
     """Blocks of three nodes that save much inside and give little to the next."""
     nodes = [CostNode(name="x", kind="placeholder", output_bytes=10)]
     storages = {}
@@ -55,7 +59,7 @@ def chain(blocks: int, saved_bytes: int = 300, **options: object) -> CostGraph:
                     inputs=(nodes[-1].name,),
                     forward_us=10.0,
                     backward_us=20.0,
-                    output_bytes=10 if part == 2 else 400,
+                    output_bytes=given_bytes if part == 2 else 400,
                     saved=(f"{name}{block}",),
                 )
             )
@@ -113,14 +117,15 @@ def test_the_last_node_runs_again_if_it_saves_more_than_came_in(last_saves: tupl
     assert {one.again_us for one in found} == {again_us}
 
 
-@given(st.integers(0, 10_000), st.integers(2, 60))
+@given(st.integers(0, 10_000), st.integers(2, 60), st.sampled_from([1, *RUNS]))
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
-def test_segments_are_runs_of_the_graph_that_do_not_overlap(seed: int, nodes: int) -> None:
+def test_segments_are_runs_of_the_graph_that_do_not_overlap(seed: int, nodes: int, length: int) -> None:
     graph = make_graph(seed, nodes)
+    units = Units(graph)
     active = [node.name for node in graph.nodes if not node.passive]
     seen: set[str] = set()
     saved = {node.name: set(node.saved) for node in graph.nodes}
-    for one in find_segments(Units(graph)):
+    for one in offers_in(units, np.zeros(len(units), dtype=np.int64), 0, length).segments:
         first = active.index(one.names[0])
         assert tuple(active[first : first + len(one.names)]) == one.names
         assert seen.isdisjoint(one.names)
@@ -148,6 +153,45 @@ def test_what_a_change_of_memory_ties_together_is_not_computed_again(
     nodes = tuple(replace(node, **change.get(node.name, {})) for node in graph.nodes)  # type: ignore[arg-type]
     found = find_segments(Units(replace(graph, nodes=nodes)))
     assert {block for block, one in enumerate(found) if not one.recomputable} == refused
+
+
+def test_a_run_of_segments_gives_up_what_lies_between_them() -> None:
+    runs = [one for one in find_segments(Units(chain(4, given_bytes=50)), 2) if one.parts == 2]
+    assert [one.names for one in runs] == [tuple(f"{x}{y}" for y in (y, y + 1) for x in "abc") for y in range(3)]
+    assert [(one.saved_bytes, one.entering_bytes) for one in runs] == [(1800, 0), (1800, 50), (1800, 50)]
+
+
+def test_what_a_change_of_memory_ties_together_is_computed_again_as_one_run() -> None:
+    graph = chain(4)
+    nodes = tuple(replace(node, writes=("a2",)) if node.name == "c3" else node for node in graph.nodes)
+    found = find_segments(Units(replace(graph, nodes=nodes)), 2)
+    assert {(one.part, one.parts) for one in found if not one.recomputable} == {(2, 1), (3, 1), (1, 2)}
+
+
+@given(st.integers(1, 4), st.lists(st.integers(1, 5), min_size=1, max_size=12), st.data())
+def test_a_stage_has_runs_one_after_the_other_and_then_single_parts(
+    length: int, sizes: list[int], data: st.DataObject
+) -> None:
+    ends = np.cumsum(sizes)
+    parts = [(part, count) for part in range(len(sizes)) for count in sorted({1, length}) if part + count <= len(sizes)]
+    segments = tuple(
+        Segment(names=(), units=(), again_us=0, saved_bytes=1, entering_bytes=0, recomputable=True, part=one, parts=n)
+        for one, n in parts
+    )
+    offers = Offers(
+        segments=segments,
+        first=np.array([ends[one] - sizes[one] for one, _ in parts]),
+        end=np.array([ends[one + n - 1] for one, n in parts]),
+        length=length,
+    )
+    cuts = sorted(data.draw(st.tuples(*[st.integers(0, int(ends[-1]))] * 2)))
+    inside = [part for part in range(len(sizes)) if cuts[0] <= ends[part] - sizes[part] and ends[part] <= cuts[1]]
+    found = offers.within(*cuts).segments
+    assert [part for one in found for part in range(one.part, one.part + one.parts)] == inside
+    singles = len(inside) % length if length > 1 else len(inside)
+    assert [one.parts for one in found] == [length] * (len(inside) // length) * (length > 1) + [1] * singles
+    arrays = [np.full(3, cut) for cut in cuts]
+    assert [bool(one.all()) for one in offers.of(*arrays)] == [one in found for one in segments]
 
 
 # --- costs ----------------------------------------------------------------------------------------------------------
@@ -199,6 +243,18 @@ def test_where_computing_again_is_not_enough_swaps_that_come_last_are_used() -> 
             partitioned(problem(graph, cap, RecomputeAndSwap()))
         assert partitioned(problem(graph, cap, SWAPS_LAST)).fits
     assert any(one.swapped for one in partition(problem(graph, cap, SWAPS_LAST), "dp").stage_relief)
+
+
+def test_runs_make_stages_fit_that_segments_alone_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = chain(8, given_bytes=150)
+    with_runs = least_caps(problem(graph, 1_000, RecomputeAndSwap())).factor * 1_000
+    found = partition(problem(graph, math.ceil(with_runs), RecomputeAndSwap()), "dp")
+    assert 6 in {len(names) for one in found.stage_relief for names in one.recomputed}
+    for module in (figures, intervals):
+        monkeypatch.setattr(module, "RUNS", ())
+    assert least_caps(problem(graph, 1_000, RecomputeAndSwap())).factor * 1_000 > 1.02 * with_runs
+    with pytest.raises(PartitionError, match="least cap"):
+        partition(problem(graph, math.ceil(with_runs), RecomputeAndSwap()), "dp")
 
 
 def test_a_stage_that_fits_keeps_all() -> None:

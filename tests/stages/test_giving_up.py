@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
@@ -22,7 +23,7 @@ from torch_lms.balanced import BalanceConfig, create_balanced_partition, plan_ba
 from torch_lms.errors import PartitionError
 from torch_lms.partition import CostGraph, CostModel, LinkSpec, Partition, RecomputeAndSwap, StageRelief
 from torch_lms.partition.offers import Segment
-from torch_lms.partition.segments import find_segments
+from torch_lms.partition.segments import find_segments, offers_in
 from torch_lms.partition.units import Units
 from torch_lms.profile.profiler import ProfileConfig, profile
 from torch_lms.profile.tracing import trace
@@ -314,13 +315,18 @@ def test_a_segment_that_is_elsewhere_or_has_gaps_is_refused() -> None:
             split(program, stage_of, relief=[relief, StageRelief()])
 
 
-drawn = st.tuples(st.integers(0, 100_000), st.integers(4, 26), st.sampled_from(["recomputed", "swapped"]))
+drawn = st.tuples(
+    st.integers(0, 100_000),
+    st.integers(4, 26),
+    st.sampled_from(["recomputed", "swapped"]),
+    st.sampled_from([1, 2, 4]),
+)
 
 
 @given(drawn)
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 def test_programs_that_work_in_place_have_the_same_bits_with_all_that_may_be_given_up(drawn: Any) -> None:
-    seed, nodes, kind = drawn
+    seed, nodes, kind, length = drawn
     assume(kind == "recomputed" or can_swap())
     program = random_writes(seed, nodes)
     generator = torch.Generator().manual_seed(seed)
@@ -333,7 +339,8 @@ def test_programs_that_work_in_place_have_the_same_bits_with_all_that_may_be_giv
     except RuntimeError:  # autograd refuses some changes of what it has saved
         assume(False)
     units = problem_of(program, 1, seed, saves=True).units
-    every = [one.names for one in find_segments(units) if one.recomputable or kind == "swapped"]
+    offered = offers_in(units, np.zeros(len(units), dtype=np.int64), 0, length).segments
+    every = [one.names for one in offered if one.recomputable or kind == "swapped"]
     assume(every)
     computed = [node.name for node in program.graph.nodes if node.op.startswith("call_")]
     whole = split(program, dict.fromkeys(computed, 0), relief=[StageRelief(**{kind: tuple(every)})])

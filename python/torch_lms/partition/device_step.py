@@ -27,7 +27,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
 from math import ceil
 
 from torch_lms.partition.link_spec import LinkSpec
@@ -273,31 +272,79 @@ class DeviceStep:
 
 
 def relieve(
-    relief: MemoryRelief, actions: Sequence[Action], works: Mapping[int, StageWork], usable_bytes: float
+    relief: MemoryRelief, actions: Sequence[Action], works: Sequence[Mapping[int, StageWork]], usable_bytes: float
 ) -> RelievedDevice:
     """Has the stages of a device give up what costs the least time, or makes them as small as they can be.
 
     Looked for in the first microbatches, as many as can be in flight and one more, if these take as much memory as all;
     where swaps come last, without them first.
+
+    Args:
+        relief: what may be given up, in which ways.
+        actions: of the device.
+        works: of the stages, with their segments; then with runs of these instead, of which none is swapped.
+        usable_bytes: of the device.
     """
-    whole = DeviceStep(actions, works, relief.host_link)
-    most = 1 + max(work.need.in_flight for work in works.values())
-    some = DeviceStep([one for one in actions if one.microbatch < most], works, relief.host_link)
-    ways = relief.ways({stage: work.need for stage, work in works.items()})
-    steps = [whole] if some.price(()).memory_bytes < whole.price(()).memory_bytes else [some, whole]
-    best: Choice = ()
-    for allowed, step in product(_tried_together(relief, ways), steps):
-        found = _Search(step, allowed, usable_bytes).best()
-        best = min(best, found, key=lambda one: _rank(whole.price(one), usable_bytes))
-        if _fits(whole.price(best), usable_bytes):
-            break
-    return _relieved(whole, best)
+    tries = [_Try(relief, actions, one, usable_bytes) for one in works]
+    best = min((one.without_swaps() for one in tries), key=lambda found: found.rank)
+    if relief.host_link is not None and not (relief.swap_last and best.fits):
+        best = min(best, tries[0].with_all(), key=lambda found: found.rank)
+    return best.relieved()
 
 
-def _tried_together(relief: MemoryRelief, ways: Sequence[Sequence[Choice]]) -> list[Sequence[Sequence[Choice]]]:
-    """Ways to choose from: where swaps come last, at first those that do without."""
-    no_swaps = [way for way in ways if not any(one.swapped for choice in way for one in choice)]
-    return [some for some in ([no_swaps, ways] if relief.swap_last else [ways]) if some]
+@dataclass(frozen=True)
+class _Found:
+    """A choice for a step, and how good that is."""
+
+    step: DeviceStep
+    choice: Choice
+    usable_bytes: float
+
+    @property
+    def priced(self) -> Priced:
+        return self.step.price(self.choice)
+
+    @property
+    def fits(self) -> bool:
+        return _fits(self.priced, self.usable_bytes)
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        return _rank(self.priced, self.usable_bytes)
+
+    def relieved(self) -> RelievedDevice:
+        return _relieved(self.step, self.choice)
+
+
+class _Try:
+    """A device's step with some segments."""
+
+    def __init__(
+        self, relief: MemoryRelief, actions: Sequence[Action], works: Mapping[int, StageWork], usable_bytes: float
+    ) -> None:
+        self._whole = whole = DeviceStep(actions, works, relief.host_link)
+        self._usable = usable_bytes
+        self._ways = relief.ways({stage: work.need for stage, work in works.items()})
+        most = 1 + max(work.need.in_flight for work in works.values())
+        some = DeviceStep([one for one in actions if one.microbatch < most], works, relief.host_link)
+        self._steps = [whole] if some.price(()).memory_bytes < whole.price(()).memory_bytes else [some, whole]
+
+    def without_swaps(self) -> _Found:
+        """The best of the ways in which nothing is swapped."""
+        return self._best([way for way in self._ways if not any(one.swapped for choice in way for one in choice)])
+
+    def with_all(self) -> _Found:
+        """The best of all ways."""
+        return self._best(self._ways)
+
+    def _best(self, ways: Sequence[Sequence[Choice]]) -> _Found:
+        best = _Found(self._whole, (), self._usable)
+        for step in self._steps if ways else ():
+            choice = _Search(step, ways, self._usable).best()
+            best = min(best, _Found(self._whole, choice, self._usable), key=lambda found: found.rank)
+            if best.fits:
+                break
+        return best
 
 
 def _relieved(step: DeviceStep, choice: Choice) -> RelievedDevice:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from torch_lms.partition.costs import CostModel, DeviceSpec
 from torch_lms.partition.device_step import Part, RelievedDevice, StageWork, relieve
 from torch_lms.partition.link_spec import LinkSpec
-from torch_lms.partition.offers import NO_OFFERS
+from torch_lms.partition.offers import NO_OFFERS, Offers
 from torch_lms.partition.relief import KEEP_ALL, StageNeed, StageRelief, relieve_device
-from torch_lms.partition.segments import graph_order, offers_in
+from torch_lms.partition.segments import RUNS, graph_order, offers_in
 from torch_lms.partition.steps import (
     BACK,
     BACKWARDS,
@@ -207,7 +207,7 @@ def _relieved(
     needs = {stage: memory.need(stage, rows[:COMPUTED, stage], step) for stage in own}
     together = step.memory_bytes(device, needs)
     if simulated and model.relief is not KEEP_ALL and together > usable_bytes:
-        works = {stage: memory.work(stage, need) for stage, need in needs.items()}
+        works = [memory.works(needs, length) for length in (1, *RUNS)]
         return relieve(model.relief, step.schedule.ranks[device], works, usable_bytes)
     relieved, together = relieve_device(model.relief, list(needs.values()), together, usable_bytes)
     for stage, one in zip(own, relieved, strict=True):
@@ -286,7 +286,8 @@ class _Memory:
             time_us=times_us.sum(),
             forward_us=times_us[0],
             speed=float(self._speeds[stage]),
-            offers=offers_in(self._units, self._stage_of_unit, stage) if self._relieves else NO_OFFERS,
+            offers=self._offers(stage, 1),
+            coarser=tuple(self._offers(stage, length) for length in RUNS),
             end=1,
             static_bytes=np.asarray(self.static[stage]),
             held_bytes=np.asarray(self.held[stage]),
@@ -300,7 +301,17 @@ class _Memory:
             half_done=step.half_done[stage],
         )
 
-    def work(self, stage: int, need: StageNeed) -> StageWork:
+    def _offers(self, stage: int, length: int) -> Offers:
+        return offers_in(self._units, self._stage_of_unit, stage, length) if self._relieves else NO_OFFERS
+
+    def works(self, needs: Mapping[int, StageNeed], length: int) -> dict[int, StageWork]:
+        """What stages do where they may give up runs of so many segments."""
+        return {
+            stage: self._work(stage, need if length == 1 else replace(need, offers=self._offers(stage, length)))
+            for stage, need in needs.items()
+        }
+
+    def _work(self, stage: int, need: StageNeed) -> StageWork:
         """What a stage does, in the order of its code."""
         segment_of = {unit: number for number, one in enumerate(need.offers.segments) for unit in one.units}
         order = [int(unit) for unit in graph_order(self._units) if self._stage_of_unit[unit] == stage]

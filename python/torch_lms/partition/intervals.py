@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch_lms.partition.costs import CostModel
 from torch_lms.partition.offers import NO_OFFERS, Offers
 from torch_lms.partition.relief import KEEP_ALL, StageNeed
-from torch_lms.partition.segments import offers_of
+from torch_lms.partition.segments import RUNS, offers_of
 from torch_lms.partition.sequence import UnitSequence
 from torch_lms.partition.steps import TrainingStep
 from torch_lms.partition.units import MODEL_INPUT
@@ -60,6 +60,7 @@ class StageMatrices:
     freed_bytes: Array
     input_transient_bytes: Array
     offers: Offers = NO_OFFERS
+    coarser: tuple[Offers, ...] = ()
 
     def need(
         self, at: Any, step: TrainingStep, stage: int, *, times_us: tuple[Any, Any], speed: float, cuts: tuple[Any, Any]
@@ -89,6 +90,7 @@ class StageMatrices:
             replays=step.replays,
             half_done=step.half_done[stage],
             offers=self.offers,
+            coarser=self.coarser,
             first=cuts[0],
             end=cuts[1],
         )
@@ -114,6 +116,7 @@ def stage_matrices(sequence: UnitSequence, cuts: Ints, model: CostModel) -> Stag
         freed_bytes=freed,
         input_transient_bytes=inputs + on_the_way,
         offers=NO_OFFERS if model.relief is KEEP_ALL else offers_of(sequence),
+        coarser=() if model.relief is KEEP_ALL else tuple(offers_of(sequence, length) for length in RUNS),
     )
 
 

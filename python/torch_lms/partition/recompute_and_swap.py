@@ -77,14 +77,26 @@ class RecomputeAndSwap:
 
     def relieve(self, need: StageNeed, usable_bytes: Any) -> Relieved:
         """See Note [The estimate]; a stage that nothing makes smaller stays as it is."""
-        estimate = self._estimate(need, usable_bytes)
-        if self.host_link is not None and self.recompute:
-            other = replace(self, host_link=None)._estimate(need, usable_bytes)
-            if self.swap_last:
-                estimate.take_at_least_as_long_as(other)
-                estimate, other = other, estimate
-            estimate.take_better(other)
-        return estimate.made()
+        if not self.recompute:
+            return self._estimate(need, usable_bytes).made()
+        again = self._computing_again(need, usable_bytes)
+        if self.host_link is None:
+            return again.made()
+        swapping = self._estimate(need, usable_bytes)
+        if self.swap_last:
+            swapping.take_at_least_as_long_as(again)
+            again.take_better(swapping)
+            return again.made()
+        swapping.take_better(again)
+        return swapping.made()
+
+    def _computing_again(self, need: StageNeed, usable_bytes: Any) -> _Estimate:
+        """Without swaps, each stage with the runs of segments that are best for it; see Note [Runs] in ``offers``."""
+        alone = replace(self, host_link=None)
+        estimate = alone._estimate(need, usable_bytes)
+        for offers in need.coarser:
+            estimate.take_better(alone._estimate(replace(need, offers=offers), usable_bytes))
+        return estimate
 
     def _estimate(self, need: StageNeed, usable_bytes: Any) -> _Estimate:
         estimate = _Estimate(need, usable_bytes)
@@ -120,10 +132,7 @@ class _Estimate:
         self._first, self._end = self._some(need.first), self._some(need.end)
         self._free_us = self._some(np.minimum(need.forward_us, need.time_us - need.forward_us))
         count = len(self._before)
-        self._kept = [
-            (self._first <= first) & (self._end >= end)
-            for first, end in zip(need.offers.first.tolist(), need.offers.end.tolist(), strict=True)
-        ]
+        self._kept = need.offers.of(self._first, self._end)
         self._given_bytes = np.zeros(count)  # of each microbatch whose backward has not begun
         self._kept_at = [self._at_moment(one) for one in need.worst_moments]
         self._swapped_bytes = np.zeros(count)  # of the largest segment

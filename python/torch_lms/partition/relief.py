@@ -66,6 +66,7 @@ class StageNeed:
         replays: how often what is computed again is, for each microbatch.
         half_done: microbatches at most that are in the two parts of their backward: all that they gave up is there.
         offers: the segments that stages may give up.
+        coarser: runs of these that they may give up instead.
         first: the cut before each stage, in the positions of ``offers``.
         end: the cut after each stage.
     """
@@ -84,6 +85,7 @@ class StageNeed:
     replays: int = 1
     half_done: int = 0
     offers: Offers = NO_OFFERS
+    coarser: tuple[Offers, ...] = ()
     first: Any = 0
     end: Any = 0
 

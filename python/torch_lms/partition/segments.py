@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -29,38 +30,60 @@ from torch_lms.partition.offers import Offers, Segment
 from torch_lms.partition.sequence import UnitSequence
 from torch_lms.partition.units import MODEL_INPUT, Units, Value
 
-__all__ = ["find_segments", "graph_order", "offers_in", "offers_of"]
+__all__ = ["RUNS", "find_segments", "graph_order", "offers_in", "offers_of"]
 
 Array = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
+RUNS = (2, 4)  # parts of a larger segment; see Note [Runs] in ``offers``
 _MOST_SEGMENTS = 128
 _NEAR_MIDDLE = 0.3  # share of what is saved that each half has at least
 _WIDEST_BORDER = 0.25  # of what a part saves
 
 
-def offers_of(sequence: UnitSequence) -> Offers:
-    """All segments, in an order of the units."""
-    found = find_segments(sequence.units)
+def offers_of(sequence: UnitSequence, length: int = 1) -> Offers:
+    """All segments, in an order of the units, and all runs of so many of them."""
+    found = find_segments(sequence.units, length)
     places = [sequence.position[list(one.units)] for one in found]
     return Offers(
         segments=found,
         first=np.array([one.min() for one in places], dtype=np.int64),
         end=np.array([one.max() + 1 for one in places], dtype=np.int64),
+        length=length,
     )
 
 
-def offers_in(units: Units, stage_of_unit: Ints, stage: int) -> Offers:
-    """Those of one stage, which goes from cut 0 to cut 1."""
-    found = tuple(one for one in find_segments(units) if (stage_of_unit[list(one.units)] == stage).all())
-    return Offers(segments=found, first=np.zeros(len(found), np.int64), end=np.ones(len(found), np.int64))
+def offers_in(units: Units, stage_of_unit: Ints, stage: int, length: int = 1) -> Offers:
+    """Those of one stage, which goes from cut 0 to cut 1: segments, or runs of so many, one after the other."""
+    found = tuple(one for one in find_segments(units, length) if (stage_of_unit[list(one.units)] == stage).all())
+    count = len(found)
+    offers = Offers(segments=found, first=np.zeros(count, np.int64), end=np.ones(count, np.int64), length=length)
+    return offers.within(0, 1)
+
+
+@lru_cache(maxsize=48)
+def find_segments(units: Units, length: int = 1) -> tuple[Segment, ...]:
+    """The segments of a graph that give something, in its order; see Note [Segments].
+
+    Args:
+        units: of the graph.
+        length: if that is more than 1, there are all runs of so many that follow each other as well.
+    """
+    parts = _parts(units)
+    giving = [part for part in range(parts.count) if parts.run(part, part + 1).saved_bytes > 0]
+    ranges = [(first, count) for first in range(len(giving)) for count in sorted({1, length})]
+    found = (
+        replace(parts.run(giving[first], giving[first + count - 1] + 1), part=first, parts=count)
+        for first, count in ranges
+        if first + count <= len(giving)
+    )
+    return tuple(one for one in found if one.saved_bytes > 0)
 
 
 @lru_cache(maxsize=16)
-def find_segments(units: Units) -> tuple[Segment, ...]:
-    """The segments of a graph that give something, in its order; see Note [Segments]."""
+def _parts(units: Units) -> _Parts:
     ranges = _Halving(units)
-    return tuple(one for one in _Parts(units, ranges.order, ranges.found()).segments() if one.saved_bytes > 0)
+    return _Parts(units, ranges.order, ranges.found())
 
 
 def graph_order(units: Units) -> Ints:
@@ -139,9 +162,14 @@ def _again_us(nodes: Sequence[CostNode], outputs: AbstractSet[str]) -> float:
 
 
 class _Parts:
-    """Segments of given parts of an order."""
+    """Segments of given parts of an order, and of runs of these.
+
+    Attributes:
+        count: of the parts.
+    """
 
     def __init__(self, units: Units, order: Ints, parts: list[tuple[int, int]]) -> None:
+        self.count = len(parts)
         self._units = units
         self._place = {node.name: index for index, node in enumerate(units.graph.nodes)}
         self._outputs = {id_ for node in units.graph.nodes for id_ in node.output_storages}
@@ -149,44 +177,52 @@ class _Parts:
         self._part_of = {int(unit): index for index, own in enumerate(self._members) for unit in own}
         self._saved = [{id_ for unit in own for id_ in units.nodes[unit].saved} for own in self._members]
         self._savers = Counter(id_ for own in self._saved for id_ in own)
-        self._entering: list[list[Value]] = [[] for _ in parts]
-        self._crossing: list[set[str]] = [set() for _ in parts]
+        self._values: list[list[tuple[Value, int | None, set[int | None]]]] = [[] for _ in parts]  # that each touches
         for value in units.values:
             source = self._part_of.get(value.producer)
-            readers = {self._part_of.get(user) for user in value.consumers} - {source}
-            for reader in readers - {None}:
-                assert reader is not None
-                self._entering[reader].append(value)
-                self._crossing[reader].update(value.storages)
-            if source is not None and readers:
-                self._crossing[source].update(value.storages)
+            readers = {self._part_of.get(user) for user in value.consumers}
+            for part in {source, *readers} - {None}:
+                assert part is not None
+                self._values[part].append((value, source, readers))
+        self._bound = list(self._together())
 
-    def segments(self) -> list[Segment]:
-        """Of each part one."""
-        once = self._once()
-        return [self._segment(part, part not in once) for part in range(len(self._members))]
-
-    def _segment(self, part: int, recomputable: bool) -> Segment:
+    def run(self, first: int, end: int) -> Segment:
+        """Of some parts that follow each other, as one."""
+        run = range(first, end)
         units, sizes = self._units, self._units.graph.storage_bytes
-        own = [int(unit) for unit in self._members[part]]
-        given_up = [id_ for id_ in self._saved[part] if self._savers[id_] == 1 and id_ not in self._crossing[part]]
-        unsaved = [
-            value.forward_bytes
-            for value in self._entering[part]
-            if value.producer != MODEL_INPUT and not any(id_ in self._savers for id_ in value.storages)
-        ]
+        own = [int(unit) for part in run for unit in self._members[part]]
+        savers = Counter(id_ for part in run for id_ in self._saved[part])
+        crossing, unsaved_bytes = self._crossing(run)
+        given_up = [id_ for id_, count in savers.items() if self._savers[id_] == count and id_ not in crossing]
         names = tuple(sorted((name for unit in own for name in units.members[unit]), key=self._place.__getitem__))
         return Segment(
             names=names,
             units=tuple(own),
             again_us=_again_us([units.graph.nodes[self._place[name]] for name in names], self._outputs),
             saved_bytes=float(sum(sizes[id_] for id_ in given_up)),
-            entering_bytes=float(sum(unsaved)),
-            recomputable=recomputable,
+            entering_bytes=float(unsaved_bytes),
+            recomputable=not any(bound & set(run) and not bound <= set(run) for bound in self._bound),
         )
 
-    def _once(self) -> set[int]:
-        """The parts that must not run twice."""
+    def _crossing(self, run: range) -> tuple[set[str], int]:
+        """The storages that cross the borders of some parts, and the bytes that come in and that nobody saves."""
+        crossing: set[str] = set()
+        entering: dict[int, Value] = {}
+        for value, source, readers in (one for part in run for one in self._values[part]):
+            comes_in = source not in run and any(reader in run for reader in readers)
+            if comes_in:
+                entering[id(value)] = value
+            if comes_in or any(reader not in run for reader in readers):
+                crossing.update(value.storages)
+        unsaved = (
+            value.forward_bytes
+            for value in entering.values()
+            if value.producer != MODEL_INPUT and not any(id_ in self._savers for id_ in value.storages)
+        )
+        return crossing, sum(unsaved)
+
+    def _together(self) -> Iterable[set[int]]:
+        """The parts that a change of memory ties together: none of them runs twice without the others."""
         part_of = {name: self._part_of[unit] for unit, names in enumerate(self._units.members) for name in names}
         bound: dict[str, set[str]] = {
             node.name: {node.name, *node.writes} for node in self._units.graph.nodes if node.writes
@@ -196,9 +232,5 @@ class _Parts:
                 for writer, partner in ((node.name, other), (other, node.name)):
                     if writer in bound:
                         bound[writer].add(partner)
-        found: set[int] = set()
         for names in bound.values():
-            parts = {part_of.get(name, -1) for name in names}
-            if len(parts) > 1:
-                found |= parts - {-1}
-        return found
+            yield {part_of.get(name, -1) for name in names}

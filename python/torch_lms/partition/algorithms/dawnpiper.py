@@ -92,7 +92,8 @@ class _Halving:
             speed=speed,
             cuts=(start, end),
         )
-        return replace(need, offers=exact.offers.within(start, end))
+        coarser = tuple(one.within(start, end) for one in exact.coarser)
+        return replace(need, offers=exact.offers.within(start, end), coarser=coarser)
 
     def _exact_memory(self, problem: PartitionProblem, sequence: UnitSequence) -> StageMatrices | None:
         """Of every contiguous stage, where memory matters and the graph is small enough for that."""
