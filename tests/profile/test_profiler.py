@@ -302,6 +302,26 @@ def test_a_step_that_does_not_fit_whole_is_profiled_piece_by_piece(words: str, m
         profile(traced, IDS, config=replace(QUICK, device="cpu:1", pieces=False))
 
 
+@pytest.mark.parametrize(
+    ("build", "args"),
+    [
+        (TiedLM, (IDS,)),
+        (Convolutions, (IMAGES,)),
+        (Fresh, (torch.ones(2, 4),)),
+        (OneBranching, (torch.ones(2, 4),)),
+        (lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.LogSoftmax(-1)), (torch.ones(4, 8),)),
+    ],
+)
+def test_piece_by_piece_nodes_need_the_same_space(build: Any, args: Any) -> None:
+    def spaces(pieces: bool) -> list[tuple[int | None, int | None]]:
+        found = profile(build(), *args, config=replace(QUICK, pieces=pieces))
+        return [(node.forward_working_bytes, node.backward_working_bytes) for node in found.nodes]
+
+    whole = spaces(False)
+    assert spaces(True) == whole
+    assert any(forward for forward, _ in whole) == has_dispatch_modes()
+
+
 class NoRoomToDouble(torch.autograd.Function):
     """Finds no memory in its backward."""
 

@@ -2,12 +2,12 @@
 
 Each node runs alone: its parameters and inputs are brought to the device, it runs forward and backward as often as it
 is timed, and its outputs go back to the host. No more than one node is ever on the device. Sizes are noted in the first
-run.
+run, the working space is measured in one of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +18,7 @@ from torch import fx, nn
 
 from torch_lms._torch_compat import storage_key, tree_map
 from torch_lms.errors import ProfileError
+from torch_lms.profile.alone import Alone
 from torch_lms.profile.interpreter import describe_node
 from torch_lms.profile.preserving import NodeError, placed_on
 from torch_lms.profile.sizes import SizeWatcher
@@ -25,6 +26,7 @@ from torch_lms.profile.steps import backward_of
 from torch_lms.profile.storages import StorageNames, tensors_in
 from torch_lms.profile.timing import RunTimer
 from torch_lms.profile.tracing import TracedModel
+from torch_lms.profile.working_space import WorkingSpace, working_space
 
 __all__ = ["PieceByPiece", "Pieces"]
 
@@ -61,6 +63,9 @@ class PieceByPiece(fx.Interpreter):
         traced: the graph.
         pieces: where and how often nodes run.
 
+    Attributes:
+        spaces: the working space of each node that computes, by its name.
+
     Raises:
         ProfileError: if there is no graph.
     """
@@ -72,12 +77,16 @@ class PieceByPiece(fx.Interpreter):
                 f"{'; '.join(traced.notes)}; use a device that it fits"
             )
         super().__init__(traced.graph_module)
+        self.spaces: dict[str, WorkingSpace] = {}
         self._pieces = pieces
+        self._of_weights: set[fx.Node] = set()
 
     def run_node(self, n: fx.Node) -> Any:
         """Runs a node as often as it is timed; gives its value on the host."""
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         method = getattr(self, n.op)
+        if n.op == "get_attr" or (n.all_input_nodes and self._of_weights.issuperset(n.all_input_nodes)):
+            self._of_weights.add(n)
         if n.op == "output":
             return method(n.target, args, kwargs)
         pieces = self._pieces
@@ -87,11 +96,27 @@ class PieceByPiece(fx.Interpreter):
             with ExitStack() as stack:
                 if n.op == "call_module":
                     self._bring_module(stack, self.fetch_attr(str(n.target)))
-                value = _NodeOnDevice(pieces, n.name, partial(method, n.target), args, kwargs).run_all()
+                node = _NodeOnDevice(pieces, n.name, partial(method, n.target), args, kwargs)
+                value = node.run_all()
+                self.spaces[n.name] = self._space(n, node, value)
         except Exception as error:
             raise NodeError(describe_node(n)) from error
         pieces.advance()
         return value
+
+    def _space(self, n: fx.Node, node: _NodeOnDevice, value: Any) -> WorkingSpace:
+        values, weights = (
+            [
+                one
+                for source in n.all_input_nodes
+                if (source in self._of_weights) is way
+                for one in node.leaves(self.env[source])
+            ]
+            for way in (False, True)
+        )
+        if n.op == "call_module":
+            weights += [one for one in self.fetch_attr(str(n.target)).parameters() if one.requires_grad]
+        return node.working_space(values, weights, n in self._of_weights, value)
 
     def _bring_module(self, stack: ExitStack, module: nn.Module) -> None:
         storages = self._pieces.storages
@@ -112,9 +137,34 @@ class _NodeOnDevice:
         self._args = args
         self._kwargs = kwargs
         self._inputs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._writes_to_gradient = False
         for tensor in tensors_in((args, kwargs)):
             if id(tensor) not in self._inputs:
                 self._inputs[id(tensor)] = (tensor, self._bring(tensor))
+
+    def leaves(self, value: Any) -> list[torch.Tensor]:
+        """What the node is given in place of the tensors of a value, of those that need a gradient."""
+        found = (self._inputs[id(one)][1] for one in tensors_in(value) if id(one) in self._inputs)
+        return list({id(one): one for one in found if one.requires_grad}.values())
+
+    def working_space(
+        self, values: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], of_weights: bool, value: Any
+    ) -> WorkingSpace:
+        """What it needs while it runs; after `run_all`, which has returned a value."""
+        args, kwargs = fx.node.map_aggregate((self._args, self._kwargs), self._given)
+        node = Alone(
+            values=values,
+            weights=weights,
+            needs_gradient=self._writes_to_gradient or any(one.requires_grad for one in tensors_in(value)),
+            of_weights=of_weights,
+            precision=self._pieces.precision,
+            call=self._call,
+            given=(args, kwargs),
+        )
+        return working_space(self._pieces.device, node)
+
+    def _given(self, value: Any) -> Any:
+        return self._inputs[id(value)][1] if id(value) in self._inputs else value
 
     def _bring(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().to(self._pieces.device).requires_grad_(tensor.requires_grad)
@@ -170,6 +220,7 @@ class _NodeOnDevice:
             if copies[key]._version and not isinstance(host, nn.Parameter):
                 host.detach().copy_(copies[key].detach())
                 host.requires_grad_(copies[key].requires_grad)
+                self._writes_to_gradient |= host.requires_grad
 
     def _to_host(self, copies: Mapping[int, torch.Tensor], item: Any) -> Any:
         """A value on the host; a view of an input becomes a view of the host's, so that later changes meet both."""

@@ -255,6 +255,8 @@ class _ProfileRun:
             )
             run_or_explain(self.model, self.sample, partial(interpreter.run, *self._inputs()))
         self._forget_gradients()
+        self.alone = AloneFigures({name: (space, None) for name, space in interpreter.spaces.items()})
+        self.notes += self.alone.notes()
         self.notes.append("profiled piece by piece: step_us is the sum of the nodes' times")
         self.steps = [StepTime(*(sum(direction.device_us.values()) for direction in timer.times()))]
 
