@@ -208,18 +208,19 @@ def _decided_by_the_first_rank(decide: Callable[[], tuple[Profile, Partition]]) 
     if own_rank() == 0:
         try:
             profile, found = decide()
+            told = pickle.dumps((found, ""))
         except Exception as error:
             circle.put(_DECIDED, pickle.dumps((None, f"{type(error).__name__}: {error}")))
             raise
-        circle.put(_DECIDED, pickle.dumps((found, "")))
+        circle.put(_DECIDED, told)
         return profile, found
-    told = circle.wait(_DECIDED, _DECIDING_S)
-    if told is None:
+    answer = circle.wait(_DECIDED, _DECIDING_S)
+    if answer is None:
         raise PartitionError(
             f"expected a partition from rank 0 in {_DECIDING_S:.0f} s, found none; see what rank 0 does, and call this "
             "on all ranks alike"
         )
-    heard, why = pickle.loads(told)
+    heard, why = pickle.loads(answer)
     if why:
         raise PartitionError(f"expected a partition from rank 0, found that it failed: {why}")
     return None, heard

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from tests.pipeline.ranks import run_ranks
 from torch_lms._torch_compat import has_export
 from torch_lms.balanced import BalanceConfig, create_balanced_partition
 from torch_lms.errors import PartitionError
+from torch_lms.partition.interface import Partition
 from torch_lms.partition.link_spec import LinkSpec
 from torch_lms.profile.profiler import ProfileConfig
 
@@ -55,6 +59,18 @@ def the_first_rank_fails(rank: int, world: int) -> None:
     assert ("found that it failed" in str(caught.value)) == (rank == 1)
 
 
+def what_the_first_rank_cannot_tell_is_an_error_everywhere(rank: int, world: int) -> None:
+    def dumps(value: Any) -> bytes:
+        if isinstance(value[0], Partition):
+            raise pickle.PicklingError("a partition that cannot be told")
+        return pickle.dumps(value)
+
+    config = BalanceConfig(profile=PROFILE, links=LinkSpec())
+    instead = mock.patch("torch_lms.balanced.pickle", mock.Mock(dumps=dumps, loads=pickle.loads))
+    with instead, pytest.raises((PartitionError, pickle.PicklingError), match="that cannot be told"):
+        create_balanced_partition(model(), ["cpu", "cpu"], X, config=config)
+
+
 def nothing_waits_on_a_device(rank: int, world: int) -> None:
     """No collective runs: under NCCL that would be a kernel."""
     dist.barrier()
@@ -68,6 +84,7 @@ def test_two_ranks_call_it_alike(tmp_path: Path) -> None:
     scenarios = (
         stages_train_on_the_ranks_of_their_places,
         the_first_rank_fails,
+        what_the_first_rank_cannot_tell_is_an_error_everywhere,
         *([nothing_waits_on_a_device] if has_export() else []),  # older ones do not count collectives
     )
     names = "+".join(scenario.__name__ for scenario in scenarios)
