@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from tests.partition.random_writes import ROWS, WIDTH, assert_same, outcome, problem_of, random_writes
 from torch_lms import balanced
-from torch_lms._torch_compat import storage_bytes, storage_key
+from torch_lms._torch_compat import has_dispatch_modes, storage_bytes, storage_key
 from torch_lms.balanced import BalanceConfig, create_balanced_partition, plan_balanced_partition
 from torch_lms.errors import PartitionError
 from torch_lms.partition import CostGraph, CostModel, LinkSpec, Partition, RecomputeAndSwap, StageRelief
@@ -224,6 +224,28 @@ def saved_bytes(model: nn.Module) -> int:
 def test_what_is_computed_again_is_not_kept() -> None:
     stages = relieved("recomputed")
     assert saved_bytes(stages) < 0.6 * saved_bytes(model_of())
+
+
+@pytest.mark.skipif(not has_dispatch_modes(), reason="its checkpoints hold what comes in where no hook sees it")
+def test_larger_runs_keep_less_and_have_the_same_bits() -> None:
+    model = model_of(blocks=8)
+    traced = trace(model, (X,), {})
+    found = profile(traced, X, config=ProfileConfig(timed_runs=1, progress=False))
+    units = Units(CostGraph.from_profile(found))
+    computed = [node.name for node in found.nodes if node.op.startswith("call_")]
+    expected = bits(plainly, model)
+    kept = []
+    for length in (1, 2, 4):
+        offered = offers_in(units, np.zeros(len(units), dtype=np.int64), 0, length).segments
+        relief = StageRelief(recomputed=tuple(one.names for one in offered))
+        for parameter in model.parameters():
+            parameter.grad = None
+        stages = Stages(split(traced, dict.fromkeys(computed, 0), model=model, relief=[relief]))
+        assert all(torch.equal(one, other) for one, other in zip(bits(plainly, stages), expected, strict=True))
+        kept.append(saved_bytes(stages))
+    block_bytes = X.numel() * X.element_size()
+    assert kept[0] - kept[1] >= 3 * block_bytes
+    assert kept[1] - kept[2] >= block_bytes
 
 
 def test_segments_are_functions_of_their_own_that_can_be_read() -> None:
