@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import pickle
+import time
+import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -46,6 +48,7 @@ _GUESS = f"{_GUESSED_LINK.bytes_per_us / 1000:g} GB/s and {_GUESSED_LINK.latency
 _GUESS_FROM_HERE = "those between the devices of these names in this process are taken"
 # How long ranks wait for the first one, which traces, profiles and cuts.
 _DECIDED, _DECIDING_S = "decided", 3600.0
+_HEARD, _HEARING_S = "heard by ", 60.0
 
 Optimizer = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer] | str | None
 
@@ -173,6 +176,7 @@ def plan_balanced_partition(
     """
     from torch_lms.profile.tracing import TracedModel, trace
 
+    circle = Circle(find_members(None, "group"), "partition") if _ranks() > 1 else None  # of this call, if it fails too
     config = config or BalanceConfig()
     if not devices:
         raise PartitionError("expected at least one device, found none; name one for each stage")
@@ -192,27 +196,30 @@ def plan_balanced_partition(
         profile = _profile(traced, sample_input, sample_kwargs, measured, places, rest_share, config)
         return profile, _partition(profile, names, places, algorithm, config)
 
-    profile, found = _decided_by_the_first_rank(decide)
+    profile, found = decide() if circle is None else _decided_by_the_first_rank(circle, decide)
     return BalancedPlan(traced, profile, found)
 
 
-def _decided_by_the_first_rank(decide: Callable[[], tuple[Profile, Partition]]) -> tuple[Profile | None, Partition]:
+def _decided_by_the_first_rank(
+    circle: Circle, decide: Callable[[], tuple[Profile, Partition]]
+) -> tuple[Profile | None, Partition]:
     """What rank 0 decides, told to all; if it fails, all do.
 
     They hear of it through the store: a broadcast of NCCL would be a kernel that waits on each of their devices, beside
     which rank 0 could not measure the links to these, and would find no memory where rank 0 has run out of it.
     """
-    if _ranks() == 1:
-        return decide()
-    circle = Circle(find_members(None, "group"), "partition")
     if own_rank() == 0:
         try:
             profile, found = decide()
             told = pickle.dumps((found, ""))
-        except Exception as error:
-            circle.put(_DECIDED, pickle.dumps((None, f"{type(error).__name__}: {error}")))
+        except BaseException as error:
+            why = "".join(traceback.format_exception_only(type(error), error)).strip()
+            circle.put(_DECIDED, pickle.dumps((None, why)))
+            if isinstance(error, Exception):
+                _wait_until_heard(circle)
             raise
         circle.put(_DECIDED, told)
+        _wait_until_heard(circle)
         return profile, found
     answer = circle.wait(_DECIDED, _DECIDING_S)
     if answer is None:
@@ -221,9 +228,17 @@ def _decided_by_the_first_rank(decide: Callable[[], tuple[Profile, Partition]]) 
             "on all ranks alike"
         )
     heard, why = pickle.loads(answer)
+    circle.put(f"{_HEARD}{own_rank()}", b"")
     if why:
         raise PartitionError(f"expected a partition from rank 0, found that it failed: {why}")
     return None, heard
+
+
+def _wait_until_heard(circle: Circle) -> None:
+    """The store may be this process's, which may end now; not for long, as another rank may have failed by itself."""
+    end = time.monotonic() + _HEARING_S
+    for rank in range(1, _ranks()):
+        circle.wait(f"{_HEARD}{rank}", end - time.monotonic())
 
 
 def _priced(cost: CostModel, optimizer: Any) -> CostModel:

@@ -286,6 +286,8 @@ def test_a_model_that_is_larger_than_the_device_is_profiled_piece_by_piece(monke
         "CUDA out of memory. Tried to allocate 1 GiB",
         "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
         "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+        "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+        "cuFFT error: CUFFT_ALLOC_FAILED",
     ],
 )
 def test_a_step_that_does_not_fit_whole_is_profiled_piece_by_piece(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,6 +316,7 @@ def test_a_step_that_does_not_fit_whole_is_profiled_piece_by_piece(words: str, m
 )
 def test_piece_by_piece_nodes_need_the_same_space(build: Any, args: Any) -> None:
     def spaces(pieces: bool) -> list[tuple[int | None, int | None]]:
+        torch.manual_seed(0)  # one that branches by its values takes the same branch
         found = profile(build(), *args, config=replace(QUICK, pieces=pieces))
         return [(node.forward_working_bytes, node.backward_working_bytes) for node in found.nodes]
 

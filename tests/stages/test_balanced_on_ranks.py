@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,7 +17,8 @@ from tests.pipeline.ranks import run_ranks
 from torch_lms._torch_compat import has_export
 from torch_lms.balanced import BalanceConfig, create_balanced_partition
 from torch_lms.errors import PartitionError
-from torch_lms.partition.interface import Partition
+from torch_lms.partition.algorithms.block import BalanceByTime
+from torch_lms.partition.interface import Partition, PartitionProblem
 from torch_lms.partition.link_spec import LinkSpec
 from torch_lms.profile.profiler import ProfileConfig
 
@@ -71,6 +73,42 @@ def what_the_first_rank_cannot_tell_is_an_error_everywhere(rank: int, world: int
         create_balanced_partition(model(), ["cpu", "cpu"], X, config=config)
 
 
+def a_call_that_failed_on_one_rank_is_not_taken_for_the_next(rank: int, world: int) -> None:
+    """Rank 0 makes the first call whole; it waits for the other not longer than it must."""
+    config = BalanceConfig(profile=PROFILE, links=LinkSpec())
+    wide = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    with mock.patch("torch_lms.balanced._HEARING_S", 0.1):
+        if rank == 1:
+            with pytest.raises(PartitionError, match="at least one device"):
+                create_balanced_partition(model(), [], X, config=config)
+        else:
+            create_balanced_partition(model(), ["cpu", "cpu"], X, config=config)
+        stages = create_balanced_partition(wide, ["cpu", "cpu"], X, algorithm="uniform", config=config)
+    assert stages.partition is not None
+    cuts: list[Any] = [None] * world
+    dist.all_gather_object(cuts, stages.partition.algorithm)
+    assert cuts == ["uniform"] * world
+
+
+def who_comes_late_hears_of_it(rank: int, world: int) -> None:
+    """Although rank 0, which may hold the store, is done; the last scenario, after which it ends."""
+    config = BalanceConfig(profile=PROFILE, links=LinkSpec(), memory_cap_bytes=10)
+    time.sleep(2 * rank)
+    with pytest.raises(PartitionError, match="least cap"):
+        create_balanced_partition(model(), ["cpu", "cpu"], X, config=config)
+
+
+def interrupted(rank: int, world: int) -> None:
+    class Interrupted(BalanceByTime):
+        def partition(self, problem: PartitionProblem) -> Partition:
+            raise KeyboardInterrupt
+
+    config = BalanceConfig(profile=PROFILE, links=LinkSpec())
+    with pytest.raises(KeyboardInterrupt if rank == 0 else PartitionError):
+        create_balanced_partition(model(), ["cpu", "cpu"], X, algorithm=Interrupted(), config=config)
+    dist.barrier()
+
+
 def nothing_waits_on_a_device(rank: int, world: int) -> None:
     """No collective runs: under NCCL that would be a kernel."""
     dist.barrier()
@@ -85,8 +123,11 @@ def test_two_ranks_call_it_alike(tmp_path: Path) -> None:
         stages_train_on_the_ranks_of_their_places,
         the_first_rank_fails,
         what_the_first_rank_cannot_tell_is_an_error_everywhere,
+        a_call_that_failed_on_one_rank_is_not_taken_for_the_next,
+        interrupted,
         *([nothing_waits_on_a_device] if has_export() else []),  # older ones do not count collectives
+        who_comes_late_hears_of_it,
     )
     names = "+".join(scenario.__name__ for scenario in scenarios)
-    for ended in run_ranks(f"tests.stages.test_balanced_on_ranks:{names}", 2, tmp_path):
+    for ended in run_ranks(f"tests.stages.test_balanced_on_ranks:{names}", 2, tmp_path, store="tcp"):
         assert ended.status == 0, ended.output

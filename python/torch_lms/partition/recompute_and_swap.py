@@ -102,8 +102,8 @@ class RecomputeAndSwap:
         estimate = _Estimate(need, usable_bytes)
         segments = need.offers.segments
         again_us = [self._again_us(one, need) for one in segments]
-        rates = [time_us / one.saved_bytes for one, time_us in zip(segments, again_us, strict=True)]
-        cheap = sorted(range(len(segments)), key=rates.__getitem__)
+        less = [max(one.saved_bytes - one.entering_bytes, 1e-9) for one in segments]  # as in `ways`
+        cheap = sorted(range(len(segments)), key=lambda number: again_us[number] / less[number])
         if self.host_link is not None:
             for number in reversed(cheap):
                 estimate.swap_if_free(number, self.host_link.transfer_us(segments[number].saved_bytes))

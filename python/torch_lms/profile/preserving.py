@@ -159,7 +159,7 @@ def run_or_explain(model: nn.Module, sample: Sample, run: Callable[[], Any]) -> 
 
 def is_lack_of_memory(error: BaseException) -> bool:
     """Whether an error says so: of PyTorch's allocator, or of a library of CUDA that found none for itself."""
-    return re.search("out of memory|STATUS_ALLOC_FAILED", str(error)) is not None
+    return re.search("out of memory|ALLOC(ATION)?_FAILED", str(error)) is not None
 
 
 def _advice(error: BaseException) -> str:
