@@ -46,6 +46,7 @@ _UNTIMED_ALGORITHM = "parameters"
 _GUESSED_LINK = LinkSpec(bytes_per_us=1000.0, latency_us=100.0)
 _GUESS = f"{_GUESSED_LINK.bytes_per_us / 1000:g} GB/s and {_GUESSED_LINK.latency_us:g} us are taken"
 _GUESS_FROM_HERE = "those between the devices of these names in this process are taken"
+_MOST_REST = 0.5  # a device is as fast after it as after longer rests, for which nobody has to wait
 # How long ranks wait for the first one, which traces, profiles and cuts.
 _DECIDED, _DECIDING_S = "decided", 3600.0
 _HEARD, _HEARING_S = "heard by ", 60.0
@@ -192,7 +193,7 @@ def plan_balanced_partition(
     def decide() -> tuple[Profile, Partition]:
         measured = None if isinstance(optimizer, str) else optimizer
         names = _names(devices, places)
-        rest_share = TrainingStep.of(names, config.cost).rest_share(config.cost)
+        rest_share = min(TrainingStep.of(names, config.cost).rest_share(config.cost), _MOST_REST)
         profile = _profile(traced, sample_input, sample_kwargs, measured, places, rest_share, config)
         return profile, _partition(profile, names, places, algorithm, config)
 

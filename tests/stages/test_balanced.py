@@ -190,9 +190,9 @@ def test_a_device_that_the_configuration_names_is_profiled() -> None:
     assert plan.profile.device == "cpu"
 
 
-@pytest.mark.parametrize(("asked", "expected"), [(None, 0.2), (0.0, 0.0)])
+@pytest.mark.parametrize(("microbatches", "asked", "expected"), [(4, None, 0.2), (4, 0.0, 0.0), (1, None, 0.5)])
 def test_a_profile_rests_as_the_schedule_does(
-    asked: float | None, expected: float, monkeypatch: pytest.MonkeyPatch
+    microbatches: int, asked: float | None, expected: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[float | None] = []
 
@@ -202,8 +202,9 @@ def test_a_profile_rests_as_the_schedule_does(
 
     monkeypatch.setattr("torch_lms.profile.profiler.profile", seeing)
     assert QUICK.profile is not None
-    config = replace(QUICK, profile=replace(QUICK.profile, rest_share=asked), cost=CostModel(microbatches=4))
-    plan_balanced_partition(Making(), ["cpu", "cpu:1"], torch.ones(2, 4), config=replace(config, links=LinkSpec()))
+    config = replace(QUICK, profile=replace(QUICK.profile, rest_share=asked), cost=CostModel(microbatches=microbatches))
+    devices = ["cpu", "cpu:1"] if microbatches > 1 else ["cpu", "cpu:1", "cpu:2"]
+    plan_balanced_partition(Making(), devices, torch.ones(2, 4), config=replace(config, links=LinkSpec()))
     assert seen == [pytest.approx(expected)]
 
 
