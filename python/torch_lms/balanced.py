@@ -177,7 +177,8 @@ def plan_balanced_partition(
     """
     from torch_lms.profile.tracing import TracedModel, trace
 
-    circle = Circle(find_members(None, "group"), "partition") if _ranks() > 1 else None  # of this call, if it fails too
+    # Made first, as circles are counted: a call that fails on one rank alone must count there, too.
+    circle = Circle(find_members(None, "group"), "partition") if _ranks() > 1 else None
     config = config or BalanceConfig()
     if not devices:
         raise PartitionError("expected at least one device, found none; name one for each stage")
