@@ -207,7 +207,7 @@ def _relieved(
     needs = {stage: memory.need(stage, rows[:COMPUTED, stage], step) for stage in own}
     together = step.memory_bytes(device, needs)
     if simulated and model.relief is not KEEP_ALL and together > usable_bytes:
-        works = [memory.works(needs, length) for length in (1, *RUNS)]
+        works = [memory.works(needs, size) for size in range(1 + len(RUNS))]
         return relieve(model.relief, step.schedule.ranks[device], works, usable_bytes)
     relieved, together = relieve_device(model.relief, list(needs.values()), together, usable_bytes)
     for stage, one in zip(own, relieved, strict=True):
@@ -304,10 +304,10 @@ class _Memory:
     def _offers(self, stage: int, length: int) -> Offers:
         return offers_in(self._units, self._stage_of_unit, stage, length) if self._relieves else NO_OFFERS
 
-    def works(self, needs: Mapping[int, StageNeed], length: int) -> dict[int, StageWork]:
-        """What stages do where they may give up runs of so many segments."""
+    def works(self, needs: Mapping[int, StageNeed], size: int) -> dict[int, StageWork]:
+        """What stages do where they may give up their segments (0), or runs of the first length, or of another."""
         return {
-            stage: self._work(stage, need if length == 1 else replace(need, offers=self._offers(stage, length)))
+            stage: self._work(stage, replace(need, offers=(need.offers, *need.coarser)[size]))
             for stage, need in needs.items()
         }
 

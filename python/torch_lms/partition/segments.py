@@ -70,13 +70,13 @@ def find_segments(units: Units, length: int = 1) -> tuple[Segment, ...]:
         length: if that is more than 1, there are all runs of so many that follow each other as well.
     """
     parts = _parts(units)
-    giving = [part for part in range(parts.count) if parts.run(part, part + 1).saved_bytes > 0]
-    ranges = [(first, count) for first in range(len(giving)) for count in sorted({1, length})]
-    found = (
-        replace(parts.run(giving[first], giving[first + count - 1] + 1), part=first, parts=count)
-        for first, count in ranges
-        if first + count <= len(giving)
-    )
+    alone = {part: one for part in range(parts.count) if (one := parts.run(part, part + 1)).saved_bytes > 0}
+    found = []
+    for number, (part, one) in enumerate(alone.items()):
+        found.append(replace(one, part=number))
+        last = list(alone)[number + length - 1 : number + length]
+        if length > 1 and last:
+            found.append(replace(parts.run(part, last[0] + 1), part=number, parts=length))
     return tuple(one for one in found if one.saved_bytes > 0)
 
 
@@ -201,7 +201,7 @@ class _Parts:
             again_us=_again_us([units.graph.nodes[self._place[name]] for name in names], self._outputs),
             saved_bytes=float(sum(sizes[id_] for id_ in given_up)),
             entering_bytes=float(unsaved_bytes),
-            recomputable=not any(bound & set(run) and not bound <= set(run) for bound in self._bound),
+            recomputable=all(bound.isdisjoint(run) or bound.issubset(run) for bound in self._bound),
         )
 
     def _crossing(self, run: range) -> tuple[set[str], int]:

@@ -5,7 +5,7 @@ Nodes that do the same on values of the same shapes are measured once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +21,7 @@ from torch_lms.profile.node_facts import PASSIVE_OPS
 from torch_lms.profile.preserving import NodeError
 from torch_lms.profile.storages import dense_parts, is_expanded, tensors_in
 
-__all__ = ["Alone", "NodesAlone", "Prepared"]
+__all__ = ["Alone", "NodesAlone", "Prepared", "is_of_weights", "leaves_of"]
 
 _Found = TypeVar("_Found")
 
@@ -47,6 +47,35 @@ class Alone:
     precision: Callable[[], AbstractContextManager[Any]]
     call: Callable[..., Any]
     given: tuple[Any, Any]
+
+
+def is_of_weights(node: fx.Node, others: Collection[fx.Node]) -> bool:
+    """Whether a node reads nothing but weights and buffers, as others before it do."""
+    return node.op == "get_attr" or (bool(node.all_input_nodes) and all(one in others for one in node.all_input_nodes))
+
+
+def leaves_of(
+    node: fx.Node,
+    of_weights: Collection[fx.Node],
+    given: Callable[[fx.Node], Iterable[torch.Tensor]],
+    module: nn.Module | None,
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """What a node reads that needs a gradient: values and weights, as `Alone` has them.
+
+    Args:
+        node: that reads.
+        of_weights: the nodes that read nothing but weights and buffers.
+        given: the tensors that it is given of another node.
+        module: that it calls.
+    """
+    values: dict[int, torch.Tensor] = {}
+    weights: dict[int, torch.Tensor] = {}
+    for source in node.all_input_nodes:
+        kind = weights if source in of_weights else values
+        kind.update({id(one): one for one in given(source) if one.requires_grad})
+    if module is not None:
+        weights.update({id(one): one for one in module.parameters() if one.requires_grad})
+    return list(values.values()), list(weights.values())
 
 
 class Prepared:
@@ -109,7 +138,7 @@ class NodesAlone(fx.Interpreter, Generic[_Found]):
 
     def run_node(self, n: fx.Node) -> Any:
         """Measures a node, and runs it."""
-        if n.op == "get_attr" or (n.all_input_nodes and self._of_weights.issuperset(n.all_input_nodes)):
+        if is_of_weights(n, self._of_weights):
             self._of_weights.add(n)
         try:
             into = self._written_with_gradient(n)
@@ -128,7 +157,8 @@ class NodesAlone(fx.Interpreter, Generic[_Found]):
         return value if n.op in PASSIVE_OPS else tree_map(partial(_as_leaf, n.name in self._with_gradient), value)
 
     def _alone(self, node: fx.Node, needs_gradient: bool) -> Alone:
-        values, weights = self._leaves(node)
+        module = self.fetch_attr(str(node.target)) if node.op == "call_module" else None
+        values, weights = leaves_of(node, self._of_weights, lambda source: tensors_in(self.env[source]), module)
         return Alone(
             values=values,
             weights=weights,
@@ -153,17 +183,6 @@ class NodesAlone(fx.Interpreter, Generic[_Found]):
             for one in tensors_in(value) if other.op != "get_attr" else ():
                 if keys.intersection(map(storage_key, dense_parts(one))):
                     one.requires_grad_()
-
-    def _leaves(self, node: fx.Node) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        values: dict[int, torch.Tensor] = {}
-        weights: dict[int, torch.Tensor] = {}
-        for source in node.all_input_nodes:
-            kind = weights if source in self._of_weights else values
-            kind.update({id(one): one for one in tensors_in(self.env[source]) if one.requires_grad})
-        if node.op == "call_module":
-            module = self.fetch_attr(str(node.target))
-            weights.update({id(one): one for one in module.parameters() if one.requires_grad})
-        return list(values.values()), list(weights.values())
 
     def _key(self, node: fx.Node, needs_gradient: bool) -> Any:
         """Equal for nodes that do the same on values of the same shapes."""

@@ -18,7 +18,7 @@ from torch import fx, nn
 
 from torch_lms._torch_compat import storage_key, tree_map
 from torch_lms.errors import ProfileError
-from torch_lms.profile.alone import Alone
+from torch_lms.profile.alone import Alone, is_of_weights, leaves_of
 from torch_lms.profile.interpreter import describe_node
 from torch_lms.profile.preserving import NodeError, placed_on
 from torch_lms.profile.sizes import SizeWatcher
@@ -85,7 +85,7 @@ class PieceByPiece(fx.Interpreter):
         """Runs a node as often as it is timed; gives its value on the host."""
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         method = getattr(self, n.op)
-        if n.op == "get_attr" or (n.all_input_nodes and self._of_weights.issuperset(n.all_input_nodes)):
+        if is_of_weights(n, self._of_weights):
             self._of_weights.add(n)
         if n.op == "output":
             return method(n.target, args, kwargs)
@@ -105,17 +105,8 @@ class PieceByPiece(fx.Interpreter):
         return value
 
     def _space(self, n: fx.Node, node: _NodeOnDevice, value: Any) -> WorkingSpace:
-        values, weights = (
-            [
-                one
-                for source in n.all_input_nodes
-                if (source in self._of_weights) is way
-                for one in node.leaves(self.env[source])
-            ]
-            for way in (False, True)
-        )
-        if n.op == "call_module":
-            weights += [one for one in self.fetch_attr(str(n.target)).parameters() if one.requires_grad]
+        module = self.fetch_attr(str(n.target)) if n.op == "call_module" else None
+        values, weights = leaves_of(n, self._of_weights, lambda source: node.brought(self.env[source]), module)
         return node.working_space(values, weights, n in self._of_weights, value)
 
     def _bring_module(self, stack: ExitStack, module: nn.Module) -> None:
@@ -142,10 +133,9 @@ class _NodeOnDevice:
             if id(tensor) not in self._inputs:
                 self._inputs[id(tensor)] = (tensor, self._bring(tensor))
 
-    def leaves(self, value: Any) -> list[torch.Tensor]:
-        """What the node is given in place of the tensors of a value, of those that need a gradient."""
-        found = (self._inputs[id(one)][1] for one in tensors_in(value) if id(one) in self._inputs)
-        return list({id(one): one for one in found if one.requires_grad}.values())
+    def brought(self, value: Any) -> list[torch.Tensor]:
+        """What the node is given in place of the tensors of a value."""
+        return [self._inputs[id(one)][1] for one in tensors_in(value) if id(one) in self._inputs]
 
     def working_space(
         self, values: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], of_weights: bool, value: Any
