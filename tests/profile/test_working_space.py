@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -172,6 +173,13 @@ def test_what_is_kept_is_not_counted_twice_nor_the_gradient_of_what_is_only_hand
         ("output", ("pack",), 0, {"kind": "output"}),
     )
     assert node_space_bytes(graph) == {"a": 1, "b": 3, "pack": 0, "output": 0}
+
+
+def test_piece_by_piece_nothing_of_a_node_stays() -> None:
+    model = nn.Sequential(*(layer for _ in range(16) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
+    with LiveBytes() as live:
+        profile(model, torch.ones(ROWS, WIDTH), config=replace(QUICK, pieces=True))
+    assert live.peak_bytes < 16 * VALUE  # all values are 32
 
 
 def test_what_was_not_measured_needs_its_output_and_its_gradient() -> None:

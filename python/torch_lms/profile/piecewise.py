@@ -113,6 +113,7 @@ class PieceByPiece(fx.Interpreter):
         storages = self._pieces.storages
         names = [(tensor, storages.model_names(tensor)) for tensor in [*module.parameters(), *module.buffers()]]
         stack.enter_context(placed_on(module, self._pieces.device))
+        stack.callback(module.zero_grad, set_to_none=True)  # gradients of all modules would not fit
         for tensor, own in names:
             for name in own:
                 storages.alias_model(tensor, name)
@@ -177,6 +178,7 @@ class _NodeOnDevice:
     def run_all(self) -> Any:
         """Sizes, then warm-up, then timed runs; gives the value on the host."""
         value, copies = self._run(self._pieces.sizes.watch)
+        self._pieces.sizes.forget_values()  # they would keep this node's inputs on the device
         self._write_back(copies)
         value = tree_map(partial(self._to_host, copies), value)
         del copies

@@ -71,6 +71,10 @@ class SizeWatcher:
         self._before.update(tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None)
         return value
 
+    def forget_values(self) -> None:
+        """What comes takes none of the values so far; autograd's nodes hold the leaves that they were made of."""
+        self._before.clear()
+
     def _is_parameter(self, leaf: torch.Tensor) -> bool:
         return bool(self._storages.model_names(leaf))
 
