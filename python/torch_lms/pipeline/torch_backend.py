@@ -158,7 +158,7 @@ def _make_stage(boundary: Boundary, group: Any, recorder: Recorder) -> Any:
             """PyTorch's own, but for the backward of weights; see Note [As they were kept] in ``weight_groups``."""
             if backward_type != "weight":
                 return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, *args, **kwargs)
-            backward_of_weights(self.submod.parameters(), bwd_kwargs["param_groups"])
+            backward_of_weights(bwd_kwargs["param_groups"])
             return (), None
 
         def _record(self, kind: str, microbatch: int, run: Any, *args: Any, **kwargs: Any) -> Any:

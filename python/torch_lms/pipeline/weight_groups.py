@@ -18,7 +18,7 @@ by its name alone. So the outputs are held until the backward of weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -58,48 +58,25 @@ def merge_groups(groups: list[dict[str, Any]], *, recomputes: bool) -> list[dict
     return [{"params": params, "intermediates": list(kept), "grads": list(kept.values())}]
 
 
-def backward_of_weights(weights: Iterable[torch.Tensor], groups: list[dict[str, Any]]) -> None:
+def backward_of_weights(groups: list[dict[str, Any]]) -> None:
     """Adds the gradients of weights to what they have.
 
     Args:
-        weights: of the stage; those that no group has get none.
         groups: as `merge_groups` gives them; they are emptied one after the other, so that what was kept goes.
     """
-    weight_of = {_accumulator(weight): weight for weight in weights if weight.requires_grad}
-    while groups:
-        group = groups.pop(0)
-        found = _gradients(group, list(group["params"]))
-        for accumulator, gradient in found.items():
-            weight = weight_of[accumulator]
-            if weight.grad is None:
-                weight.grad = gradient
-            else:
-                weight.grad += gradient
-
-
-def _accumulator(weight: torch.Tensor) -> Any:
-    """Autograd's node that stands for a leaf."""
-    made = weight.view_as(weight).grad_fn
-    assert made is not None  # it requires a gradient
-    return made.next_functions[0][0]
-
-
-def _gradients(group: Mapping[str, Any], accumulators: list[Any]) -> dict[Any, torch.Tensor]:
-    """Of a group's weights, by their nodes."""
     from torch.autograd.graph import GradientEdge
 
-    edges, kept = [], []
-    for node, gradients in _kept_of(group):
-        for output, gradient in enumerate(gradients):
-            if gradient is not None:
-                edges.append(GradientEdge(node, output))
-                kept.append(gradient)
-    if not edges:
-        return {}
-    asked = [GradientEdge(one, 0) for one in accumulators]
-    with _kept_gradients(group):
-        found = torch.autograd.grad(edges, asked, kept, allow_unused=True)
-    return {one: gradient for one, gradient in zip(accumulators, found, strict=True) if gradient is not None}
+    while groups:
+        group = groups.pop(0)
+        edges, kept = [], []
+        for node, gradients in _kept_of(group):
+            for output, gradient in enumerate(gradients):
+                if gradient is not None:
+                    edges.append(GradientEdge(node, output))
+                    kept.append(gradient)
+        if edges:
+            with _kept_gradients(group):
+                torch.autograd.backward(edges, kept, inputs=[GradientEdge(one, 0) for one in group["params"]])
 
 
 def _kept_of(group: Mapping[str, Any]) -> list[tuple[Any, Any]]:
