@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import pickle
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torch_lms.errors import PartitionError
+from torch_lms.hardware import GUESSED_LINK, DeviceSpeeds, find_links, is_cuda_here
 from torch_lms.partition.costs import CostGraph, CostModel, DataParallel, DeviceSpec, optimizer_multiplier, slower_of
 from torch_lms.partition.interface import Algorithm, Partition, PartitionProblem
 from torch_lms.partition.link_spec import LinkSpec
@@ -42,10 +43,6 @@ __all__ = ["BalanceConfig", "BalancedPlan", "create_balanced_partition", "plan_b
 _OTHER_LEVELS = {"recorded": "one of a single run, which stops where Python would read other values"}
 # What counts where nothing was timed, because the model is on the meta device.
 _UNTIMED_ALGORITHM = "parameters"
-# Where links were not measured: about what Gloo does between two processes of one machine.
-_GUESSED_LINK = LinkSpec(bytes_per_us=1000.0, latency_us=100.0)
-_GUESS = f"{_GUESSED_LINK.bytes_per_us / 1000:g} GB/s and {_GUESSED_LINK.latency_us:g} us are taken"
-_GUESS_FROM_HERE = "those between the devices of these names in this process are taken"
 _MOST_REST = 0.5  # a device is as fast after it as after longer rests, for which nobody has to wait
 # How long ranks wait for the first one, which traces, profiles and cuts.
 _DECIDED, _DECIDING_S = "decided", 3600.0
@@ -64,6 +61,8 @@ class BalanceConfig:
         cost: schedule, microbatches and weights. What runs the stages reads them there: `Stages.cost`.
         links: between the devices, by their names as given; by default measured between devices of this process, and
             guessed, with a warning, between others.
+        speeds: of the devices, by their names as given, times that of the profiled one; by default CUDA devices are
+            measured, each by the rank that has it, where there are several, and others are taken to be equal.
         memory_cap_bytes: of each device; by default what a CUDA device has and no cap elsewhere.
         relief: what stages without room give up until their backward: ``KEEP_ALL`` for nothing, ``RecomputeAndSwap``.
             By default that of ``cost``, if it has one; else stages compute segments again, and where that is not enough
@@ -79,6 +78,7 @@ class BalanceConfig:
     profile: ProfileConfig | None = None
     cost: CostModel = field(default_factory=CostModel)
     links: LinkSpec | Mapping[tuple[str, str], LinkSpec] | None = None
+    speeds: Mapping[str, float] | None = None
     memory_cap_bytes: int | None = None
     relief: MemoryRelief | None = None
     materialize: bool = True
@@ -191,13 +191,18 @@ def plan_balanced_partition(
         found_instead = _OTHER_LEVELS.get(traced.level, "one of modules: borders fall between these only")
         warnings.warn(f"expected a graph of operators, found {found_instead}; {'; '.join(traced.notes)}", stacklevel=2)
 
-    def decide() -> tuple[Profile, Partition]:
-        measured = None if isinstance(optimizer, str) else optimizer
-        names = _names(devices, places)
-        rest_share = min(TrainingStep.of(names, config.cost).rest_share(config.cost), _MOST_REST)
-        profile = _profile(traced, sample_input, sample_kwargs, measured, places, rest_share, config)
-        return profile, _partition(profile, names, places, algorithm, config)
+    names = _names(devices, places)
+    settings = _profile_settings(traced.model, names, places, config)
+    measured_speeds = partial(_speeds, circle, traced.model, names, places, settings, config)
 
+    def decide() -> tuple[Profile, Partition]:
+        speeds = measured_speeds()
+        measured = None if isinstance(optimizer, str) else optimizer
+        profile = _profile(traced, sample_input, sample_kwargs, measured, settings)
+        return profile, _partition(profile, names, places, speeds.of_stages(), algorithm, config)
+
+    if own_rank() != 0:
+        measured_speeds()
     profile, found = decide() if circle is None else _decided_by_the_first_rank(circle, decide)
     return BalancedPlan(traced, profile, found)
 
@@ -250,29 +255,52 @@ def _priced(cost: CostModel, optimizer: Any) -> CostModel:
     return replace(cost, optimizer_multiplier=optimizer_multiplier(optimizer))
 
 
-def _profile(
-    model: TracedModel,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    optimizer: Any,
-    places: Sequence[Placement],
-    rest_share: float,
-    config: BalanceConfig,
-) -> Profile:
-    """On the device that will run it, so far as it is here."""
+def _profile_settings(
+    model: nn.Module, names: Sequence[str], places: Sequence[Placement], config: BalanceConfig
+) -> ProfileConfig:
+    """On the device that will run it, so far as it is here, and as the schedule will."""
     from torch_lms.profile.devices import device_of
-    from torch_lms.profile.profiler import ProfileConfig, profile
+    from torch_lms.profile.profiler import ProfileConfig
 
     settings = config.profile or ProfileConfig()
     here = next((place.device for place in places if place.is_local(own_rank())), None)
-    if settings.device is None and here is not None and "meta" not in (here.type, device_of(model.model).type):
+    if settings.device is None and here is not None and "meta" not in (here.type, device_of(model).type):
         settings = replace(settings, device=here)
     if settings.accumulate is None:
         settings = replace(settings, accumulate=config.cost.microbatches > 1)
     if settings.rest_share is None:
-        settings = replace(settings, rest_share=rest_share)
+        rest_share = TrainingStep.of(names, config.cost).rest_share(config.cost)
+        settings = replace(settings, rest_share=min(rest_share, _MOST_REST))
     if settings.two_parts is None:
         settings = replace(settings, two_parts=splits_backward(config.cost.schedule))
+    return settings
+
+
+def _speeds(
+    circle: Circle | None,
+    model: nn.Module,
+    names: Sequence[str],
+    places: Sequence[Placement],
+    settings: ProfileConfig,
+    config: BalanceConfig,
+) -> DeviceSpeeds:
+    """Of the stages' devices, those of this rank measured; equal where nothing is timed."""
+    from torch_lms.profile.devices import device_of
+
+    own = device_of(model)
+    profiled = own if settings.device is None or own_rank() != 0 else find_device(settings.device)
+    given = {} if own.type == "meta" else config.speeds
+    of_stages = None if given is None else [given.get(name, 1.0) for name in names]
+    speeds = DeviceSpeeds(circle, places, profiled, settings.rest_share or 0.0, of_stages)
+    speeds.measure()
+    return speeds
+
+
+def _profile(
+    model: TracedModel, args: Sequence[Any], kwargs: Mapping[str, Any], optimizer: Any, settings: ProfileConfig
+) -> Profile:
+    from torch_lms.profile.profiler import profile
+
     return profile(model, *args, optimizer=optimizer, config=settings, **kwargs)
 
 
@@ -280,15 +308,17 @@ def _partition(
     profile: Profile,
     names: Sequence[str],
     places: Sequence[Placement],
+    speeds: Sequence[float],
     algorithm: str | Algorithm,
     config: BalanceConfig,
 ) -> Partition:
-    links = config.links if config.links is not None else _find_links(profile, names, places, config)
+    may_measure = config.profile is None or config.profile.links
+    links = config.links if config.links is not None else find_links(profile, names, places, may_measure)
     problem = PartitionProblem(
         graph=CostGraph.from_profile(profile),
         devices=tuple(
-            DeviceSpec(name=name, memory_cap_bytes=_cap(place, config))
-            for name, place in zip(names, places, strict=False)
+            DeviceSpec(name=name, memory_cap_bytes=_cap(place, config), speed=speed)
+            for name, place, speed in zip(names, places, speeds, strict=True)
         ),
         links=links,
         cost_model=replace(config.cost, relief=_relief(profile, config), data_parallel=_copies(config.cost, links)),
@@ -304,7 +334,7 @@ def _copies(cost: CostModel, links: LinkSpec | Mapping[tuple[str, str], LinkSpec
     if copies.ranks == 1 or copies.link is not None:
         return copies
     between = [links] if isinstance(links, LinkSpec) else list(links.values())
-    return replace(copies, link=min(between, key=lambda link: link.bytes_per_us, default=_GUESSED_LINK))
+    return replace(copies, link=min(between, key=lambda link: link.bytes_per_us, default=GUESSED_LINK))
 
 
 def _relief(profile: Profile, config: BalanceConfig) -> MemoryRelief:
@@ -321,57 +351,10 @@ def _host_link(profile: Profile) -> LinkSpec | None:
     return slower_of(ways) if ways and can_swap() else None
 
 
-def _find_links(
-    profile: Profile, names: Sequence[str], places: Sequence[Placement], config: BalanceConfig
-) -> LinkSpec | Mapping[tuple[str, str], LinkSpec]:
-    """Measured between devices of this process, else guessed, which is told."""
-    may_measure = config.profile is None or config.profile.links
-    place_of = dict(zip(names, places, strict=False))
-    found: dict[tuple[str, str], LinkSpec] = {}
-    guessed: dict[str, list[str]] = {_GUESS: [], _GUESS_FROM_HERE: []}
-    for one, other in itertools.permutations(place_of, 2):
-        link = _link_here(profile, place_of[one], place_of[other], may_measure)
-        if link is None:
-            guessed[_GUESS] += [one, other]
-        elif not (place_of[one].is_local(own_rank()) and place_of[other].is_local(own_rank())):
-            guessed[_GUESS_FROM_HERE] += [one, other]
-        found[one, other] = link or _GUESSED_LINK
-    for how, between in guessed.items():
-        _tell_guesses(how, between)
-    return found
-
-
-def _link_here(profile: Profile, place: Placement, other: Placement, may_measure: bool) -> LinkSpec | None:
-    """As profiled or measured now, between the devices that have these names here; None if nothing can tell."""
-    from torch_lms.profile.links import measure_link
-
-    one, two = place.device, other.device
-    if one == two:
-        ranks = [own_rank() if each.rank is None else each.rank for each in (place, other)]
-        return LinkSpec() if ranks[0] == ranks[1] else None
-    link = next((link for link in profile.links if (link.source, link.target) == (str(one), str(two))), None)
-    if link is None and may_measure and all(device.type == "cpu" or _is_cuda_here(device) for device in (one, two)):
-        link = measure_link(str(one), str(two))
-    return None if link is None else LinkSpec(bytes_per_us=link.bytes_per_us, latency_us=link.latency_us)
-
-
-def _tell_guesses(how: str, names: Sequence[str]) -> None:
-    if names:
-        warnings.warn(
-            f"links guessed: expected links that are measured, found none between {', '.join(dict.fromkeys(names))}; "
-            f"{how}: pass BalanceConfig(links=...) if they are not like that",
-            stacklevel=2,
-        )
-
-
 def _cap(place: Placement, config: BalanceConfig) -> int | None:
     if config.memory_cap_bytes is not None:
         return config.memory_cap_bytes
-    return torch.cuda.get_device_properties(place.device).total_memory if _is_cuda_here(place.device) else None
-
-
-def _is_cuda_here(device: torch.device) -> bool:
-    return device.type == "cuda" and (device.index or 0) < torch.cuda.device_count()
+    return torch.cuda.get_device_properties(place.device).total_memory if is_cuda_here(place.device) else None
 
 
 def _placements(devices: Sequence[str]) -> list[Placement]:

@@ -34,7 +34,8 @@ PUBLIC_NAMES = [
 # Each may import those in front of it, never those behind it.
 LAYERS = [
     *("errors", "memory_sizes", "ranks", "plan", "_torch_compat", "_fork", "_core"),
-    *("swap", "chunk", "profile", "fitting", "schedules", "partition", "stages", "balanced", "pipeline", "cli"),
+    *("swap", "chunk", "profile", "fitting", "schedules", "partition"),
+    *("stages", "hardware", "balanced", "pipeline", "cli"),
 ]
 
 

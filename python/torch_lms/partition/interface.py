@@ -169,6 +169,7 @@ class Partition:
         algorithm: that made it.
         reason: in words.
         devices: of the stages, in order.
+        speeds: of these, times the profiled device's.
         figures: all costs.
         lower_bound_us: of the largest stage time.
     """
@@ -178,6 +179,7 @@ class Partition:
     algorithm: str
     reason: str
     devices: tuple[str, ...]
+    speeds: tuple[float, ...]
     figures: Figures
     lower_bound_us: float
 
@@ -278,6 +280,7 @@ def evaluate(
         algorithm=algorithm,
         reason=reason,
         devices=tuple(device.name for device in devices),
+        speeds=tuple(device.speed for device in devices),
         figures=measure(problem.units, np.asarray(stage_of_unit, dtype=np.int64), devices, links, problem.cost_model),
         lower_bound_us=problem.lower_bound_us,
     )
