@@ -24,11 +24,12 @@ __all__ = ["GUESSED_LINK", "DeviceSpeeds", "find_links", "is_cuda_here"]
 GUESSED_LINK = LinkSpec(bytes_per_us=1000.0, latency_us=100.0)
 _GUESS = f"{GUESSED_LINK.bytes_per_us / 1000:g} GB/s and {GUESSED_LINK.latency_us:g} us are taken"
 _GUESS_FROM_HERE = "those between the devices of these names in this process are taken"
+_ALIKE = 0.05  # devices that differ by less count as equal: two measurements of one differ by up to half of it
 _WORK, _LATE_S = "work of ", 60.0  # how long the first rank waits for what another one has measured
 
 
 class DeviceSpeeds:
-    """What the same work takes on the stages' devices; see Note [Devices of one kind differ] in ``profile.speeds``.
+    """What the same work takes on the stages' devices; as `torch_lms.profile.speeds.work_us` measures it.
 
     Only CUDA devices are measured, and only where there are several.
 
@@ -74,7 +75,8 @@ class DeviceSpeeds:
         if self._circle is not None:
             self._hear(self._circle)
         _tell_speeds([str(self._places[stage]) for stage in self._cuda if stage not in self._work_us])
-        return [profiled_us / self._work_us.get(stage, profiled_us) for stage in range(len(self._places))]
+        found = [profiled_us / self._work_us.get(stage, profiled_us) for stage in range(len(self._places))]
+        return [1.0 if abs(speed - 1) < _ALIKE else speed for speed in found]
 
     def _hear(self, circle: Circle) -> None:
         others = {self._places[stage].rank for stage in self._cuda} - {None, own_rank()}

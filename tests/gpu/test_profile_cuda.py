@@ -72,11 +72,11 @@ def test_the_work_that_tells_speeds_leaves_nothing() -> None:
     assert torch.cuda.memory_allocated() == before
 
 
-def test_the_device_rests_between_whole_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_device_rests_between_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     rests_s: list[float] = []
     monkeypatch.setattr(time, "sleep", rests_s.append)
     profile(TiedLM(), torch.tensor([[1, 2]]), config=quick(device="cuda", rest_share=0.5))
-    assert len(rests_s) == 3
+    assert len(rests_s) == 3 + 2 + 3  # of nodes, of these with waits, and of whole steps
     assert min(rests_s) > 0
 
 

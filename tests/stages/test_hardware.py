@@ -55,12 +55,13 @@ def speeds(*places: str, profiled: torch.device = CUDA[0], circle: Circle | None
         (["cuda:1", "cpu"], CUDA[0], [1.0, 1.0]),
         (["cuda:0", "cuda:1"], CPU, [1.0, 1.0]),
         (["cuda:1", "cuda:1"], CUDA[0], [1.0, 1.0]),
+        (["cuda:0", "cuda:2"], CUDA[0], [1.0, 1.0]),  # as far apart as two measurements may be
     ],
 )
 def test_speeds_are_those_beside_the_profiled_device(
     places: list[str], profiled: torch.device, expected: list[float]
 ) -> None:
-    with working(100.0, 125.0), warnings.catch_warnings():
+    with working(100.0, 125.0, 96.0), warnings.catch_warnings():
         warnings.simplefilter("error")
         assert speeds(*places, profiled=profiled).of_stages() == expected
 

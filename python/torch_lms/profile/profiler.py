@@ -64,8 +64,8 @@ class ProfileConfig:
             say.
         two_parts: whether the two parts that zero bubble makes of a backward are timed as well; they need a graph, and
             are not where a model is profiled in pieces. None means no, or what a pipeline's schedule says.
-        rest_share: of the time, how much the device rests between whole steps, as in the bubble of a pipeline: where
-            its power is what limits it, it is clocked higher then. None means 0, or what a pipeline's schedule says.
+        rest_share: of the time, how much the device rests between runs, as in the bubble of a pipeline: where its power
+            is what limits it, it is clocked higher then. None means 0, or what a pipeline's schedule says.
 
     Raises:
         ValueError: for a number of runs or a share that is out of range.
@@ -329,6 +329,7 @@ class _ProfileRun:
 
     def _time_nodes(self, timer: RunTimer, keep: bool) -> None:
         """One forward and backward, node by node."""
+        began = time.perf_counter()
         backward = backward_of(self._run(timer))
         if backward is not None:
             run_or_explain(self.model, self.sample, partial(timer.backward, backward))
@@ -336,6 +337,7 @@ class _ProfileRun:
             self.notes.append(_NO_BACKWARD)
         self._end_backward()
         timer.finish_runs(keep)
+        self._rest(time.perf_counter() - began)
 
     def _end_backward(self) -> None:
         if not self.config.accumulate:

@@ -1,8 +1,4 @@
-"""How fast devices are beside each other: what the same work takes on each, as `work_us` measures it.
-
-Note [Devices of one kind differ]: where power is what limits a device, its clock is what this one gets for it: chips
-of one kind differ by a few percent, and so do the stages on them. That is as much as the best cut and the next differ.
-"""
+"""How fast devices are beside each other: what the same work takes on each, as `work_us` measures it."""
 
 from __future__ import annotations
 

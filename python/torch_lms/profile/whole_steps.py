@@ -1,10 +1,10 @@
 """Makes the times of nodes add up to what whole steps take: `as_in_steps`.
 
-Note [Nodes add up to the step]: the device rests now and then while nodes are timed, one run after the other, with
-marks between the nodes. A device that works without a rest is clocked lower, by several percent where its power is what
-limits it, and so is one of a pipeline, which rests in the bubble only. So where Python is ahead of the device the
-nodes' times give the shares, and whole steps of the model itself, with such rests between them, the time that is
-shared, forward and backward each.
+Note [Nodes add up to the step]: a device that works without a rest is clocked lower, by several percent where its power
+is what limits it, and one of a pipeline rests in the bubble only. So a profile rests as long between its runs. While
+nodes are timed, with marks between them and Python far ahead, it rests a little more. So where Python is ahead of the
+device the nodes' times give the shares, and whole steps of the model itself the time that is shared, forward and
+backward each.
 
 Where the device waits for Python, a step takes longer than its nodes, or less long where nodes wait for the device
 themselves: then marks make them longer. So nodes are timed once more, with Python no further ahead than it comes by
