@@ -85,5 +85,5 @@ def test_nodes_add_up_to_the_step(width: int, depth: int, busy: bool) -> None:
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(depth)))
     found = profile(model, torch.ones(width, width), config=quick(device="cuda", timed_runs=5))
     assert found.forward_us + found.backward_us == pytest.approx(found.step_us)
-    assert (0.8 < found.node_scale < 1.25) == busy
+    assert not busy or 0.8 < found.node_scale < 1.25  # nodes that Python is slower than may add up to anything
     assert any("waits for Python" in note for note in found.notes) != busy
