@@ -213,3 +213,37 @@ def test_on_the_meta_device_sizes_are_those_of_the_cpu() -> None:
         assert getattr(meta, field) == getattr(real, field)
     for one, other in zip(meta.nodes, real.nodes, strict=True):
         assert (one.name, one.output_bytes, one.saved) == (other.name, other.output_bytes, other.saved)
+
+
+class Attention(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.given, self.options = nn.Linear(64, 192), options
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = (one.view(2, 128, 4, 16).transpose(1, 2) for one in self.given(x).chunk(3, -1))
+        if "enable_gqa" in self.options:
+            key, value = key[:, :2], value[:, :2]
+        found: torch.Tensor = functional.scaled_dot_product_attention(query, key, value, **self.options)
+        return found.sum()
+
+
+@pytest.mark.skipif(not has_export(), reason="the meta device of old PyTorch lacks ops")
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"is_causal": True}, {"mask": torch.float32}, {"mask": torch.bool}, {"enable_gqa": True}, {"dropout_p": 0.1}],
+)
+def test_on_the_meta_device_attention_keeps_what_a_kernel_keeps(options: dict[str, Any]) -> None:
+    def attention(device: str) -> tuple[int, ...]:
+        options_here = {name: value for name, value in options.items() if name != "mask"}
+        if "mask" in options:
+            options_here["attn_mask"] = torch.zeros(128, 128, dtype=options["mask"], device=device)
+        elif device == "cpu":  # with dropout it has no kernel
+            options_here.pop("dropout_p", None)
+        found = profile(Attention(**options_here).to(device), torch.ones(2, 128, 64), config=ONCE)
+        (node,) = [node for node in found.nodes if "attention" in node.name]
+        saved_bytes = sum(found.storage_bytes[name] for name in node.saved)
+        return node.output_bytes, saved_bytes, node.forward_working_bytes or 0, node.backward_working_bytes or 0
+
+    for meta, real in zip(attention("meta"), attention("cpu"), strict=True):
+        assert real <= meta <= real + 64  # the state of random numbers

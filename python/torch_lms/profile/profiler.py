@@ -21,6 +21,7 @@ from torch_lms.profile.alone_figures import AloneFigures, measure_alone
 from torch_lms.profile.arguments import Sample, bind_sample
 from torch_lms.profile.devices import device_of, find_device, fits, made_on
 from torch_lms.profile.document import LinkProfile, NodeProfile, Profile
+from torch_lms.profile.fused_attention import fused_attention
 from torch_lms.profile.huggingface import as_in_training
 from torch_lms.profile.interpreter import ProfilingInterpreter, graph_facts, written_parameters
 from torch_lms.profile.links import measure_links
@@ -212,7 +213,7 @@ class _ProfileRun:
         storages = StorageNames(self.model)
         watcher = SizeWatcher(storages)
         timer = RunTimer(make_clock(self.device))
-        with as_in_training(self.model, self.sample, []):
+        with as_in_training(self.model, self.sample, []), nullcontext() if self.timed else fused_attention():
             if self.config.pieces and self.timed:
                 self._time_pieces(watcher, storages, timer)
             else:
