@@ -4,7 +4,7 @@
 #   bash build_scripts/gpu.sh [STAGE...]
 #
 # Stages, in the order in which they run by default:
-#   build                                               13 s on 16 cores
+#   build                                               in place
 #   access memory graphs training optimizers
 #     devices profile chunks chunk_ranks                tests/gpu/test_STAGE_cuda.py, each in a process of its own
 #   doctor train                                        python -m torch_lms ...; the picture of the demo
