@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from torch_lms.device_links import GUESSED_LINK, find_links, is_cuda_here
 from torch_lms.errors import PartitionError
-from torch_lms.hardware import GUESSED_LINK, DeviceSpeeds, find_links, is_cuda_here
 from torch_lms.partition.costs import CostGraph, CostModel, DataParallel, DeviceSpec, optimizer_multiplier, slower_of
 from torch_lms.partition.interface import Algorithm, Partition, PartitionProblem
 from torch_lms.partition.link_spec import LinkSpec
@@ -61,8 +61,7 @@ class BalanceConfig:
         cost: schedule, microbatches and weights. What runs the stages reads them there: `Stages.cost`.
         links: between the devices, by their names as given; by default measured between devices of this process, and
             guessed, with a warning, between others.
-        speeds: of the devices, by their names as given, times that of the profiled one; by default CUDA devices are
-            measured, each by the rank that has it, where there are several, and others are taken to be equal.
+        speeds: of devices, by their names as given, times that of the profiled one; 1 where there is none.
         memory_cap_bytes: of each device; by default what a CUDA device has and no cap elsewhere.
         relief: what stages without room give up until their backward: ``KEEP_ALL`` for nothing, ``RecomputeAndSwap``.
             By default that of ``cost``, if it has one; else stages compute segments again, and where that is not enough
@@ -72,13 +71,13 @@ class BalanceConfig:
         init_fn: initialises modules of a model on the meta device.
 
     Raises:
-        ValueError: for a cap that is not positive.
+        ValueError: for a cap that is not positive, or a speed that is not positive and finite.
     """
 
     profile: ProfileConfig | None = None
     cost: CostModel = field(default_factory=CostModel)
     links: LinkSpec | Mapping[tuple[str, str], LinkSpec] | None = None
-    speeds: Mapping[str, float] | None = None
+    speeds: Mapping[Any, float] | None = None
     memory_cap_bytes: int | None = None
     relief: MemoryRelief | None = None
     materialize: bool = True
@@ -90,6 +89,11 @@ class BalanceConfig:
             raise ValueError(
                 f"expected a positive memory cap, found {self.memory_cap_bytes}; None means the device's own"
             )
+        for name, speed in (self.speeds or {}).items():
+            if not isinstance(speed, (int, float)) or not 0 < speed < math.inf:
+                raise ValueError(
+                    f"expected a positive and finite speed of {name}, found {speed!r}; 1 is the profiled device's"
+                )
 
 
 @dataclass(frozen=True)
@@ -192,17 +196,14 @@ def plan_balanced_partition(
         warnings.warn(f"expected a graph of operators, found {found_instead}; {'; '.join(traced.notes)}", stacklevel=2)
 
     names = _names(devices, places)
-    settings = _profile_settings(traced.model, names, places, config)
-    measured_speeds = partial(_speeds, circle, traced.model, names, places, settings, config)
+    speeds = _speeds(devices, names, config)
 
     def decide() -> tuple[Profile, Partition]:
-        speeds = measured_speeds()
         measured = None if isinstance(optimizer, str) else optimizer
+        settings = _profile_settings(traced.model, names, places, config)
         profile = _profile(traced, sample_input, sample_kwargs, measured, settings)
-        return profile, _partition(profile, names, places, speeds.of_stages(), algorithm, config)
+        return profile, _partition(profile, names, places, speeds, algorithm, config)
 
-    if own_rank() != 0:
-        measured_speeds()
     profile, found = decide() if circle is None else _decided_by_the_first_rank(circle, decide)
     return BalancedPlan(traced, profile, found)
 
@@ -276,24 +277,17 @@ def _profile_settings(
     return settings
 
 
-def _speeds(
-    circle: Circle | None,
-    model: nn.Module,
-    names: Sequence[str],
-    places: Sequence[Placement],
-    settings: ProfileConfig,
-    config: BalanceConfig,
-) -> DeviceSpeeds:
-    """Of the stages' devices, those of this rank measured; equal where nothing is timed."""
-    from torch_lms.profile.devices import device_of
-
-    own = device_of(model)
-    profiled = own if settings.device is None or own_rank() != 0 else find_device(settings.device)
-    given = {} if own.type == "meta" else config.speeds
-    of_stages = None if given is None else [given.get(name, 1.0) for name in names]
-    speeds = DeviceSpeeds(circle, places, profiled, settings.rest_share or 0.0, of_stages)
-    speeds.measure()
-    return speeds
+def _speeds(devices: Sequence[Any], names: Sequence[str], config: BalanceConfig) -> list[float]:
+    """Of each stage's device: under its name as given, or with its rank where several have that one."""
+    given = {str(name): speed for name, speed in (config.speeds or {}).items()}
+    found = [given.get(name, given.get(str(device), 1.0)) for name, device in zip(names, devices, strict=True)]
+    unknown = set(given) - {*names, *map(str, devices)}
+    if unknown:
+        raise PartitionError(
+            f"expected speeds of devices among {', '.join(dict.fromkeys(names))}, found one of "
+            f"{', '.join(sorted(unknown))}; name devices as they are given"
+        )
+    return found
 
 
 def _profile(

@@ -54,22 +54,31 @@ class Both(torch.autograd.Function):
 
 
 class Meeting(torch.nn.Module):
-    """Weights at nodes of one output and of two; one that is read twice, and one that nothing reads."""
+    """Weights at nodes of one output and of two; one that is read twice, and one that nothing reads.
 
-    def __init__(self) -> None:
+    Args:
+        hooked: whether hooks change the gradients of values that weights meet.
+    """
+
+    def __init__(self, *, hooked: bool = False) -> None:
         super().__init__()
+        self.hooked = hooked
         self.first, self.last = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
         self.scale, self.unread = (torch.nn.Parameter(torch.rand(4)) for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        one, other = Both.apply(self.first(x).relu(), self.scale)
+        first = self.first(x)
+        one, other = Both.apply(first.relu(), self.scale)
+        for value in (first, one) if self.hooked else ():
+            value.register_hook(lambda gradient: gradient * 3)
         return self.last(one * self.scale).tanh() + other
 
 
 @pytest.mark.skipif(not is_available(), reason="needs torch.distributed.pipelining")
 @pytest.mark.parametrize("recomputes", [False, True])
-def test_two_parts_of_a_backward_give_the_gradients_of_the_whole(recomputes: bool) -> None:
-    model, x = Meeting(), torch.rand(3, 4)
+@pytest.mark.parametrize("hooked", [False, True])
+def test_two_parts_of_a_backward_give_the_gradients_of_the_whole(recomputes: bool, hooked: bool) -> None:
+    model, x = Meeting(hooked=hooked), torch.rand(3, 4)
 
     def gradients(one_by_one: bool) -> list[torch.Tensor | None]:
         model.zero_grad()

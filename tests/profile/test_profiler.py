@@ -325,6 +325,29 @@ def test_piece_by_piece_nodes_need_the_same_space(build: Any, args: Any) -> None
     assert any(forward for forward, _ in whole) == has_dispatch_modes()
 
 
+class Unforgetting(nn.Linear):
+    """Stays whole, for it branches; its gradients are not for others to forget."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x if float(x.sum()) else -x)
+
+    def zero_grad(self) -> None:  # type: ignore[override]
+        raise AssertionError("not called")
+
+
+@pytest.mark.skipif(not has_export(), reason="torch.export opens what stays whole")
+@pytest.mark.parametrize("pieces", [False, True])
+def test_gradients_that_were_there_are_there_after_a_profile(pieces: bool) -> None:
+    model, x = nn.Sequential(Unforgetting(4, 4), nn.Tanh()), torch.ones(2, 4)
+    model(x).sum().backward()
+    before = [parameter.grad for parameter in model.parameters()]
+    values = [gradient.clone() for gradient in before if gradient is not None]
+    found = profile(model, x, config=replace(QUICK, pieces=pieces, sources=("opened",)))
+    assert "call_module" in {node.op for node in found.nodes if node.parameters}
+    assert [id(parameter.grad) for parameter in model.parameters()] == [id(gradient) for gradient in before]
+    assert all(torch.equal(one.grad, two) for one, two in zip(model.parameters(), values, strict=True))
+
+
 class NoRoomToDouble(torch.autograd.Function):
     """Finds no memory in its backward."""
 
@@ -351,12 +374,16 @@ class Doubling(nn.Module):
 def test_nothing_of_a_step_that_did_not_fit_is_there_when_pieces_begin(monkeypatch: pytest.MonkeyPatch) -> None:
     left: list[torch.Tensor] = []
 
+    def in_graphs() -> list[torch.Tensor]:
+        return [found for found in gc.get_objects() if type(found) is torch.Tensor and found.grad_fn is not None]
+
     def time_pieces(*_: Any) -> None:
-        left.extend(found for found in gc.get_objects() if type(found) is torch.Tensor and found.grad_fn is not None)
+        left.extend(found for found in in_graphs() if all(found is not one for one in before))
         raise ProfileError("seen")
 
     monkeypatch.setattr(profiler._ProfileRun, "_time_pieces", time_pieces)
     gc.collect()
+    before = in_graphs()  # of other tests
     gc.disable()
     try:
         with pytest.warns(UserWarning, match="needs more memory"), pytest.raises(ProfileError, match="seen"):

@@ -132,12 +132,18 @@ class Twice(torch.autograd.Function):
 ELSEWHERE = torch.ones(4)
 
 
+def hooked(_self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    x.register_hook(lambda gradient: gradient * 2)
+    return x + 1
+
+
 @pytest.mark.parametrize(
     ("last", "words"),
     [
         (lambda self, x: torch.from_numpy(x.detach().numpy()), "numpy hands a tensor"),
         (lambda self, x: Twice.apply(x) + 1, "a torch.autograd.Function"),
         (lambda self, x: Twice.apply(x), "a torch.autograd.Function"),
+        (hooked, "a hook changes a value's gradient"),
         (lambda self, x: x + ELSEWHERE, "not made by a call of PyTorch's"),
     ],
 )

@@ -74,6 +74,40 @@ def test_a_tied_parameter_is_read_under_its_first_name(source: str) -> None:
     assert "head.weight" not in read
 
 
+class Hooked(nn.Module):
+    """A hook changes the gradient of a value, here or in what stays whole where modules are nodes."""
+
+    def __init__(self, *, within: bool) -> None:
+        super().__init__()
+        self.layer = Hooked(within=False) if within else nn.Linear(4, 4)
+        self.within = within
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.layer(x)
+        if not self.within:
+            found.register_hook(lambda gradient: gradient * 2)
+        return found
+
+
+@pytest.mark.parametrize("source", [*SOURCES, pytest.param("opened", marks=needs_export), "recorded"])
+def test_hooks_on_values_are_refused(source: str) -> None:
+    """A graph would not have them."""
+    with pytest.raises(ProfileError, match="cannot"):
+        trace(Hooked(within=False), (torch.ones(2, 4),), sources=[source])
+
+
+@needs_export
+def test_what_has_a_hook_on_a_value_may_stay_whole() -> None:
+    model, x = Hooked(within=True), torch.ones(2, 4)
+    traced = trace(model, (x,))
+    model(x).sum().backward()
+    expected = model.layer.layer.weight.grad
+    model.zero_grad(set_to_none=True)
+    graph_of(traced)(*traced.arguments((x,))).sum().backward()
+    assert expected is not None
+    assert torch.equal(model.layer.layer.weight.grad, expected)
+
+
 @pytest.mark.parametrize("source", SOURCES)
 def test_gradients_are_those_of_the_model(source: str) -> None:
     torch.manual_seed(0)

@@ -47,6 +47,17 @@ class Deep(nn.Module):
         return torch.nn.functional.gelu(self.norm(self.up(x))) * (self.scale * self.shift.exp())
 
 
+class Tied(nn.Module):
+    """A value meets a view of a weight, which is another node."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2 * WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.t()
+
+
 class Recurrent(nn.Module):
     """One node of the graph with two layers inside."""
 
@@ -83,8 +94,9 @@ def kept_by_torch(module: nn.Module, x: torch.Tensor) -> int:
         (lambda: nn.Linear(WIDTH, WIDTH).requires_grad_(False), 0),
         (lambda: nn.TransformerEncoderLayer(WIDTH, 2, 4 * WIDTH, dropout=0.0), (3 + 1 + 1 + 4 + 1 + 1) * VALUE),
         (Deep, (3 + 3 + 3) * VALUE),
+        (Tied, 2 * VALUE),
     ],
-    ids=["linear", "norm", "no weights", "frozen", "a whole layer", "weights made of weights"],
+    ids=["linear", "norm", "no weights", "frozen", "a whole layer", "weights made of weights", "a view of a weight"],
 )
 @pytest.mark.parametrize("pieces", [False, True])
 def test_gradients_that_are_kept_are_those_of_torch(make: Callable[[], nn.Module], nbytes: int, pieces: bool) -> None:

@@ -354,3 +354,24 @@ def test_two_arguments_that_are_one_tensor_stay_two() -> None:
     x, y = torch.ones(3), torch.full((3,), 5.0)
     made = create_balanced_partition(Difference(), ["cpu", "cpu"], x, x, config=QUICK)
     assert torch.equal(made(x, y), x - 2 * y)
+
+
+# --- speeds --------------------------------------------------------------------------------------------------
+
+
+def test_where_it_is_faster_a_stage_has_more() -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    config = replace(QUICK, links=LinkSpec(), speeds={torch.device("cpu:1"): 100.0})
+    plan = plan_balanced_partition(model, ["cpu", torch.device("cpu:1")], torch.ones(2, 64), config=config)
+    assert plan.partition.speeds == (1.0, 100.0)
+    assert plan.profile is not None
+    assert sum(plan.partition.figures.stage_forward_us) < plan.profile.forward_us / 2
+
+
+def test_speeds_are_of_the_devices() -> None:
+    config = replace(QUICK, links=LinkSpec(), speeds={"cpu:7": 2.0})
+    with pytest.raises(PartitionError, match="expected speeds of devices among cpu, cpu:1, found one of cpu:7; name"):
+        plan_balanced_partition(Making(), ["cpu", "cpu:1"], torch.ones(2, 4), config=config)
+    for speed in (0.0, -1.0, float("nan"), float("inf"), "fast", None):
+        with pytest.raises(ValueError, match="expected a positive and finite speed of cpu, found"):
+            BalanceConfig(speeds={"cpu": speed})  # type: ignore[dict-item]

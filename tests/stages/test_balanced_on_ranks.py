@@ -16,7 +16,7 @@ from torch import nn
 from tests.pipeline.ranks import run_ranks
 from torch_lms._torch_compat import has_export
 from torch_lms.balanced import BalanceConfig, create_balanced_partition
-from torch_lms.errors import PartitionError
+from torch_lms.errors import PartitionError, ProfileError
 from torch_lms.partition.algorithms.block import BalanceByTime
 from torch_lms.partition.interface import Partition, PartitionProblem
 from torch_lms.partition.link_spec import LinkSpec
@@ -59,6 +59,17 @@ def the_first_rank_fails(rank: int, world: int) -> None:
     with pytest.raises(PartitionError, match="least cap") as caught:
         create_balanced_partition(model(), ["cpu", "cpu"], X, config=config)
     assert ("found that it failed" in str(caught.value)) == (rank == 1)
+
+
+def the_first_rank_fails_before_its_profile(rank: int, world: int) -> None:
+    whole = model()
+    if rank == 0:
+        whole.register_buffer("elsewhere", torch.ones(1, device="meta"))
+    with (
+        pytest.raises((PartitionError, ProfileError), match="on one device"),
+        mock.patch("torch_lms.balanced._DECIDING_S", 30.0),
+    ):
+        create_balanced_partition(whole, ["cpu", "cpu"], X, config=BalanceConfig(profile=PROFILE, links=LinkSpec()))
 
 
 def what_the_first_rank_cannot_tell_is_an_error_everywhere(rank: int, world: int) -> None:
@@ -109,6 +120,14 @@ def interrupted(rank: int, world: int) -> None:
     dist.barrier()
 
 
+def speeds_go_by_names_as_they_are_given(rank: int, world: int) -> None:
+    for speeds, expected in (({"cpu": 3.0}, (3.0, 3.0)), ({"rank:1/cpu": 3.0}, (1.0, 3.0))):
+        config = BalanceConfig(profile=PROFILE, links=LinkSpec(), speeds=speeds)
+        stages = create_balanced_partition(model(), ["cpu", "cpu"], X, config=config)
+        assert stages.partition is not None
+        assert stages.partition.speeds == expected
+
+
 def nothing_waits_on_a_device(rank: int, world: int) -> None:
     """No collective runs: under NCCL that would be a kernel."""
     dist.barrier()
@@ -122,9 +141,11 @@ def test_two_ranks_call_it_alike(tmp_path: Path) -> None:
     scenarios = (
         stages_train_on_the_ranks_of_their_places,
         the_first_rank_fails,
+        *([the_first_rank_fails_before_its_profile] if has_export() else []),  # older ones trace no such model
         what_the_first_rank_cannot_tell_is_an_error_everywhere,
         a_call_that_failed_on_one_rank_is_not_taken_for_the_next,
         interrupted,
+        speeds_go_by_names_as_they_are_given,
         *([nothing_waits_on_a_device] if has_export() else []),  # older ones do not count collectives
         who_comes_late_hears_of_it,
     )

@@ -35,7 +35,7 @@ PUBLIC_NAMES = [
 LAYERS = [
     *("errors", "memory_sizes", "ranks", "plan", "_torch_compat", "_fork", "_core"),
     *("swap", "chunk", "profile", "fitting", "schedules", "partition"),
-    *("stages", "hardware", "balanced", "pipeline", "cli"),
+    *("stages", "device_links", "balanced", "pipeline", "cli"),
 ]
 
 

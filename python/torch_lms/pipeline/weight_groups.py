@@ -87,9 +87,8 @@ def _kept_of(group: Mapping[str, Any]) -> list[tuple[Any, Any]]:
 
 @contextmanager
 def _kept_gradients(group: Mapping[str, Any]) -> Iterator[None]:
-    """Nodes of a group of several begin with the gradients that were kept, whatever comes to them from others."""
-    several = len(group["intermediates"]) > 1
-    handles = [node.register_prehook(lambda found, kept=kept: kept) for node, kept in _kept_of(group) if several]
+    """Nodes begin with the gradients that were kept, whatever comes from others, or hooks on values make of them."""
+    handles = [node.register_prehook(lambda found, kept=kept: kept) for node, kept in _kept_of(group)]
     try:
         yield
     finally:

@@ -21,7 +21,7 @@ from torch_lms.profile.node_facts import PASSIVE_OPS
 from torch_lms.profile.preserving import NodeError
 from torch_lms.profile.storages import dense_parts, is_expanded, tensors_in
 
-__all__ = ["Alone", "NodesAlone", "Prepared", "is_of_weights", "leaves_of"]
+__all__ = ["Alone", "NodesAlone", "Prepared", "is_of_weights", "leaves_of", "names_of_weights"]
 
 _Found = TypeVar("_Found")
 
@@ -52,6 +52,15 @@ class Alone:
 def is_of_weights(node: fx.Node, others: Collection[fx.Node]) -> bool:
     """Whether a node reads nothing but weights and buffers, as others before it do."""
     return node.op == "get_attr" or (bool(node.all_input_nodes) and all(one in others for one in node.all_input_nodes))
+
+
+def names_of_weights(graph: fx.Graph) -> frozenset[str]:
+    """Of all nodes for which `is_of_weights` holds."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if is_of_weights(node, found):
+            found.add(node)
+    return frozenset(node.name for node in found)
 
 
 def leaves_of(

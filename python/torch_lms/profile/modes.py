@@ -22,7 +22,7 @@ class ModesError(Exception):
     def __init__(self) -> None:
         super().__init__(
             "expected code that runs as all of the model does, found some under torch.no_grad, autocast or another "
-            "mode of its own, or in a torch.autograd.Function"
+            "mode of its own, in a torch.autograd.Function, or with a hook on a value's gradient"
         )
 
 
@@ -61,9 +61,10 @@ class Modes:
 
 @contextmanager
 def functions_refused() -> Iterator[None]:
-    """Refuses a `torch.autograd.Function`: a graph has its forward, and would have autograd's backward for its own.
+    """Refuses what changes gradients: a `torch.autograd.Function`, and a hook on a value.
 
-    It is known by its forward running without gradient while nobody has turned that off.
+    A graph has the forward alone, and would have autograd's backward for it. The function is known by its forward
+    running without gradient while nobody has turned that off.
 
     Raises:
         ModesError: if there is one.
@@ -73,6 +74,8 @@ def functions_refused() -> Iterator[None]:
     def call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         nonlocal expected
         if torch.is_grad_enabled() != expected and not torch.is_inference_mode_enabled():
+            raise ModesError
+        if function is torch.Tensor.register_hook:
             raise ModesError
         result = function(*args, **kwargs)
         if function is torch._C._set_grad_enabled:

@@ -113,7 +113,7 @@ class PieceByPiece(fx.Interpreter):
         storages = self._pieces.storages
         names = [(tensor, storages.model_names(tensor)) for tensor in [*module.parameters(), *module.buffers()]]
         stack.enter_context(placed_on(module, self._pieces.device))
-        stack.callback(module.zero_grad, set_to_none=True)  # gradients of all modules would not fit
+        stack.callback(_forget_gradients, module)  # those of all modules would not fit
         for tensor, own in names:
             for name in own:
                 storages.alias_model(tensor, name)
@@ -235,3 +235,8 @@ class _NodeOnDevice:
                 offset = host.storage_offset() + item.storage_offset() - copy.storage_offset()
                 return host.detach().as_strided(item.shape, item.stride(), offset)
         return None
+
+
+def _forget_gradients(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        parameter.grad = None

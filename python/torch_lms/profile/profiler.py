@@ -16,7 +16,7 @@ from torch import fx, nn
 
 from torch_lms._torch_compat import named_parameters_with_ties
 from torch_lms.errors import ProfileError
-from torch_lms.profile.alone import NodesAlone
+from torch_lms.profile.alone import NodesAlone, names_of_weights
 from torch_lms.profile.alone_figures import AloneFigures, measure_alone
 from torch_lms.profile.arguments import Sample, bind_sample
 from torch_lms.profile.devices import device_of, find_device, fits, made_on
@@ -211,7 +211,8 @@ class _ProfileRun:
         """Sizes, times, and puts it all together."""
         self.traced = traced
         storages = StorageNames(self.model)
-        watcher = SizeWatcher(storages)
+        graph_module = traced.graph_module
+        watcher = SizeWatcher(storages, names_of_weights(graph_module.graph) if graph_module is not None else ())
         timer = RunTimer(make_clock(self.device))
         with as_in_training(self.model, self.sample, []), nullcontext() if self.timed else fused_attention():
             if self.config.pieces and self.timed:
@@ -221,8 +222,8 @@ class _ProfileRun:
                     self._run(watcher)
                 if self.timed:
                     self._time(timer)
-                if self.traced.graph_module is not None:
-                    self._measure_alone(self.traced.graph_module, watcher)
+                if graph_module is not None:
+                    self._measure_alone(graph_module, watcher)
             if self.timed and self.config.two_parts and not self.alone.in_parts:
                 self.notes.append("the two parts of backwards are not timed one by one: half of the time each")
         with self.progress.phase("optimizer"):

@@ -157,6 +157,8 @@ class _Recording:
         name = getattr(function, "__name__", str(function))
         if name in LEAVING:
             raise RecordingError(f"{name} hands a tensor to what is no function of PyTorch, at {calling_line()}")
+        if name == "register_hook":
+            raise RecordingError(f"a hook changes a value's gradient, at {calling_line()}")
         if name != "_set_grad_enabled":
             self.modes.check()
         self._keep_what_it_writes(name, args, kwargs)

@@ -5,7 +5,7 @@ What autograd wants to keep is noted and thrown away, so that the pass needs no 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,14 +35,15 @@ class SizeWatcher:
 
     Args:
         storages: gives storages their names.
+        of_weights: names of the nodes that read nothing but weights and buffers, such as a view of a weight.
 
     Attributes:
         sizes: by the nodes' names.
     """
 
-    def __init__(self, storages: StorageNames) -> None:
+    def __init__(self, storages: StorageNames, of_weights: Collection[str] = ()) -> None:
         self.sizes: dict[str, NodeSizes] = {}
-        self._storages = storages
+        self._storages, self._of_weights = storages, of_weights
         self._before: set[Any] = set()  # autograd's nodes of the values so far
 
     def watch(self, name: str, run: Callable[[], Any]) -> Any:
@@ -68,7 +69,8 @@ class SizeWatcher:
             ),
             saved_parameters=tuple(own),
         )
-        self._before.update(tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None)
+        if name not in self._of_weights:
+            self._before.update(tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None)
         return value
 
     def forget_values(self) -> None:
