@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import fx, nn
 from torch.nn import functional
 
-from torch_lms.errors import LmsError
+from torch_lms.errors import LmsError, PipelineError
 from torch_lms.pipeline.config import PipelineConfig
 from torch_lms.pipeline.runner import Pipeline
 from torch_lms.pipeline.torch_backend import is_available
@@ -198,6 +198,35 @@ def weight_shared_by_all_stages(rank: int, world: int) -> None:
         for stage in pipeline.stages:
             for name, value in stage.named_parameters():
                 torch.testing.assert_close(value.grad, model.get_parameter(name).grad)
+        before = {stage.index: stage.get_parameter("scale").grad.clone() for stage in pipeline.stages}
+        for stage in pipeline.stages:
+            stage.get_parameter("scale").requires_grad_(False)
+        pipeline.step(x)
+        assert all(torch.equal(stage.get_parameter("scale").grad, before[stage.index]) for stage in pipeline.stages)
+
+
+class ReadTwice(nn.Module):
+    """An embedding whose gradient is sparse, at both ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 4, sparse=True)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return (x + self.embed(ids)).square().mean()
+
+
+def sparse_gradient_of_what_is_shared(rank: int, world: int) -> None:
+    """Both ranks say so."""
+    with (
+        Pipeline(cut(ReadTwice(), 2), config=PipelineConfig(microbatches=2)) as pipeline,
+        pytest.raises(PipelineError, match="which several stages share, found one of torch.sparse_coo; make"),
+    ):
+        pipeline.step(torch.arange(8).view(4, 2))
 
 
 def gradients_under_zero_bubble(
@@ -359,6 +388,7 @@ def all_is_well(rank: int, world: int) -> None:
     if is_available():
         stages_in_pytorch_alone(rank, world)
         weight_shared_by_all_stages(rank, world)
+        sparse_gradient_of_what_is_shared(rank, world)
         losses_of_other_types(rank, world)
         weights_that_meet_values_twice(rank, world)
         weights_that_are_sent_on(rank, world)

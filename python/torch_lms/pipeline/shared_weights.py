@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
+from torch_lms.errors import PipelineError
 from torch_lms.pipeline.transfers import Channel, wait_all
 from torch_lms.stages.installation import named_tensors
 from torch_lms.stages.stage import Stage
@@ -48,15 +49,18 @@ class SharedWeights:
 
     def set_gradients_aside(self) -> None:
         """Takes away gradients of earlier steps, which are sums already; they are added to the new sum."""
-        for home in {home for homes in self._rings for home in homes if home in self._tensors}:
-            value = self._tensors[home]
-            if value.grad is not None:
-                self._aside[home], value.grad = value.grad, None
+        for homes in self._rings:
+            for home, value in self._trained(homes).items():
+                if value.grad is not None:
+                    self._aside[home], value.grad = value.grad, None
 
     def sum_gradients(self) -> None:
         """Gives the first stage the sum of all stages' gradients; a missing gradient counts as zero.
 
         `copy_gradients` then gives it to the others.
+
+        Raises:
+            PipelineError: for a gradient that is not dense.
         """
         for homes, gradients in self._gradients():
             self._pass(homes[::-1], gradients, copy=False)
@@ -81,13 +85,23 @@ class SharedWeights:
     def _gradients(self) -> Iterator[tuple[list[Home], dict[Home, torch.Tensor]]]:
         """The homes of each trained weight that is here, with the gradients that are."""
         for homes in self._rings:
-            mine = {home: self._tensors[home] for home in homes if home in self._tensors}
-            if not mine or not all(isinstance(value, nn.Parameter) and value.requires_grad for value in mine.values()):
-                continue
-            for value in mine.values():
+            mine = self._trained(homes)
+            for home, value in mine.items():
                 if value.grad is None:
                     value.grad = torch.zeros_like(value)
-            yield homes, {home: value.grad for home, value in mine.items() if value.grad is not None}
+                elif value.grad.layout != torch.strided:
+                    raise PipelineError(
+                        f"expected a dense gradient of {home[1]}, which several stages share, found one of "
+                        f"{value.grad.layout}; make embeddings with sparse=False"
+                    )
+            if mine:
+                yield homes, {home: value.grad for home, value in mine.items() if value.grad is not None}
+
+    def _trained(self, homes: Sequence[Home]) -> dict[Home, nn.Parameter]:
+        """Those of a weight's homes that are here; none if it is not trained."""
+        mine = {home: self._tensors[home] for home in homes if home in self._tensors}
+        found = {home: value for home, value in mine.items() if isinstance(value, nn.Parameter) and value.requires_grad}
+        return found if len(found) == len(mine) else {}
 
     def _pass(self, homes: Sequence[Home], mine: Mapping[Home, torch.Tensor], copy: bool) -> None:
         """Hands a tensor along the homes, each copying it or adding its own."""
