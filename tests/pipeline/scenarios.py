@@ -224,7 +224,7 @@ def sparse_gradient_of_what_is_shared(rank: int, world: int) -> None:
     """Both ranks say so."""
     with (
         Pipeline(cut(ReadTwice(), 2), config=PipelineConfig(microbatches=2)) as pipeline,
-        pytest.raises(PipelineError, match="which several stages share, found one of torch.sparse_coo; make"),
+        pytest.raises(PipelineError, match="which several stages share, found one of"),
     ):
         pipeline.step(torch.arange(8).view(4, 2))
 
