@@ -18,8 +18,7 @@ by its name alone. So the outputs are held until the backward of weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -68,29 +67,23 @@ def backward_of_weights(groups: list[dict[str, Any]]) -> None:
 
     while groups:
         group = groups.pop(0)
-        edges, kept = [], []
+        edges, kept, hooks = [], [], []
         for node, gradients in _kept_of(group):
+            # Whatever comes there from other nodes, or hooks on values make of it once more.
+            hooks.append(node.register_prehook(lambda _, kept=gradients: kept))
             for output, gradient in enumerate(gradients):
                 if gradient is not None:
                     edges.append(GradientEdge(node, output))
                     kept.append(gradient)
-        if edges:
-            with _kept_gradients(group):
+        try:
+            if edges:
                 torch.autograd.backward(edges, kept, inputs=[GradientEdge(one, 0) for one in group["params"]])
+        finally:
+            for hook in hooks:
+                hook.remove()
 
 
 def _kept_of(group: Mapping[str, Any]) -> list[tuple[Any, Any]]:
     """The nodes that a backward of inputs came to, each with what it kept there."""
     gradients = group.get("grads") or [None] * len(group["intermediates"])
     return [pair for pair in zip(group["intermediates"], gradients, strict=True) if pair[1] is not None]
-
-
-@contextmanager
-def _kept_gradients(group: Mapping[str, Any]) -> Iterator[None]:
-    """Nodes begin with the gradients that were kept, whatever comes from others, or hooks on values make of them."""
-    handles = [node.register_prehook(lambda found, kept=kept: kept) for node, kept in _kept_of(group)]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
