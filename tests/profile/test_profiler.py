@@ -325,6 +325,24 @@ def test_piece_by_piece_nodes_need_the_same_space(build: Any, args: Any) -> None
     assert any(forward for forward, _ in whole) == has_dispatch_modes()
 
 
+def test_piece_by_piece_equal_work_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched: list[str] = []
+    original = RunTimer.watch
+
+    def watch(timer: RunTimer, name: str, run: Any) -> Any:
+        watched.append(name)
+        return original(timer, name, run)
+
+    monkeypatch.setattr(RunTimer, "watch", watch)
+    layers = [nn.Linear(4, 4), nn.Tanh(), *(nn.Linear(4, 4) for _ in range(3)), nn.Linear(4, 2)]
+    config = replace(QUICK, pieces=True, sources=("symbolic",))
+    found = profile(nn.Sequential(*layers), torch.ones(2, 4), config=config)
+    runs = QUICK.warmup_runs + QUICK.timed_runs
+    assert watched == [name for name in ("_0", "_1", "_2", "_5") for _ in range(runs)]
+    times_us = {node.name: (node.forward_us, node.backward_us) for node in found.nodes}
+    assert times_us["_2"] == times_us["_3"] == times_us["_4"] > (0, 0)
+
+
 class Unforgetting(nn.Linear):
     """Stays whole, for it branches; its gradients are not for others to forget."""
 

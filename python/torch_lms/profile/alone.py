@@ -21,7 +21,7 @@ from torch_lms.profile.node_facts import PASSIVE_OPS
 from torch_lms.profile.preserving import NodeError
 from torch_lms.profile.storages import dense_parts, is_expanded, tensors_in
 
-__all__ = ["Alone", "NodesAlone", "Prepared", "is_of_weights", "leaves_of", "names_of_weights"]
+__all__ = ["Alone", "NodesAlone", "Prepared", "is_of_weights", "leaves_of", "names_of_weights", "work_of"]
 
 _Found = TypeVar("_Found")
 
@@ -85,6 +85,21 @@ def leaves_of(
     if module is not None:
         weights.update({id(one): one for one in module.parameters() if one.requires_grad})
     return list(values.values()), list(weights.values())
+
+
+def work_of(node: fx.Node, module: nn.Module | None, roles: Sequence[bool], given: tuple[Any, Any]) -> Any:
+    """A key: equal for nodes that do the same on values of the same shapes.
+
+    Args:
+        node: that runs.
+        module: that it calls.
+        roles: of each node that it reads, whether that is made of nothing but weights and buffers.
+        given: its arguments.
+    """
+    own = "" if module is None else f"{module!r} {[_looks(one) for one in module.parameters()]}"
+    args, kwargs = given
+    looks = str(tree_map(_looks, (args, dict(kwargs))))
+    return node.op, node.target if module is None else type(module), own, tuple(roles), looks
 
 
 class Prepared:
@@ -153,7 +168,10 @@ class NodesAlone(fx.Interpreter, Generic[_Found]):
             into = self._written_with_gradient(n)
             needs_gradient = n.name in self._with_gradient or bool(into)
             if n.op not in PASSIVE_OPS:
-                key = self._key(n, needs_gradient)
+                args, kwargs = self.fetch_args_kwargs_from_env(n)
+                module = self.fetch_attr(str(n.target)) if n.op == "call_module" else None
+                roles = [source in self._of_weights for source in n.all_input_nodes]
+                key = needs_gradient, work_of(n, module, roles, (args, kwargs))
                 if key not in self._known:
                     self._known[key] = self._measure(self._alone(n, needs_gradient))
                 self.found[n.name] = self._known[key]
@@ -192,15 +210,6 @@ class NodesAlone(fx.Interpreter, Generic[_Found]):
             for one in tensors_in(value) if other.op != "get_attr" else ():
                 if keys.intersection(map(storage_key, dense_parts(one))):
                     one.requires_grad_()
-
-    def _key(self, node: fx.Node, needs_gradient: bool) -> Any:
-        """Equal for nodes that do the same on values of the same shapes."""
-        args, kwargs = self.fetch_args_kwargs_from_env(node)
-        module = self.fetch_attr(str(node.target)) if node.op == "call_module" else None
-        own = "" if module is None else f"{module!r} {[_looks(one) for one in module.parameters()]}"
-        target = node.target if module is None else type(module)
-        roles = [source in self._of_weights for source in node.all_input_nodes]
-        return node.op, target, own, needs_gradient, str(roles), str(tree_map(_looks, (args, dict(kwargs))))
 
 
 def _as_leaf(needs_gradient: bool, value: Any) -> Any:

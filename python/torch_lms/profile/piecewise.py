@@ -2,7 +2,8 @@
 
 Each node runs alone: its parameters and inputs are brought to the device, it runs forward and backward as often as it
 is timed, and its outputs go back to the host. No more than one node is ever on the device. Sizes are noted in the first
-run, the working space is measured in one of its own.
+run, the working space is measured in one of its own. Nodes that do the same on values of the same shapes, as those of
+equal layers, are measured once; modules of somebody's own are taken to be different.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import fx, nn
 
 from torch_lms._torch_compat import storage_key, tree_map
 from torch_lms.errors import ProfileError
-from torch_lms.profile.alone import Alone, is_of_weights, leaves_of
+from torch_lms.profile.alone import Alone, is_of_weights, leaves_of, work_of
 from torch_lms.profile.interpreter import describe_node
 from torch_lms.profile.preserving import NodeError, placed_on
 from torch_lms.profile.sizes import SizeWatcher
@@ -80,6 +81,7 @@ class PieceByPiece(fx.Interpreter):
         self.spaces: dict[str, WorkingSpace] = {}
         self._pieces = pieces
         self._of_weights: set[fx.Node] = set()
+        self._first: dict[Any, str] = {}  # the first node that does some work
 
     def run_node(self, n: fx.Node) -> Any:
         """Runs a node as often as it is timed; gives its value on the host."""
@@ -97,12 +99,30 @@ class PieceByPiece(fx.Interpreter):
                 if n.op == "call_module":
                     self._bring_module(stack, self.fetch_attr(str(n.target)))
                 node = _NodeOnDevice(pieces, n.name, partial(method, n.target), args, kwargs)
-                value = node.run_all()
-                self.spaces[n.name] = self._space(n, node, value)
+                work = self._work(n, (args, kwargs))
+                value = node.run()
+                self._measure(n, node, value, work)
         except Exception as error:
             raise NodeError(describe_node(n)) from error
         pieces.advance()
         return value
+
+    def _work(self, n: fx.Node, given: tuple[Any, Any]) -> Any:
+        """A key of what a node does; before it runs, for it may change what it is given."""
+        module = self.fetch_attr(str(n.target)) if n.op == "call_module" else None
+        if module is not None and not type(module).__module__.startswith("torch."):
+            return n
+        return work_of(n, module, [source in self._of_weights for source in n.all_input_nodes], given)
+
+    def _measure(self, n: fx.Node, node: _NodeOnDevice, value: Any, work: Any) -> None:
+        """Times and working space, of a node that has run."""
+        first = self._first.setdefault(work, n.name)
+        if first == n.name:
+            node.time()
+            self.spaces[n.name] = self._space(n, node, value)
+        else:
+            self._pieces.timer.repeat(first, n.name)
+            self.spaces[n.name] = self.spaces[first]
 
     def _space(self, n: fx.Node, node: _NodeOnDevice, value: Any) -> WorkingSpace:
         module = self.fetch_attr(str(n.target)) if n.op == "call_module" else None
@@ -141,7 +161,7 @@ class _NodeOnDevice:
     def working_space(
         self, values: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], of_weights: bool, value: Any
     ) -> WorkingSpace:
-        """What it needs while it runs; after `run_all`, which has returned a value."""
+        """What it needs while it runs; after `run`, which has returned a value."""
         args, kwargs = fx.node.map_aggregate((self._args, self._kwargs), self._given)
         node = Alone(
             values=values,
@@ -175,13 +195,15 @@ class _NodeOnDevice:
         for name in storages.names(host, self._name):
             storages.alias(copy, name)
 
-    def run_all(self) -> Any:
-        """Sizes, then warm-up, then timed runs; gives the value on the host."""
+    def run(self) -> Any:
+        """The first run, for sizes; gives the value on the host."""
         value, copies = self._run(self._pieces.sizes.watch)
         self._pieces.sizes.forget_values()  # they would keep this node's inputs on the device
         self._write_back(copies)
-        value = tree_map(partial(self._to_host, copies), value)
-        del copies
+        return tree_map(partial(self._to_host, copies), value)
+
+    def time(self) -> None:
+        """Warm-up and timed runs, forward and backward."""
         timer = self._pieces.timer
         for runs, keep in ((self._pieces.warmup_runs, False), (self._pieces.timed_runs, True)):
             for run in range(runs):
@@ -194,7 +216,6 @@ class _NodeOnDevice:
                 for _, leaf in self._inputs.values():
                     leaf.grad = None
             timer.finish_runs(keep)
-        return value
 
     def _run(self, watch: Callable[[str, Callable[[], Any]], Any]) -> tuple[Any, dict[int, torch.Tensor]]:
         copies = self._copies()

@@ -205,6 +205,12 @@ class RunTimer:
         self._functions.clear()
         self._marks = 0
 
+    def repeat(self, known: str, name: str) -> None:
+        """Has a node the times of another one, which does the same."""
+        for runs in self._kept:
+            if known in runs:
+                runs[name] = runs[known]
+
     def _keep(self, spans: Sequence[Span]) -> None:
         """A run; a node may have several spans in one direction."""
         sums: list[dict[str, float]] = [defaultdict(float) for _ in self._kept]
