@@ -196,13 +196,12 @@ def plan_balanced_partition(
         warnings.warn(f"expected a graph of operators, found {found_instead}; {'; '.join(traced.notes)}", stacklevel=2)
 
     names = _names(devices, places)
-    speeds = _speeds(devices, names, config)
 
     def decide() -> tuple[Profile, Partition]:
         measured = None if isinstance(optimizer, str) else optimizer
         settings = _profile_settings(traced.model, names, places, config)
         profile = _profile(traced, sample_input, sample_kwargs, measured, settings)
-        return profile, _partition(profile, names, places, speeds, algorithm, config)
+        return profile, _partition(profile, names, places, _speeds(devices, names, config), algorithm, config)
 
     profile, found = decide() if circle is None else _decided_by_the_first_rank(circle, decide)
     return BalancedPlan(traced, profile, found)
