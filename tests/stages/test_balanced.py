@@ -359,13 +359,17 @@ def test_two_arguments_that_are_one_tensor_stay_two() -> None:
 # --- speeds --------------------------------------------------------------------------------------------------
 
 
-def test_where_it_is_faster_a_stage_has_more() -> None:
+def test_speeds_that_are_given_are_counted() -> None:
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
     config = replace(QUICK, links=LinkSpec(), speeds={torch.device("cpu:1"): 100.0})
     plan = plan_balanced_partition(model, ["cpu", torch.device("cpu:1")], torch.ones(2, 64), config=config)
     assert plan.partition.speeds == (1.0, 100.0)
     assert plan.profile is not None
-    assert sum(plan.partition.figures.stage_forward_us) < plan.profile.forward_us / 2
+    taken_us = [0.0, 0.0]
+    for node in plan.profile.nodes:
+        stage = plan.partition.stage_of[node.name]
+        taken_us[stage] += node.forward_us / plan.partition.speeds[stage]
+    assert plan.partition.figures.stage_forward_us == pytest.approx(taken_us)
 
 
 def test_speeds_are_of_the_devices() -> None:
