@@ -187,7 +187,6 @@ def stage_figures(partition: Partition, measured: MeasuredStep) -> dict[str, Any
     """Times of one microbatch and peaks of each stage's device, which are not there where a device counts none."""
     figures = partition.figures
     found: dict[str, Any] = {"predicted_ms": figures.step.step_us / 1e3, "values_crossing_bytes": partition.cut_bytes}
-    found["speeds"] = partition.speeds
     found |= {way: sum(len(getattr(one, way)) for one in partition.stage_relief) for way in ("recomputed", "swapped")}
     for stage in range(partition.stages):
         own = [event for event in measured.events if event.action.stage == stage]

@@ -83,7 +83,7 @@ def add_up(schedule: str, split: str, runs: Sequence[Row]) -> Row:
     row: Row = {"key": f"{schedule}:{split}", "schedule": schedule, "split": split, "rounds": len(runs)}
     row |= {"step_ms": statistics.median(steps_ms), "least_ms": min(steps_ms), "most_ms": max(steps_ms)}
     row |= {"step_ms_all": steps_ms, "predicted_ms_all": predicted_ms, "predicted_ms": statistics.median(predicted_ms)}
-    row |= {name: runs[-1][name] for name in ("cap_gib", "recomputed", "swapped", "loss", "speeds")}
+    row |= {name: runs[-1][name] for name in ("cap_gib", "recomputed", "swapped", "loss")}
     stages = sum(name.endswith("_nodes") for name in runs[-1])
     row |= {"stage_off": statistics.median(worst_off(run, stages, "ms") for run in runs)}
     kinds = [f"{what}{way}_ms" for what in ("", "predicted_") for way in ("forward", "backward")]

@@ -179,6 +179,7 @@ def plan_balanced_partition(
 
     The arguments are those of `create_balanced_partition`.
     """
+    from torch_lms.profile.profiler import profile
     from torch_lms.profile.tracing import TracedModel, trace
 
     # Made first, as circles are counted: a call that fails on one rank alone must count there, too.
@@ -200,11 +201,10 @@ def plan_balanced_partition(
     def decide() -> tuple[Profile, Partition]:
         measured = None if isinstance(optimizer, str) else optimizer
         settings = _profile_settings(traced.model, names, places, config)
-        profile = _profile(traced, sample_input, sample_kwargs, measured, settings)
-        return profile, _partition(profile, names, places, _speeds(devices, names, config), algorithm, config)
+        found = profile(traced, *sample_input, optimizer=measured, config=settings, **sample_kwargs)
+        return found, _partition(found, names, places, _speeds(devices, names, config), algorithm, config)
 
-    profile, found = decide() if circle is None else _decided_by_the_first_rank(circle, decide)
-    return BalancedPlan(traced, profile, found)
+    return BalancedPlan(traced, *(decide() if circle is None else _decided_by_the_first_rank(circle, decide)))
 
 
 def _decided_by_the_first_rank(
@@ -287,14 +287,6 @@ def _speeds(devices: Sequence[Any], names: Sequence[str], config: BalanceConfig)
             f"{', '.join(sorted(unknown))}; name devices as they are given"
         )
     return found
-
-
-def _profile(
-    model: TracedModel, args: Sequence[Any], kwargs: Mapping[str, Any], optimizer: Any, settings: ProfileConfig
-) -> Profile:
-    from torch_lms.profile.profiler import profile
-
-    return profile(model, *args, optimizer=optimizer, config=settings, **kwargs)
 
 
 def _partition(

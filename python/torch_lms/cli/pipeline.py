@@ -136,15 +136,13 @@ def _write_code(folder: Path, pipeline: TrainingPipeline) -> None:
 def _stage_table(pipeline: TrainingPipeline) -> Table:
     found = pipeline.partition
     table = Table(title=f"partition by {found.algorithm}")
-    headings = ("stage", "speed", "nodes", "forward (ms)", "backward (ms)", "memory (MiB)", "sent on (MiB)", "gives up")
-    for heading in headings:
+    for heading in ("stage", "nodes", "forward (ms)", "backward (ms)", "memory (MiB)", "sent on (MiB)", "gives up"):
         table.add_column(heading, justify="right")
     figures = found.figures
     for stage in range(found.stages):
         sent = f"{figures.cut_forward_bytes[stage] / _MIB:.2f}" if stage + 1 < found.stages else ""
         table.add_row(
             str(stage),
-            f"{found.speeds[stage]:.3f}",
             str(sum(one == stage for one in found.stage_of.values())),
             f"{figures.stage_forward_us[stage] / 1e3:.2f}",
             f"{figures.stage_backward_us[stage] / 1e3:.2f}",

@@ -21,7 +21,7 @@ from torch_lms.profile.node_facts import PASSIVE_OPS
 from torch_lms.profile.preserving import NodeError
 from torch_lms.profile.storages import dense_parts, is_expanded, tensors_in
 
-__all__ = ["Alone", "NodesAlone", "Prepared", "is_of_weights", "leaves_of", "names_of_weights", "work_of"]
+__all__ = ["Alone", "NodesAlone", "Prepared", "called_module", "leaves_of", "nodes_of_weights", "work_of"]
 
 _Found = TypeVar("_Found")
 
@@ -49,18 +49,19 @@ class Alone:
     given: tuple[Any, Any]
 
 
-def is_of_weights(node: fx.Node, others: Collection[fx.Node]) -> bool:
-    """Whether a node reads nothing but weights and buffers, as others before it do."""
-    return node.op == "get_attr" or (bool(node.all_input_nodes) and all(one in others for one in node.all_input_nodes))
-
-
-def names_of_weights(graph: fx.Graph) -> frozenset[str]:
-    """Of all nodes for which `is_of_weights` holds."""
+def nodes_of_weights(graph: fx.Graph) -> frozenset[fx.Node]:
+    """Those that read nothing but weights and buffers, such as a view of a weight."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
-        if is_of_weights(node, found):
+        if node.op == "get_attr" or (node.all_input_nodes and found.issuperset(node.all_input_nodes)):
             found.add(node)
-    return frozenset(node.name for node in found)
+    return frozenset(found)
+
+
+def called_module(interpreter: fx.Interpreter, node: fx.Node) -> nn.Module | None:
+    """The module that a node calls."""
+    found: nn.Module | None = interpreter.fetch_attr(str(node.target)) if node.op == "call_module" else None
+    return found
 
 
 def leaves_of(
@@ -156,22 +157,19 @@ class NodesAlone(fx.Interpreter, Generic[_Found]):
         self.found: dict[str, _Found] = {}
         self._measure, self._precision, self._advance = measure, precision, advance
         self._with_gradient = with_gradient
-        self._of_weights: set[fx.Node] = set()
+        self._of_weights = nodes_of_weights(graph_module.graph)
         self._modules = dict(graph_module.named_modules(remove_duplicate=False))
         self._known: dict[Any, _Found] = {}
 
     def run_node(self, n: fx.Node) -> Any:
         """Measures a node, and runs it."""
-        if is_of_weights(n, self._of_weights):
-            self._of_weights.add(n)
         try:
             into = self._written_with_gradient(n)
             needs_gradient = n.name in self._with_gradient or bool(into)
             if n.op not in PASSIVE_OPS:
                 args, kwargs = self.fetch_args_kwargs_from_env(n)
-                module = self.fetch_attr(str(n.target)) if n.op == "call_module" else None
                 roles = [source in self._of_weights for source in n.all_input_nodes]
-                key = needs_gradient, work_of(n, module, roles, (args, kwargs))
+                key = needs_gradient, work_of(n, called_module(self, n), roles, (args, kwargs))
                 if key not in self._known:
                     self._known[key] = self._measure(self._alone(n, needs_gradient))
                 self.found[n.name] = self._known[key]
@@ -184,7 +182,7 @@ class NodesAlone(fx.Interpreter, Generic[_Found]):
         return value if n.op in PASSIVE_OPS else tree_map(partial(_as_leaf, n.name in self._with_gradient), value)
 
     def _alone(self, node: fx.Node, needs_gradient: bool) -> Alone:
-        module = self.fetch_attr(str(node.target)) if node.op == "call_module" else None
+        module = called_module(self, node)
         values, weights = leaves_of(node, self._of_weights, lambda source: tensors_in(self.env[source]), module)
         return Alone(
             values=values,

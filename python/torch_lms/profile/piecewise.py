@@ -19,9 +19,9 @@ from torch import fx, nn
 
 from torch_lms._torch_compat import storage_key, tree_map
 from torch_lms.errors import ProfileError
-from torch_lms.profile.alone import Alone, is_of_weights, leaves_of, work_of
+from torch_lms.profile.alone import Alone, called_module, leaves_of, nodes_of_weights, work_of
 from torch_lms.profile.interpreter import describe_node
-from torch_lms.profile.preserving import NodeError, placed_on
+from torch_lms.profile.preserving import NodeError, forget_gradients, placed_on
 from torch_lms.profile.sizes import SizeWatcher
 from torch_lms.profile.steps import backward_of
 from torch_lms.profile.storages import StorageNames, tensors_in
@@ -80,15 +80,13 @@ class PieceByPiece(fx.Interpreter):
         super().__init__(traced.graph_module)
         self.spaces: dict[str, WorkingSpace] = {}
         self._pieces = pieces
-        self._of_weights: set[fx.Node] = set()
+        self._of_weights = nodes_of_weights(traced.graph_module.graph)
         self._first: dict[Any, str] = {}  # the first node that does some work
 
     def run_node(self, n: fx.Node) -> Any:
         """Runs a node as often as it is timed; gives its value on the host."""
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         method = getattr(self, n.op)
-        if is_of_weights(n, self._of_weights):
-            self._of_weights.add(n)
         if n.op == "output":
             return method(n.target, args, kwargs)
         pieces = self._pieces
@@ -96,8 +94,8 @@ class PieceByPiece(fx.Interpreter):
             return pieces.sizes.watch(n.name, partial(method, n.target, args, kwargs))
         try:
             with ExitStack() as stack:
-                if n.op == "call_module":
-                    self._bring_module(stack, self.fetch_attr(str(n.target)))
+                if (module := called_module(self, n)) is not None:
+                    self._bring_module(stack, module)
                 node = _NodeOnDevice(pieces, n.name, partial(method, n.target), args, kwargs)
                 work = self._work(n, (args, kwargs))
                 value = node.run()
@@ -109,7 +107,7 @@ class PieceByPiece(fx.Interpreter):
 
     def _work(self, n: fx.Node, given: tuple[Any, Any]) -> Any:
         """A key of what a node does; before it runs, for it may change what it is given."""
-        module = self.fetch_attr(str(n.target)) if n.op == "call_module" else None
+        module = called_module(self, n)
         if module is not None and not type(module).__module__.startswith("torch."):
             return n
         return work_of(n, module, [source in self._of_weights for source in n.all_input_nodes], given)
@@ -125,7 +123,7 @@ class PieceByPiece(fx.Interpreter):
             self.spaces[n.name] = self.spaces[first]
 
     def _space(self, n: fx.Node, node: _NodeOnDevice, value: Any) -> WorkingSpace:
-        module = self.fetch_attr(str(n.target)) if n.op == "call_module" else None
+        module = called_module(self, n)
         values, weights = leaves_of(n, self._of_weights, lambda source: node.brought(self.env[source]), module)
         return node.working_space(values, weights, n in self._of_weights, value)
 
@@ -133,7 +131,7 @@ class PieceByPiece(fx.Interpreter):
         storages = self._pieces.storages
         names = [(tensor, storages.model_names(tensor)) for tensor in [*module.parameters(), *module.buffers()]]
         stack.enter_context(placed_on(module, self._pieces.device))
-        stack.callback(_forget_gradients, module)  # those of all modules would not fit
+        stack.callback(forget_gradients, module)  # those of all modules would not fit
         for tensor, own in names:
             for name in own:
                 storages.alias_model(tensor, name)
@@ -256,8 +254,3 @@ class _NodeOnDevice:
                 offset = host.storage_offset() + item.storage_offset() - copy.storage_offset()
                 return host.detach().as_strided(item.shape, item.stride(), offset)
         return None
-
-
-def _forget_gradients(module: nn.Module) -> None:
-    for parameter in module.parameters():
-        parameter.grad = None

@@ -19,6 +19,7 @@ __all__ = [
     "Attributes",
     "NodeError",
     "contents_kept",
+    "forget_gradients",
     "is_lack_of_memory",
     "placed_on",
     "plain_tensors",
@@ -124,6 +125,12 @@ def preserved(model: nn.Module) -> Iterator[None]:
     finally:
         for parameter, gradient in gradients:
             parameter.grad = gradient
+
+
+def forget_gradients(module: nn.Module) -> None:
+    """Of all its parameters, whatever its own ``zero_grad`` does."""
+    for parameter in module.parameters():
+        parameter.grad = None
 
 
 class NodeError(Exception):

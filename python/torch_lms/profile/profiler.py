@@ -16,7 +16,7 @@ from torch import fx, nn
 
 from torch_lms._torch_compat import named_parameters_with_ties
 from torch_lms.errors import ProfileError
-from torch_lms.profile.alone import NodesAlone, names_of_weights
+from torch_lms.profile.alone import NodesAlone, nodes_of_weights
 from torch_lms.profile.alone_figures import AloneFigures, measure_alone
 from torch_lms.profile.arguments import Sample, bind_sample
 from torch_lms.profile.devices import device_of, find_device, fits, made_on
@@ -29,7 +29,14 @@ from torch_lms.profile.node_facts import PASSIVE_OPS, NodeFacts, Watcher
 from torch_lms.profile.optimizer_state import measure_optimizer
 from torch_lms.profile.optimizer_time import time_optimizer
 from torch_lms.profile.piecewise import PieceByPiece, Pieces
-from torch_lms.profile.preserving import contents_kept, is_lack_of_memory, placed_on, preserved, run_or_explain
+from torch_lms.profile.preserving import (
+    contents_kept,
+    forget_gradients,
+    is_lack_of_memory,
+    placed_on,
+    preserved,
+    run_or_explain,
+)
 from torch_lms.profile.progress import Progress
 from torch_lms.profile.runtime import OpRecorder
 from torch_lms.profile.sizes import NodeSizes, SizeWatcher
@@ -212,7 +219,8 @@ class _ProfileRun:
         self.traced = traced
         storages = StorageNames(self.model)
         graph_module = traced.graph_module
-        watcher = SizeWatcher(storages, names_of_weights(graph_module.graph) if graph_module is not None else ())
+        of_weights = nodes_of_weights(graph_module.graph) if graph_module is not None else ()
+        watcher = SizeWatcher(storages, {node.name for node in of_weights})
         timer = RunTimer(make_clock(self.device))
         with as_in_training(self.model, self.sample, []), nullcontext() if self.timed else fused_attention():
             if self.config.pieces and self.timed:
@@ -256,7 +264,7 @@ class _ProfileRun:
                 ),
             )
             run_or_explain(self.model, self.sample, partial(interpreter.run, *self._inputs()))
-        self._forget_gradients()
+        forget_gradients(self.model)
         self.alone = AloneFigures({name: (space, None) for name, space in interpreter.spaces.items()})
         self.notes += self.alone.notes()
         self.notes.append("profiled piece by piece: step_us is the sum of the nodes' times")
@@ -306,7 +314,7 @@ class _ProfileRun:
                 self._end_backward()
                 self._rest(time.perf_counter() - began)
                 advance()
-        self._forget_gradients()
+        forget_gradients(self.model)
         del self.steps[:warmup]
 
     def _rest(self, after_s: float) -> None:
@@ -343,11 +351,7 @@ class _ProfileRun:
 
     def _end_backward(self) -> None:
         if not self.config.accumulate:
-            self._forget_gradients()
-
-    def _forget_gradients(self) -> None:
-        for parameter in self.model.parameters():
-            parameter.grad = None
+            forget_gradients(self.model)
 
     def _document(
         self,
