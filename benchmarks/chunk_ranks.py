@@ -245,7 +245,7 @@ def main() -> None:
         folder = Path(_of_first(own))
         if rank == 0:
             title = f"GPT 1.3B in mixed precision with AdamW, 16 x 2048 tokens for each of {world} GPUs, checkpointed"
-            result = Result(name="chunk_ranks", title=title, columns=COLUMNS)
+            result = Result(name=f"chunk_ranks_{world}", title=title, columns=COLUMNS)
             sweep = Sweep(result, given, list(WAYS), judge, PRELOADED, device=given.device)
             try:
                 run_rows(Together(given, sweep.processes, folder), sweep)

@@ -7,6 +7,8 @@
 With `--hidden` each row says how much of its updates' time was hidden behind the backward, in one step more; `--keep`
 writes when they ran, for chrome://tracing.
 
+DeepSpeed's row needs `pip install deepspeed` and ninja, which compiles its optimizer when it first runs.
+
 Every row trains in 16 bits with 32-bit masters and fused AdamW, its blocks checkpointed. Plain keeps masters by hand.
 """
 
@@ -96,12 +98,26 @@ class FullySharded:
         self.adamw.step()
 
 
-def offloaded(program: Program) -> FullySharded:
-    """FSDP2 on one rank, with everything on the host that can be."""
+def begin_one_rank(program: Program) -> str:
+    """`torch.distributed` for one rank; the kind of the program's device."""
     device = next(program.model.parameters()).device.type
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
+    return device
+
+
+def fully_sharded(program: Program) -> FullySharded:
+    """FSDP2 on one rank, with everything on the host that can be."""
+    device = begin_one_rank(program)
     return FullySharded(program, init_device_mesh(device, (1,)), offload=device == "cuda")
+
+
+def zero_offload(program: Program) -> Any:
+    """DeepSpeed's ZeRO-Offload on one rank."""
+    from benchmarks.zero_offload import ZeroOffload  # DeepSpeed need not be installed for the other rows
+
+    begin_one_rank(program)
+    return ZeroOffload(program, LEARNING_RATE)
 
 
 def in_chunks(program: Program, **options: Any) -> torch.optim.Optimizer:
@@ -136,7 +152,8 @@ ON_HOST = {"update_on": "host"}
 STREAMED = {"update_on": "stream"}
 WAYS = {
     "plain": Way(title="everything on the device, by hand", peer=HandWritten),
-    "fsdp": Way(title="FSDP2 with CPUOffloadPolicy", peer=offloaded, comparable=False),
+    "fsdp": Way(title="FSDP2 with CPUOffloadPolicy", peer=fully_sharded, comparable=False),
+    "deepspeed": Way(title="DeepSpeed ZeRO-2 with its optimizer offloaded", peer=zero_offload, comparable=False),
     "device": Way(title="chunks, on the device", options=ON_DEVICE),
     "device-12": Way(title="chunks, paged by automatic mode, within 12 GiB", limit_gib=12, options=ON_DEVICE),
     "host": Way(title="chunks, updated on the host", options=ON_HOST, comparable=False),

@@ -39,8 +39,7 @@ COLUMNS = [
 ]
 MOST_OVER_BOUND = 1.10
 LEAST_BYTES = 1 << 20  # smaller tensors stay
-AHEAD = 2  # blocks whose activations are fetched before their backward begins
-STAY = 8  # the last blocks: their backward comes soon, and the link needs as long as the forward
+UNDER_WAY = 2  # blocks whose backward has been submitted and need not have begun: a page-in's copy waits for them
 fork: Any = torch.cuda  # with the patches' functions
 WAIT_ABOVE = 0.7  # of the GPU's memory
 Loss = Callable[[nn.Module], torch.Tensor]
@@ -48,11 +47,21 @@ Loss = Callable[[nn.Module], torch.Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """A training in one way."""
+    """A training in one way.
+
+    Attributes:
+        model: its name.
+        batch: samples.
+        paged: whether what is saved for the backward leaves.
+        stay: the last modules, of which nothing leaves: the link has the time of the forward for the others.
+        warmup: steps that are not timed.
+        steps: that are.
+    """
 
     model: str
     batch: int
     paged: bool
+    stay: int = 0
     warmup: int = 2
     steps: int = 5
 
@@ -63,8 +72,13 @@ class Case:
 
 
 TITLES = {"gpt": "GPT, 24 layers, hidden 2048, 1024 tokens, fp32", "cnn": "ResNet-50 without cuDNN, 128 x 128, fp32"}
-CASES = [Case("cnn", 128, False), Case("cnn", 128, True), Case("gpt", 8, False), Case("gpt", 8, True)]
-BEYOND = [Case("gpt", 18, False, 1, 2), Case("gpt", 18, True, 1, 2)]
+CASES = [
+    Case("cnn", 128, False, warmup=5, steps=15),
+    Case("cnn", 128, True, stay=8, warmup=5, steps=15),
+    Case("gpt", 8, False),
+    Case("gpt", 8, True, stay=13),
+]
+BEYOND = [Case("gpt", 18, False, warmup=1, steps=2), Case("gpt", 18, True, stay=8, warmup=1, steps=2)]
 
 
 def gpt(batch: int) -> tuple[nn.Sequential, Loss]:
@@ -91,16 +105,22 @@ def cnn(batch: int) -> tuple[nn.Sequential, Loss]:
 class Activations:
     """What autograd saves, block by block: out behind a block's forward, back before its backward.
 
-    The last blocks stay. A page-in's copy comes after all work that has been submitted when it begins, so the host must
-    not run ahead of the device: a block's backward is submitted when that of the block before has begun. Used from one
-    thread at a time, as a step is.
+    The last blocks stay. As their memory becomes free, block by block, others are fetched: always as many blocks ahead as
+    have stayed. A page-in's copy comes after all work that has been submitted when it begins, so the host must not run
+    far ahead of the device: it waits until the backward of some block before has begun. Used from one thread at a time,
+    as a step is.
+
+    Args:
+        model: whose children are the blocks.
+        stay: how many of the last ones.
     """
 
-    def __init__(self, model: nn.Sequential) -> None:
+    def __init__(self, model: nn.Sequential, stay: int) -> None:
+        self._stay = stay
         self._blocks: list[list[Any]] = [[] for _ in model]
         self._of_block = 0  # whose forward runs
         self._fetched = 0  # this one and those behind it are there, or have been fetched
-        self._begun: torch.cuda.Event | None = None  # the backward of the block that was submitted last
+        self._begun: list[torch.cuda.Event] = []  # backwards that were submitted last
         self._most_bytes = WAIT_ABOVE * torch.cuda.get_device_properties(0).total_memory
         self._parameters = {parameter.data_ptr() for parameter in model.parameters()}
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
@@ -114,8 +134,8 @@ class Activations:
         fork.before_prefetch_wait_all()
         fork.prefetch_init()
         self._of_block = len(self._blocks)
-        self._fetched = max(len(self._blocks) - STAY, 0)
-        self._fetch(self._fetched - 1)
+        self._fetched = max(len(self._blocks) - self._stay, 0)
+        self._begun.clear()
         fork.prefetch_all()
         return loss
 
@@ -124,7 +144,7 @@ class Activations:
         self._of_block = index
         if torch.cuda.memory_allocated() > self._most_bytes:
             fork.before_prefetch_wait_all()  # the link is behind; the first step also has to pin host memory
-        if 0 <= index - 1 < len(self._blocks) - STAY:
+        if 0 <= index - 1 < len(self._blocks) - self._stay:
             for tensor in self._blocks[index - 1]:
                 tensor.pageout_manual()
 
@@ -145,12 +165,12 @@ class Activations:
         index, tensor = packed
         if index < self._of_block:
             self._of_block = index
-            if self._begun is not None:
-                self._begun.synchronize()
-            self._begun = torch.cuda.Event()
-            self._begun.record()
+            if len(self._begun) == UNDER_WAY:
+                self._begun.pop(0).synchronize()
+            self._begun.append(torch.cuda.Event())
+            self._begun[-1].record()
             self._blocks[index].clear()  # autograd has them
-            self._fetch(index - AHEAD)
+            self._fetch(index + 1 - self._stay)
         return tensor
 
     def _fetch(self, first: int) -> None:
@@ -190,7 +210,7 @@ def train(case: Case, news: News) -> Row:
     if case.paged:
         fork.create_swap_env()
         fork.prefetch_all()
-        activations = Activations(model)
+        activations = Activations(model, case.stay)
     seconds: list[float] = []
     losses: list[str] = []
     digest = ""

@@ -24,6 +24,7 @@ from torch_lms.swap.planning import is_planning, last_trace
 __all__ = ["Paging", "Run", "measure"]
 
 MS = 1e3
+COUNTED_EACH_STEP = ("pageout_bytes", "pagein_bytes", "passive_pageins", "wait_us", "host_served", "allocation_retries")
 _MOST_DIGEST_BYTES = 8 * GIB
 _TINY_MIN_BYTES = 4096
 _STEPS_TO_FALL_ASLEEP = 6  # the first ones may need less memory than others
@@ -147,6 +148,8 @@ class _Steps:
         self.times_ms: list[float] = []
         self.losses: list[float] = []
         self.digests: dict[str, str] = {}
+        self.paged: list[dict[str, float]] = []
+        self._counted = torch_lms.stats()
 
     def one(self) -> None:
         """A step, with its time; the first finds out whether each op can run with its order of additions fixed."""
@@ -162,9 +165,17 @@ class _Steps:
         self.losses.append(float(loss.item()))
         _synchronize(self.run.device)
         self.times_ms.append(MS * (time.perf_counter() - start))
+        self.paged.append(self._since_last_step())
         self.news({"step_ms_so_far": self.times_ms})
         if len(self.losses) in self.run.digests_after:
             self.digests[str(len(self.losses))] = self.results()
+
+    def _since_last_step(self) -> dict[str, float]:
+        """What paging has counted since it was asked last; of the counters that are kept for every step."""
+        before, now = self._counted, torch_lms.stats()
+        self._counted = now
+        found = {name: getattr(now, name) - getattr(before, name) for name in COUNTED_EACH_STEP}
+        return found if all(value >= 0 for value in found.values()) else {}  # they have begun anew
 
     def _step(self) -> torch.Tensor:
         """Forward, backward and the optimizer's step if there is one; the same random numbers each time."""
@@ -265,6 +276,8 @@ def measure(run: Run, news: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     row["deterministic"] = run.deterministic and steps.deterministic
     if run.keep and run.device != "cpu":
         steps.one_profiled(f"{run.keep}.profile.json")
+    if run.keep and run.paging is not None:
+        row["paged_all"] = list(steps.paged)
     if run.facts is not None:
         row |= run.facts(steps.program, steps.optimizer)
     digest_at_end = steps.results() if run.with_digest else ""

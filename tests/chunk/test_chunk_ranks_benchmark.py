@@ -17,7 +17,7 @@ def run(folder: Path, *words: str) -> dict[str, Any]:
     tiny = ("--tiny", "--device", "cpu", "--steps", "2", "--output-dir", str(folder))
     done = torchrun("-m", "benchmarks.chunk_ranks", *tiny, *words, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
-    document: dict[str, Any] = json.loads((folder / "chunk_ranks.json").read_text())
+    document: dict[str, Any] = json.loads((folder / "chunk_ranks_2.json").read_text())
     return document
 
 
