@@ -105,10 +105,10 @@ def cnn(batch: int) -> tuple[nn.Sequential, Loss]:
 class Activations:
     """What autograd saves, block by block: out behind a block's forward, back before its backward.
 
-    The last blocks stay. As their memory becomes free, block by block, others are fetched: always as many blocks ahead as
-    have stayed. A page-in's copy comes after all work that has been submitted when it begins, so the host must not run
-    far ahead of the device: it waits until the backward of some block before has begun. Used from one thread at a time,
-    as a step is.
+    The last blocks stay. As their memory becomes free, block by block, others are fetched: always as many blocks ahead
+    as have stayed. A page-in's copy comes after all work that has been submitted when it begins, so the host must not
+    run far ahead of the device: it waits until the backward of some block before has begun. Used from one thread at a
+    time, as a step is.
 
     Args:
         model: whose children are the blocks.
