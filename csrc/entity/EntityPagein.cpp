@@ -44,6 +44,7 @@ std::shared_ptr<PageinTransfer> EntityStorageImpl::submit_pagein_locked(Lock& lo
       transfer->block = recipe->make(&transfer->fence);
     } else {
       auto block = binding_->allocate(nbytes_);
+      binding_->keep_block_for_streams(*block);
       // Behind all submitted work: what used the block before, and kernels that
       // still use the host copy in place.
       transfer->fence =

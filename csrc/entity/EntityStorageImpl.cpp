@@ -211,6 +211,7 @@ bool EntityStorageImpl::relocate(const std::function<bool(const void*)>& suits) 
     }
     blocks.push_back(binding_->allocate(nbytes_));
   } while (!suits(blocks.back()->data()));
+  binding_->keep_block_for_streams(*blocks.back());
   KeepAlive keep; // dropped after unlocking
   std::lock_guard<std::mutex> lock(mutex_);
   if (earlier.running() || arrival_locked() != nullptr || !may_leave_locked(&keep) ||

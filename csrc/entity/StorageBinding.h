@@ -61,6 +61,10 @@ class StorageBinding {
   /// called when the storage is gone. Throws what the device allocator throws.
   virtual std::unique_ptr<DeviceBlock> allocate(size_t nbytes) = 0;
 
+  /// A block from `allocate` is about to be the storage's: any stream may use it from now on, where
+  /// that has to be told. Until then it can go back and is free at once. Called without a lock.
+  virtual void keep_block_for_streams(const DeviceBlock& /*block*/) {}
+
   /// Points the storage, which holds the host copy, at `block`, and takes it. Cannot fail.
   virtual void install_device(std::unique_ptr<DeviceBlock> block) = 0;
 

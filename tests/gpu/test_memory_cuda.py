@@ -15,6 +15,7 @@ from torch_lms.swap import state
 
 MIB = 1 << 20
 A_WHILE_CYCLES = 5_000_000  # some milliseconds
+LONG_CYCLES = 1_000_000_000  # half a second
 
 
 def filled(mib: int, value: float = 1.0) -> torch.Tensor:
@@ -334,6 +335,24 @@ def test_storages_move_aside_for_a_large_one_although_two_streams_use_them(paged
         found = [extremes(one) for one in tensors]
     assert found == [(value + 1, value + 1) for value in range(1, 14, 2)]
     assert extremes(large) == (-1, -1)
+
+
+def test_storages_move_aside_while_the_device_is_busy(paged: ModuleType, cleaned: None) -> None:
+    """Blocks that were tried, and let go of, once counted as used on every stream: the host waited for all of them."""
+    torch_lms.enable("512MiB")
+    side = torch.cuda.Stream()
+    tensors = [filled(32, value) for value in range(14)]
+    with torch.cuda.stream(side):
+        filled(1)  # another stream is noted
+    del tensors[::2]  # holes of 32 MiB
+    torch.cuda.synchronize()
+    torch.cuda._sleep(LONG_CYCLES)
+    asleep = torch.cuda.Event()
+    asleep.record()
+    large = torch.empty(128 * MIB, dtype=torch.uint8, device="cuda")
+    assert not asleep.query()
+    assert [extremes(one) for one in tensors] == [(value, value) for value in range(1, 14, 2)]
+    assert large.fill_(3).min().item() == 3
 
 
 def test_op_larger_than_the_limit_raises_and_the_next_one_works(paged: ModuleType, cleaned: None) -> None:

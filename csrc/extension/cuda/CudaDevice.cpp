@@ -76,12 +76,6 @@ c10::DataPtr CudaDevice::allocate(size_t nbytes, int64_t stream) {
     throw NoRoom(
         "expected a prefetch to leave room for ops, found too little; it stays on the host");
   }
-  // What record_stream told of the old block is lost: assume every stream in use.
-  for (cudaStream_t used : cuda_->noted_streams()) {
-    if (used != home.stream()) {
-      allocator::recordStream(data, c10::cuda::getStreamFromExternal(used, index_));
-    }
-  }
   return data;
 }
 
@@ -102,6 +96,7 @@ void CudaDevice::keep_block_for_arrival(void* block) {
   keep_block_for(block, {cuda_->pagein_stream()});
 }
 
+/// What record_stream told of a storage's earlier block is lost: every stream counts as in use.
 void CudaDevice::keep_block_for_streams(void* block) {
   keep_block_for(block, cuda_->noted_streams());
 }

@@ -123,6 +123,9 @@ class TorchStorageBinding final : public StorageBinding {
       void* host,
       const std::shared_ptr<EntityStorageImpl>& entity) override;
   std::unique_ptr<DeviceBlock> allocate(size_t nbytes) override;
+  void keep_block_for_streams(const DeviceBlock& block) override {
+    device_.keep_block_for_streams(block.data());
+  }
   void install_device(std::unique_ptr<DeviceBlock> block) override;
   bool exchange(std::unique_ptr<DeviceBlock>& block) override;
   void refuse(const std::string& why) override;
