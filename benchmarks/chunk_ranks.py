@@ -43,6 +43,7 @@ COLUMNS = [
     ("peak_gib", "Peak (GiB)", "{:.1f}"),
     ("host_gib", "Host memory (GiB)", "{:.1f}"),
     ("equal", "Bit-equal", "{}"),
+    ("loss_difference", "Losses off by", "{:g}"),
     ("gather_gbps", "All-gather (GB/s)", "{:.0f}"),
     ("gather_ratio", "/ calls of that size", "{:.2f}"),
     ("gather_large_ratio", "/ one large", "{:.2f}"),
