@@ -68,9 +68,9 @@ class Device {
   /// Nobody has noted streams so far: work that uses entities may be on any.
   virtual void note_busy_streams() = 0;
 
-  /// A new block, to be used on `stream`, and on no other until `keep_block_for_streams`. Takes the allocator's lock; makes room before it, as
-  /// `Room::make_room`, unless the thread allocates for prefetches. Throws
-  /// c10::OutOfMemoryError, or NoRoom for a prefetch.
+  /// A new block, to be used on `stream`, and on no other until `keep_block_for_streams`. Takes the
+  /// allocator's lock; makes room before it, as `Room::make_room`, unless the thread allocates for
+  /// prefetches. Throws c10::OutOfMemoryError, or NoRoom for a prefetch.
   virtual c10::DataPtr allocate(size_t nbytes, int64_t stream) = 0;
 
   /// A block of the calling thread's stream that nobody will write to: free at once when it is
