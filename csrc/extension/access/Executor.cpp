@@ -48,7 +48,7 @@ void Executor::withdraw(const std::shared_ptr<const CompiledPlan>& plan) {
     std::lock_guard<std::mutex> lock(mutex_);
     plans_.erase(std::remove(plans_.begin(), plans_.end(), plan), plans_.end());
     bound.swap(bound_);
-    late_.clear();
+    clear_prefetches_locked();
     followed_ = nullptr;
     start_cycle_locked(bound);
   }
@@ -64,7 +64,7 @@ void Executor::clear() {
     take_plan_locked(nullptr);
     followed_ = nullptr;
     bound.swap(bound_);
-    late_.clear();
+    clear_prefetches_locked();
   }
   policy_.placeholders().release();
 }
@@ -109,6 +109,7 @@ void Executor::start_cycle_locked(std::vector<Bound>& before) {
 }
 
 bool Executor::end_cycle() {
+  prefetch(); // for the next cycle
   policy_.placeholders().release(); // none, if the cycle was as planned
   std::vector<Bound> bound; // destroyed after unlocking
   std::lock_guard<std::mutex> lock(mutex_);
@@ -126,7 +127,7 @@ bool Executor::end_cycle() {
     bad_cycles_ = 0;
   }
   bound.swap(bound_);
-  late_.clear();
+  clear_prefetches_locked();
   start_cycle_locked(bound);
   return none || bad;
 }
@@ -208,7 +209,7 @@ void Executor::begin_op(const at::RecordFunction& record, Frame& frame) {
     }
     makes_recipe = op.makes_recipe;
     frame.acts =
-        !(op.drops.empty() && op.pageouts.empty() && op.prefetches.empty() && late_.empty() &&
+        !(op.drops.empty() && op.pageouts.empty() && op.prefetches.empty() &&
           plan_->placeholders.empty());
   }
   policy_.placeholders().release_until(frame.place);
@@ -289,24 +290,30 @@ void Executor::hold_placeholders(int32_t place) {
   }
 }
 
-/// In the order in which they were to come.
-void Executor::prefetch_late() {
+/// Under the mutex.
+void Executor::clear_prefetches_locked() {
+  prefetches_.clear();
+  has_prefetches_.store(false, std::memory_order_relaxed);
+}
+
+void Executor::prefetch() {
   for (;;) {
     EntityPtr entity;
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      if (late_.empty()) {
+      if (prefetches_.empty()) {
+        has_prefetches_.store(false, std::memory_order_relaxed);
         return;
       }
-      entity = late_.front();
+      entity = prefetches_.front();
     }
     if (entity->state() == EntityState::kPagedOut && !entity->gone() &&
         !pager_.requests().prefetch_ahead(entity, 0)) {
       return; // no room yet
     }
     std::lock_guard<std::mutex> lock(mutex_);
-    if (!late_.empty() && late_.front() == entity) {
-      late_.pop_front();
+    if (!prefetches_.empty() && prefetches_.front() == entity) {
+      prefetches_.pop_front();
     }
   }
 }
@@ -338,7 +345,8 @@ void Executor::after_op(Frame& frame) {
     }
     for (const int32_t number : op.prefetches) {
       if (EntityPtr entity = bound_[static_cast<size_t>(number)].entity.lock()) {
-        late_.push_back(std::move(entity));
+        prefetches_.push_back(std::move(entity));
+        has_prefetches_.store(true, std::memory_order_relaxed);
       }
     }
   }
@@ -355,7 +363,6 @@ void Executor::after_op(Frame& frame) {
     }
   }
   hold_placeholders(place);
-  prefetch_late();
 }
 
 } // namespace torch_lms

@@ -30,8 +30,13 @@ namespace torch_lms {
 
 /// Carries out plans.
 ///
-/// Thread-safe: every method may be called from any thread. `after_op` drops, requests page-outs
-/// and starts prefetches, and waits for nothing; nothing is called under the mutex.
+/// Note [When copies in begin]
+/// What an op uses last lives until the op has returned to its caller. So what is to come in after
+/// an op takes its memory when the next op begins: before that, both would be there at once, where
+/// a plan says that one takes the other's room.
+///
+/// Thread-safe: every method may be called from any thread. `after_op` drops and requests page-outs,
+/// `prefetch` starts copies in, and none waits for anything; nothing is called under the mutex.
 class Executor {
  public:
   Executor(Pager& pager, Policy& policy, Recipes& recipes, Audition& audition)
@@ -47,6 +52,13 @@ class Executor {
   bool active() const noexcept {
     return active_.load(std::memory_order_acquire);
   }
+
+  /// Whether anything is to come in as soon as there is room.
+  bool has_prefetches() const noexcept {
+    return has_prefetches_.load(std::memory_order_relaxed);
+  }
+  /// An outermost op is about to look for its inputs. See Note [When copies in begin].
+  void prefetch();
 
   /// An outermost op begins, and has pinned its inputs; ends; has let go of them.
   void begin_op(const at::RecordFunction& record, Frame& frame);
@@ -86,7 +98,7 @@ class Executor {
   void bind_inputs_locked(const PlannedOp& op, Frame& frame, std::vector<Bound>* garbage);
   void take_plan_locked(std::shared_ptr<const CompiledPlan> plan);
   void start_cycle_locked(std::vector<Bound>& before);
-  void prefetch_late();
+  void clear_prefetches_locked();
   void hold_placeholders(int32_t place);
 
   Pager& pager_;
@@ -94,6 +106,7 @@ class Executor {
   Recipes& recipes_;
   Audition& audition_; // plans may be given, or fit another program
   std::atomic<bool> active_{false};
+  std::atomic<bool> has_prefetches_{false};
   std::atomic<double> share_{0};
   std::atomic<size_t> missed_{0}; // ops in a row that the plan does not know
   std::mutex mutex_; // guards what follows
@@ -107,7 +120,7 @@ class Executor {
   int bad_cycles_ = 0;
   bool holds_ = false; // what `plan_` is to hold in this cycle
   std::shared_ptr<const CompiledPlan> followed_; // by the last cycle
-  std::deque<EntityPtr> late_; // prefetches that have found no room
+  std::deque<EntityPtr> prefetches_; // in the order in which they are to begin
 };
 
 } // namespace torch_lms

@@ -105,6 +105,9 @@ C10_ALWAYS_INLINE void Observer::begin_op(
   bool all = true;
   try {
     begin_outermost(record, name, frame);
+    if (planning_.has_prefetches() && is_of_program(frame)) {
+      planning_.prefetch();
+    }
     all = inputs_.pin(record, frame, op);
     frame.inputs = frame.pinned.size();
   } catch (const std::exception& error) { // PyTorch logs it, and runs the op
@@ -119,11 +122,15 @@ C10_ALWAYS_INLINE void Observer::begin_op(
   }
 }
 
+bool Observer::is_of_program(Frame& frame) {
+  return is_on_main_thread(frame) || program_.runs(frame, in_backward());
+}
+
 void Observer::tell_begin(const at::RecordFunction& record, Frame& frame) {
   if (at::in_parallel_region()) { // a kernel's own threads: part of another op
     frame.inside_kernel = true;
   } else if (planning_.wants_ops()) {
-    if (is_on_main_thread(frame) || program_.runs(frame, in_backward())) {
+    if (is_of_program(frame)) {
       planning_.begin_op(record, frame);
     }
   } else if (frame.sealed && chaos_.wants_recipe()) {

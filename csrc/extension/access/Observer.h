@@ -46,6 +46,7 @@ class Observer {
       const char* name,
       Frame& frame,
       const OpTraits& op);
+  bool is_of_program(Frame& frame);
   void tell_begin(const at::RecordFunction& record, Frame& frame);
   void begin_outermost(const at::RecordFunction& record, const char* name, Frame& frame);
   void end(const at::RecordFunction& record);

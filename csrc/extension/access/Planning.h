@@ -60,6 +60,13 @@ class Planning final : public PolicyListener {
   bool recording() const noexcept {
     return recorder_.recording();
   }
+  bool has_prefetches() const noexcept {
+    return executor_.has_prefetches();
+  }
+  /// See Note [When copies in begin].
+  void prefetch() {
+    executor_.prefetch();
+  }
   void begin_op(const at::RecordFunction& record, Frame& frame);
   void end_op(const at::RecordFunction& record, Frame& frame);
   void after_op(Frame& frame) {

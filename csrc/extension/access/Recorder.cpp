@@ -22,8 +22,6 @@ size_t about(size_t nbytes) {
   return nbytes >> low << low;
 }
 
-constexpr int32_t kPlacesBetweenLooks = 8; // at who has died
-
 } // namespace
 
 uint64_t key_of_op(const Frame& frame) {
@@ -82,6 +80,7 @@ void Recorder::begin_op(const at::RecordFunction& record, Frame& frame) {
   if (cycle_ == nullptr) {
     return;
   }
+  note_released(static_cast<int32_t>(cycle_->ops.size()) - 1);
   TraceOp op;
   op.name = record.name();
   op.key = key_of_op(frame);
@@ -137,12 +136,6 @@ void Recorder::end_op(const at::RecordFunction& record, Frame& frame, bool backw
   }
   note_outputs(record, frame, place);
   frame.recipe = nullptr;
-  if (place % kPlacesBetweenLooks == 0) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (records_locked(frame)) {
-      note_released(place);
-    }
-  }
 }
 
 void Recorder::note_outputs(const at::RecordFunction& record, Frame& frame, int32_t place) {

@@ -38,7 +38,7 @@ struct TraceStorage {
   bool recurring = false; ///< It was there before the cycle began.
   int32_t producer = -1; ///< The place of the op that made it.
   int32_t output = -1; ///< As which of its tensors.
-  int32_t released = -1; ///< The place by which it had died.
+  int32_t released = -1; ///< The place after which it had died.
   bool movable = true;
   bool raw_access = false; ///< Somebody took its address.
   std::vector<int32_t> ingredients; ///< What its recipe reads, by number.

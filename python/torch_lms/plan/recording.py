@@ -14,7 +14,6 @@ from torch_lms.plan.trace import Cycle, Host, Link, Recipe, Trace, TraceOp, Trac
 
 __all__ = ["compile_plan", "host_of", "timed_again", "told_of", "trace_of"]
 
-_PLACES_BETWEEN_LOOKS = 8  # at who has died: see Recorder.cpp
 _LINK_SHARE = 0.95
 _MUCH = 4.0  # times the usual time of the host
 
@@ -153,7 +152,7 @@ def _storage(
     if producer is None and not storage["recurring"]:
         producer = uses[0]  # made where no op was seen to make it, before it was used first
     uses = [place for place in uses if producer is None or place > producer]
-    released = _released(storage["released"], uses[-1] if uses else producer or 0)
+    released = storage["released"]
     writes = [place for place in writes if place in set(uses)]
     why_not = storage["why_not_recompute"]
     if writes != storage["rewrites"]:
@@ -164,7 +163,7 @@ def _storage(
         bytes=storage["bytes"],
         recurring=storage["recurring"],
         producer=producer,
-        released=released,
+        released=None if released < 0 else max(released, uses[-1] if uses else producer or 0),
         uses=tuple(uses),
         writes=tuple(writes),
         movable=storage["movable"],
@@ -181,13 +180,6 @@ def _storage(
         module=storage["module"],
         line=storage["line"],
     )
-
-
-def _released(noticed: int, last_access: int) -> int | None:
-    """Who has died is looked for now and then: nobody holds most storages longer than they are used."""
-    if noticed < 0:
-        return None
-    return max(last_access, noticed - _PLACES_BETWEEN_LOOKS + 1)
 
 
 def _checked_recipe(storage: TraceStorage, storages: Sequence[TraceStorage]) -> TraceStorage:
