@@ -198,8 +198,8 @@ std::pair<std::string, std::string> where() {
 void bind_plans(py::module_& module) {
   interpreter().make_plan = &make_plan;
   interpreter().where = &where;
-  module.def("plan_program", [](const std::string& device) {
-    Runtime::get().planning.enable(*Runtime::get().devices.find(c10::Device(device)));
+  module.def("plan_program", [](const std::string& device, bool may_drop) {
+    Runtime::get().planning.enable(*Runtime::get().devices.find(c10::Device(device)), may_drop);
   });
   module.def("take_recording", &take_recording);
   module.def("take_times", [] {

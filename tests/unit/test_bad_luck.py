@@ -113,7 +113,7 @@ def test_leaving_an_environment_tells_of_it_and_pages_everything_in(paged: Modul
 
 
 def full_host_in_automatic_mode() -> None:
-    torch_lms.enable({"cpu": 8 * BLOCK_BYTES}, host_limit=4 * BLOCK_BYTES)
+    torch_lms.enable({"cpu": 8 * BLOCK_BYTES}, host_limit=4 * BLOCK_BYTES, recompute=False)
     held: list[torch.Tensor] = []
     with raises_saying(torch.OutOfMemoryError, found=RAISE_HOST_LIMIT, do=", or page less out"):
         held.extend(block(value) for value in range(20))
@@ -128,7 +128,7 @@ def test_a_full_host_in_automatic_mode_is_out_of_memory_that_says_why() -> None:
 
 
 def full_host_again_and_again() -> None:
-    torch_lms.enable({"cpu": 8 * BLOCK_BYTES}, host_limit=4 * BLOCK_BYTES)
+    torch_lms.enable({"cpu": 8 * BLOCK_BYTES}, host_limit=4 * BLOCK_BYTES, recompute=False)
     held: list[torch.Tensor] = []
     for _ in range(3):
         with pytest.raises(torch.OutOfMemoryError):

@@ -157,6 +157,7 @@ struct Frame : Pinned {
   bool binds = false; ///< The plan's op at that place makes something that an action names.
   bool acts = false; ///< There is something to do after it.
   std::shared_ptr<OpRecipe> recipe; ///< Of the outermost op, if somebody wants it.
+  std::shared_ptr<OpRecipe> loose_recipe; ///< The same, for `DropsOnDemand`.
   c10::Storage before; ///< What it overwrites, as it was, if it is to be auditioned.
   std::vector<GivenOut> given_out;
   RecentEntities recent;

@@ -130,9 +130,7 @@ void Observer::tell_begin(const at::RecordFunction& record, Frame& frame) {
   if (at::in_parallel_region()) { // a kernel's own threads: part of another op
     frame.inside_kernel = true;
   } else if (planning_.wants_ops()) {
-    if (is_of_program(frame)) {
-      planning_.begin_op(record, frame);
-    }
+    planning_.begin_op(record, frame, is_of_program(frame));
   } else if (frame.sealed && chaos_.wants_recipe()) {
     frame.recipe = recipes_.capture(record);
   }
@@ -221,6 +219,9 @@ C10_ALWAYS_INLINE void Observer::release_pinned(Frame& frame) noexcept {
   OpClock::get().end_op();
   if (frame.recipe != nullptr) {
     frame.recipe = nullptr;
+  }
+  if (frame.loose_recipe != nullptr) {
+    frame.loose_recipe = nullptr;
   }
   if (frame.before) {
     frame.before = c10::Storage();

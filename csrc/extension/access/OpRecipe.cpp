@@ -94,6 +94,41 @@ uint64_t next_id() {
 
 OpRecipe::OpRecipe(const c10::OperatorHandle& op) : id_(next_id()), op_(op) {}
 
+OpRecipe::OpRecipe(const OpRecipe& loose, std::vector<c10::Storage> inputs)
+    : id_(loose.id_),
+      op_(loose.op_),
+      arguments_(loose.arguments_),
+      storages_(std::move(inputs)),
+      metas_(loose.metas_),
+      defined_(loose.defined_),
+      stream_(loose.stream_),
+      state_(loose.state_),
+      drawn_(loose.drawn_) {}
+
+void OpRecipe::loosen() {
+  TORCH_INTERNAL_ASSERT(
+      earlier_ == nullptr && overwrites_ == nullptr, "the earlier one is not loose");
+  for (c10::Storage& storage : storages_) {
+    known_storages_.push_back(storage.getWeakStorageImpl());
+    storage = c10::Storage();
+  }
+  loose_ = true;
+}
+
+std::shared_ptr<const OpRecipe> OpRecipe::held(const std::shared_ptr<const OpRecipe>& recipe) {
+  if (!recipe->loose_) {
+    return recipe;
+  }
+  std::vector<c10::Storage> inputs;
+  for (size_t i = 0; i < recipe->known_storages_.size(); ++i) {
+    inputs.emplace_back(recipe->known_storages_[i].lock());
+    if (recipe->defined_[i] && !inputs.back()) {
+      return nullptr;
+    }
+  }
+  return std::shared_ptr<const OpRecipe>(new OpRecipe(*recipe, std::move(inputs)));
+}
+
 std::shared_ptr<OpRecipe> OpRecipe::capture(const at::RecordFunction& record) {
   const auto name = record.operator_name();
   const auto op = name.has_value() ? c10::Dispatcher::singleton().findOp(*name) : c10::nullopt;

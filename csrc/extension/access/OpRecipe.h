@@ -69,6 +69,17 @@ class OpRecipe {
   /// be. To be called before another thread knows of it.
   bool follow(const std::shared_ptr<const OpRecipe>& earlier, size_t output);
 
+  /// From now on it keeps none of its inputs alive, and cannot be run or followed: `held` can. To
+  /// be called last of all that tells it something, and before another thread knows of it.
+  void loosen();
+  bool loose() const noexcept {
+    return loose_;
+  }
+
+  /// The same recipe, by its id too, which keeps its inputs alive; null where one of them is gone.
+  /// One that is not loose is the same object.
+  static std::shared_ptr<const OpRecipe> held(const std::shared_ptr<const OpRecipe>& recipe);
+
   /// Whether `run` makes no more than the first of what the op made.
   bool makes_first_only() const noexcept {
     return drawn_;
@@ -115,6 +126,7 @@ class OpRecipe {
     bool wrapped_number = false;
   };
   explicit OpRecipe(const c10::OperatorHandle& op);
+  OpRecipe(const OpRecipe& loose, std::vector<c10::Storage> inputs);
   bool take(const c10::IValue& value);
   bool take_tensor(const at::Tensor& tensor);
   bool take_overwritten(const at::Tensor& tensor);
@@ -126,6 +138,8 @@ class OpRecipe {
   c10::OperatorHandle op_;
   std::vector<c10::IValue> arguments_; // with undefined tensors for those of `storages_`
   std::vector<c10::Storage> storages_;
+  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> known_storages_; // instead, if it is loose
+  bool loose_ = false;
   std::vector<Meta> metas_;
   std::vector<bool> defined_;
   const c10::StorageImpl* overwrites_ = nullptr;

@@ -8,8 +8,9 @@
 
 namespace torch_lms {
 
-void Planning::enable(Device& device) {
+void Planning::enable(Device& device, bool may_drop) {
   executor_.clear(); // of plans for another limit
+  drops_.allow(may_drop);
   contest_.clear();
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -23,6 +24,7 @@ void Planning::disable() {
   device_.store(nullptr);
   recorder_.abandon();
   executor_.clear();
+  drops_.allow(false);
   meter_.clear();
   contest_.clear();
   times_.abandon();
@@ -40,7 +42,13 @@ void Planning::disable() {
   finder_ = CycleFinder();
 }
 
-void Planning::begin_op(const at::RecordFunction& record, Frame& frame) {
+void Planning::begin_op(const at::RecordFunction& record, Frame& frame, bool of_program) {
+  if (drops_.on()) {
+    drops_.begin_op(record, frame);
+  }
+  if (!of_program) {
+    return;
+  }
   if (recorder_.recording()) {
     recorder_.begin_op(record, frame);
   } else {
@@ -60,6 +68,7 @@ void Planning::end_op(const at::RecordFunction& record, Frame& frame) {
     }
     executor_.end_op(record, frame);
   }
+  drops_.end_op(record, frame);
 }
 
 void Planning::follow_plan(Frame& frame) {
@@ -133,6 +142,9 @@ void Planning::end_cycle() {
   }
   const bool wanted = executor_.end_cycle();
   const std::shared_ptr<const CompiledPlan> followed = executor_.followed();
+  if (followed != nullptr) {
+    drops_.end(); // until the host fills all the same
+  }
   const double cycle_us =
       meter_.end_cycle(followed, policy_.take_cycle_peak(*device), StepMeter::Clock::now());
   time_ops(*device, followed);

@@ -9,6 +9,7 @@
 
 #include <ATen/record_function.h>
 
+#include <extension/access/DropsOnDemand.h>
 #include <extension/access/Executor.h>
 #include <extension/access/OpTimes.h>
 #include <extension/access/PlanContest.h>
@@ -48,14 +49,16 @@ class Planning final : public PolicyListener {
         policy_(policy),
         recorder_(pager, recipes, audition_),
         executor_(pager, policy, recipes, audition_),
+        drops_(pager, recipes, audition_),
         times_(&pager.action_times()) {}
 
-  /// From now on the program on `device` is recorded and planned.
-  void enable(Device& device);
+  /// From now on the program on `device` is recorded and planned. `may_drop`: also before there is
+  /// a plan, see Note [A host that fills].
+  void enable(Device& device, bool may_drop);
   void disable();
 
   bool wants_ops() const noexcept {
-    return recorder_.recording() || executor_.active();
+    return recorder_.recording() || executor_.active() || drops_.on();
   }
   bool recording() const noexcept {
     return recorder_.recording();
@@ -67,7 +70,8 @@ class Planning final : public PolicyListener {
   void prefetch() {
     executor_.prefetch();
   }
-  void begin_op(const at::RecordFunction& record, Frame& frame);
+  /// `of_program`: on the thread of the program that is planned.
+  void begin_op(const at::RecordFunction& record, Frame& frame, bool of_program);
   void end_op(const at::RecordFunction& record, Frame& frame);
   void after_op(Frame& frame) {
     if (executor_.active()) {
@@ -88,6 +92,12 @@ class Planning final : public PolicyListener {
 
   // --- PolicyListener; what an op waits for is no time of its own ---
   void backward_ended() override;
+  void host_fills() override {
+    drops_.begin();
+  }
+  bool drop(const EntityPtr& entity) override {
+    return drops_.drop(entity);
+  }
   void wait_begins(Device& device) override {
     if (recorder_.recording()) {
       recorder_.pause(device);
@@ -140,6 +150,7 @@ class Planning final : public PolicyListener {
   Audition audition_;
   Recorder recorder_;
   Executor executor_;
+  DropsOnDemand drops_;
   StepMeter meter_;
   PlanContest contest_;
   OpTimes times_; // of a cycle that follows a plan

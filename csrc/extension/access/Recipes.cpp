@@ -3,56 +3,12 @@
 #include <algorithm>
 #include <utility>
 
-#include <entity/Error.h>
-
-#include <extension/access/KeptWatch.h>
+#include <extension/access/Ingredients.h>
 #include <extension/base/Compat.h>
 #include <extension/base/ThreadContext.h>
 
 namespace torch_lms {
 namespace {
-
-/// Storages whose bytes are on the device, and stay there.
-class Ingredients {
- public:
-  explicit Ingredients(Pager& pager) : pager_(pager) {}
-  ~Ingredients() {
-    kept_watch_.end();
-    for (const EntityPtr& entity : served_) {
-      entity->end_service();
-    }
-    for (const EntityPtr& entity : pinned_) {
-      entity->unpin();
-    }
-  }
-  Ingredients(const Ingredients&) = delete;
-  Ingredients& operator=(const Ingredients&) = delete;
-
-  void bring(const EntityPtr& entity) {
-    pinned_.reserve(pinned_.size() + 1);
-    served_.reserve(served_.size() + 1);
-    storages_.push_back(entity->hold());
-    if (storages_.back() == nullptr) {
-      return; // what it was for has been made, or is gone, too
-    }
-    entity->pin(); // before it comes in: making room for it must not push it out
-    pinned_.push_back(entity);
-    const Place place = pager_.use(entity);
-    if (place == Place::kHost) {
-      served_.push_back(entity);
-    } else if (place == Place::kNowhere) {
-      throw Error("expected what a dropped storage is made from, found that it cannot be made");
-    }
-    kept_watch_.add(*entity);
-  }
-
- private:
-  Pager& pager_;
-  std::vector<KeepAlive> storages_;
-  std::vector<EntityPtr> pinned_;
-  std::vector<EntityPtr> served_;
-  KeptWatch kept_watch_;
-};
 
 /// The outermost op that the calling thread runs. 0: none.
 uint64_t number_of_op() {
@@ -68,46 +24,25 @@ c10::StorageImpl* impl_of(const c10::Storage& storage) {
   return storage ? storage.unsafeGetStorageImpl() : nullptr;
 }
 
+bool is_same(const std::weak_ptr<Entity>& one, const EntityPtr& other) {
+  return !one.owner_before(other) && !other.owner_before(one);
+}
+
+/// From now on raw writes to them are noticed, where PyTorch can tell of them.
+void watch_writes(const std::vector<EntityPtr>& entities) {
+  for (const EntityPtr& entity : entities) {
+    if (compat::kHasMaterializer && entity != nullptr) {
+      entity->watch_writes();
+    }
+  }
+}
+
+/// Of what an entity holds; null if that is gone.
+const c10::StorageImpl* impl_of(const std::shared_ptr<const void>& keep) {
+  return keep != nullptr ? impl_of(*std::static_pointer_cast<const c10::Storage>(keep)) : nullptr;
+}
+
 } // namespace
-
-/// One output of an op, while it is dropped.
-class Recipes::Storage final : public Recipe {
- public:
-  Storage(Pager& pager, std::shared_ptr<OpRecipe> op, size_t output, size_t nbytes)
-      : pager_(pager), op_(std::move(op)), output_(output), nbytes_(nbytes) {}
-
-  std::unique_ptr<DeviceBlock> make(FencePtr* done) override {
-    ActionTimes::Timer timer(pager_.action_times(), Action::kRecompute);
-    timer.count();
-    Ingredients ingredients(pager_);
-    for (const c10::Storage& input : op_->inputs()) {
-      const EntityPtr entity = input ? pager_.find(*impl_of(input)) : nullptr;
-      if (entity != nullptr) {
-        ingredients.bring(entity);
-      }
-    }
-    const std::vector<at::Tensor> made = op_->run();
-    TORCH_CHECK(output_ < made.size() && made[output_].defined(), "the op made something else");
-    c10::StorageImpl& fresh = *made[output_].storage().unsafeGetStorageImpl();
-    TORCH_CHECK(
-        fresh.nbytes() == nbytes_, "expected ", nbytes_, " bytes again, found ", fresh.nbytes());
-    if (Device* device = pager_.devices().known(fresh.device())) {
-      *done = device->backend()->submitted_work(); // on another stream than the caller's, perhaps
-    }
-    return std::make_unique<TorchDeviceBlock>(
-        fresh.set_data_ptr(c10::DataPtr(nullptr, fresh.device())));
-  }
-
-  const std::shared_ptr<OpRecipe>& op() const noexcept {
-    return op_;
-  }
-
- private:
-  Pager& pager_;
-  const std::shared_ptr<OpRecipe> op_;
-  const size_t output_;
-  const size_t nbytes_;
-};
 
 Recipes::Recipes(Pager& pager) : pager_(pager) {
   pager_.set_bring_ingredients([this](const EntityPtr& entity) { bring_ingredients(entity); });
@@ -208,9 +143,7 @@ bool Recipes::follow_locked(
     OpRecipe& recipe,
     const EntityPtr& overwritten,
     std::vector<std::shared_ptr<OpRecipe>>& garbage) {
-  const auto is_it = [&overwritten](const std::weak_ptr<Entity>& made) {
-    return !made.owner_before(overwritten) && !overwritten.owner_before(made);
-  };
+  const auto is_it = [&](const auto& made) { return is_same(made, overwritten); };
   const auto earlier = by_storage_.equal_range(recipe.overwrites());
   for (auto at = earlier.first; overwritten != nullptr && at != earlier.second; ++at) {
     const auto found = known_.find(at->second.recipe);
@@ -221,7 +154,7 @@ bool Recipes::follow_locked(
     const auto output = std::find_if(known.made.begin(), known.made.end(), is_it);
     garbage.push_back(known.recipe.lock());
     const std::shared_ptr<OpRecipe>& op = garbage.back();
-    if (output != known.made.end() && op != nullptr &&
+    if (output != known.made.end() && op != nullptr && !op->loose() &&
         (op->valid() || (known.ended_by != 0 && known.ended_by == number_of_op()))) {
       return recipe.follow(op, static_cast<size_t>(output - known.made.begin()));
     }
@@ -261,7 +194,7 @@ std::vector<c10::StorageImpl*> Recipes::note_made(
     const bool there = tensor.defined() && tensor.has_storage();
     entities.push_back(there ? pager_.find(*impl_of(tensor.storage())) : nullptr);
   }
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::unique_lock<std::mutex> lock(mutex_);
   const auto known = known_.find(recipe->id());
   const bool looked_after = known != known_.end();
   for (const at::Tensor& tensor : made) {
@@ -276,29 +209,101 @@ std::vector<c10::StorageImpl*> Recipes::note_made(
                        });
     storages.push_back(fresh ? storage : nullptr);
     if (looked_after) {
-      known->second.made.push_back(fresh ? entities[storages.size() - 1] : nullptr);
+      EntityPtr& entity = entities[storages.size() - 1];
+      entity = fresh ? entity : nullptr;
+      known->second.made.push_back(entity);
     }
     if (fresh && looked_after) {
       by_storage_.emplace(storage, Use{recipe->id(), true});
     }
   }
+  lock.unlock();
+  if (looked_after) {
+    watch_writes(entities);
+  }
   return storages;
+}
+
+/// Under the mutex. Dropped storages, each made from the one before and the first one from
+/// `storage`; `most` if there are as many, or more.
+size_t Recipes::chain_after_locked(const c10::StorageImpl* storage, size_t most, Garbage& garbage) {
+  size_t longest = 0;
+  const auto readers = by_storage_.equal_range(storage);
+  for (auto at = readers.first; at != readers.second && longest < most; ++at) {
+    const auto known = known_.find(at->second.recipe);
+    if (at->second.made || known == known_.end()) {
+      continue;
+    }
+    for (const std::weak_ptr<Entity>& weak : known->second.dropped) {
+      const EntityPtr entity = weak.lock();
+      garbage.push_back(entity);
+      if (entity != nullptr && entity->state() == EntityState::kDropped && longest < most) {
+        garbage.push_back(entity->hold());
+        longest =
+            std::max(longest, 1 + chain_after_locked(impl_of(garbage.back()), most - 1, garbage));
+      }
+    }
+  }
+  return longest;
+}
+
+/// Under the mutex. Ops that run, one after another, until what `recipe` makes is there again;
+/// `most` if there are as many, or more.
+size_t Recipes::chain_before_locked(const OpRecipe& recipe, size_t most, Garbage& garbage) {
+  size_t longest = 1;
+  for (const c10::Storage& input : recipe.inputs()) {
+    const EntityPtr entity = input ? pager_.find(*impl_of(input)) : nullptr;
+    garbage.push_back(entity);
+    if (entity == nullptr || entity->state() != EntityState::kDropped || longest >= most) {
+      continue;
+    }
+    const auto at = of_dropped_.find(entity.get());
+    const auto made_again = at != of_dropped_.end() ? at->second.lock() : nullptr;
+    garbage.push_back(made_again);
+    longest =
+        made_again == nullptr
+            ? most
+            : std::max(longest, 1 + chain_before_locked(*made_again->op(), most - 1, garbage));
+  }
+  return std::min(longest, most);
 }
 
 bool Recipes::drop(
     const EntityPtr& entity,
     const std::shared_ptr<OpRecipe>& recipe,
     size_t output) {
-  auto made_again = std::make_shared<Storage>(pager_, recipe, output, entity->nbytes());
+  constexpr size_t kLongChain = 5; // each of them has room at once
+  Garbage garbage;
+  const std::shared_ptr<const OpRecipe> op = OpRecipe::held(recipe);
+  if (op == nullptr) {
+    return false;
+  }
+  auto made_again = std::make_shared<DroppedOutput>(pager_, recipe, op, output, entity->nbytes());
+  const c10::StorageImpl* const storage = impl_of(entity->hold()); // to be compared only
   // Under the mutex, so that who is about to write finds either nothing dropped or all of it.
   std::lock_guard<std::mutex> lock(mutex_);
   const auto known = known_.find(recipe->id());
   if (known == known_.end() || !recipe->valid()) {
     return false;
   }
-  known->second.dropped.push_back(entity);
-  of_dropped_[entity.get()] = made_again;
-  return pager_.requests().drop(entity, made_again);
+  // Nobody has planned what has to be there at once when it is made again.
+  if (recipe->loose() && chain_before_locked(*op, kLongChain, garbage) +
+                                 chain_after_locked(storage, kLongChain, garbage) >=
+                             kLongChain) {
+    return false;
+  }
+  auto& dropped = known->second.dropped; // now or earlier
+  const auto is_it = [&](const auto& one) { return is_same(one, entity); };
+  if (std::none_of(dropped.begin(), dropped.end(), is_it)) {
+    dropped.push_back(entity);
+  }
+  std::weak_ptr<DroppedOutput>& of_dropped = of_dropped_[entity.get()];
+  const std::weak_ptr<DroppedOutput> before = std::exchange(of_dropped, made_again);
+  if (!pager_.requests().drop(entity, made_again)) {
+    of_dropped = before; // it may be dropped already
+    return false;
+  }
+  return true;
 }
 
 void Recipes::invalidate_readers(const c10::StorageImpl& storage) {
@@ -343,7 +348,7 @@ void Recipes::invalidate_readers(const c10::StorageImpl& storage) {
   }
 }
 
-std::shared_ptr<Recipes::Storage> Recipes::recipe_of(const EntityPtr& entity) {
+std::shared_ptr<DroppedOutput> Recipes::recipe_of(const EntityPtr& entity) {
   std::lock_guard<std::mutex> lock(mutex_);
   const auto at = of_dropped_.find(entity.get());
   return at == of_dropped_.end() ? nullptr : at->second.lock();
@@ -356,7 +361,7 @@ void Recipes::bring_ingredients(const EntityPtr& entity) {
   std::vector<EntityPtr> wanted{entity};
   while (!wanted.empty()) {
     const EntityPtr next = wanted.back();
-    const std::shared_ptr<Storage> recipe = recipe_of(next);
+    const std::shared_ptr<DroppedOutput> recipe = recipe_of(next);
     const size_t depth = wanted.size();
     if (recipe != nullptr && next->state() == EntityState::kDropped) {
       for (const c10::Storage& input : recipe->op()->inputs()) {

@@ -7,6 +7,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include <extension/access/DroppedOutput.h>
 #include <extension/access/OpRecipe.h>
 #include <extension/transfer/Pager.h>
 
@@ -33,13 +34,15 @@ class Recipes {
   bool finish(const std::shared_ptr<OpRecipe>& recipe, const std::vector<at::Tensor>& made);
 
   /// What the op has made, of which those are left that can be dropped: the rest is
-  /// null. Their place in the list is what `drop` takes.
+  /// null. Their place in the list is what `drop` takes. What `capture` has looked after has these
+  /// looked after, too: they may be written to before they are dropped.
   std::vector<c10::StorageImpl*> note_made(
       const std::shared_ptr<OpRecipe>& recipe,
       const std::vector<at::Tensor>& made);
 
   /// RESIDENT -> DROPPED, for what `recipe` has made as its `output`-th tensor. Returns false if it
-  /// stays: in use, or written since.
+  /// stays: in use, or written since. Also, by a loose recipe: what it is made from has gone, or to
+  /// make it again would take a long chain of ops.
   bool drop(const EntityPtr& entity, const std::shared_ptr<OpRecipe>& recipe, size_t output);
 
   /// Somebody is about to write to a storage. What has been dropped and depends on its bytes comes
@@ -59,8 +62,6 @@ class Recipes {
   }
 
  private:
-  class Storage;
-
   bool reads_only_ours(const OpRecipe& recipe);
   void look_after(const OpRecipe& recipe);
   bool follow_locked(
@@ -69,7 +70,12 @@ class Recipes {
       std::vector<std::shared_ptr<OpRecipe>>& garbage);
   void bring_ingredients(const EntityPtr& entity);
   void invalidate_readers(const c10::StorageImpl& storage);
-  std::shared_ptr<Storage> recipe_of(const EntityPtr& entity);
+  std::shared_ptr<DroppedOutput> recipe_of(const EntityPtr& entity);
+
+  /// What is let go of after unlocking.
+  using Garbage = std::vector<std::shared_ptr<const void>>;
+  size_t chain_before_locked(const OpRecipe& recipe, size_t most, Garbage& garbage);
+  size_t chain_after_locked(const c10::StorageImpl* storage, size_t most, Garbage& garbage);
 
   /// One op's, with what it has made, and what has been dropped of that.
   struct Known {
@@ -90,7 +96,7 @@ class Recipes {
   std::mutex mutex_; // guards what follows; nothing is called under it
   std::unordered_map<uint64_t, Known> known_; // by the recipe's id
   std::unordered_multimap<const c10::StorageImpl*, Use> by_storage_;
-  std::unordered_map<const Entity*, std::weak_ptr<Storage>> of_dropped_;
+  std::unordered_map<const Entity*, std::weak_ptr<DroppedOutput>> of_dropped_;
   size_t forget_at_ = 1024; // entries of `by_storage_`
   std::atomic<size_t> count_{0};
 };

@@ -28,7 +28,7 @@ MemoryReport report_memory(Device& device, PolicyState& state, const Wakefulness
   state.pager.table().for_each([&](const EntityPtr& entity) {
     const EntityState where = entity->state();
     if (&entity->device() != &device || entity->gone() || where == EntityState::kPagedOut ||
-        where == EntityState::kInQueued) {
+        where == EntityState::kInQueued || where == EntityState::kDropped) {
       return;
     }
     known += entity->nbytes();

@@ -23,16 +23,48 @@ int64_t microseconds_since(std::chrono::steady_clock::time_point start) {
 
 } // namespace
 
+/// Whether what can be made again is to be dropped: see Note [A host that fills].
+bool Pageouts::host_is_short(const Device& device) {
+  const HostPoolStats host = device.pool()->stats();
+  const size_t quarter = host.limit_bytes / 4;
+  const size_t taken = host.used_bytes + state_.pager.out_queue().pending_bytes();
+  const size_t left = host.limit_bytes - std::min(host.limit_bytes, taken);
+  const bool refused = refused_.load(std::memory_order_relaxed);
+  const size_t on_device = std::min(device.limit_bytes(), 3 * quarter);
+  if (refused || left <= std::max(2 * quarter, on_device)) {
+    state_.listener->host_fills();
+  }
+  return refused || left <= quarter;
+}
+
+/// Up to so many bytes of what can be made again and is needed last.
+size_t Pageouts::drop(Device& device, size_t nbytes) {
+  if (in_foreign_call() || wakefulness_.wants_boundary()) {
+    return 0;
+  }
+  size_t dropped = 0;
+  for (const Victim& victim :
+       state_.watch_of(device).resident_by_next_use(state_.cycles, wakefulness_.eligible_from())) {
+    if (dropped >= nbytes) {
+      break;
+    }
+    dropped += state_.listener->drop(victim.entity) ? victim.entity->nbytes() : 0;
+  }
+  return dropped;
+}
+
 size_t Pageouts::page_out(Device& device, const std::vector<EntityPtr>& entities) {
   if (in_foreign_call()) { // It may be about to write: a copy that is made now would be stale.
     return 0;
   }
   size_t nbytes = 0;
   const bool may_drop = !wakefulness_.wants_boundary();
+  const bool is_short = may_drop && host_is_short(device);
   PageoutBatch batch(state_.pager.out_queue());
   try {
     for (const EntityPtr& entity : entities) {
-      if (may_drop && entity->keeps_copy() && state_.pager.requests().drop_unwritten(entity)) {
+      if ((may_drop && entity->keeps_copy() && state_.pager.requests().drop_unwritten(entity)) ||
+          (is_short && state_.listener->drop(entity))) {
         nbytes += entity->nbytes();
       } else {
         batch.add(entity);
@@ -49,9 +81,14 @@ size_t Pageouts::page_out(Device& device, const std::vector<EntityPtr>& entities
 }
 
 size_t Pageouts::request(Device& device, size_t nbytes) {
-  return page_out(
-      device,
-      state_.watch_of(device).choose_victims(state_.cycles, wakefulness_.eligible_from(), nbytes));
+  const size_t dropped = host_is_short(device) ? drop(device, nbytes) : 0;
+  if (dropped >= nbytes) {
+    return dropped;
+  }
+  return dropped + page_out(
+                       device,
+                       state_.watch_of(device).choose_victims(
+                           state_.cycles, wakefulness_.eligible_from(), nbytes - dropped));
 }
 
 /// Whether a page-out has failed since the last call.
@@ -60,6 +97,7 @@ bool Pageouts::keep_error() {
   if (error == nullptr) {
     return false;
   }
+  refused_.store(true, std::memory_order_relaxed);
   std::lock_guard<std::mutex> lock(error_mutex_);
   try {
     std::rethrow_exception(error);
@@ -75,6 +113,7 @@ void Pageouts::forget_errors() {
     last_error_.clear();
   }
   keep_error(); // of what was requested ahead of need
+  refused_.store(false, std::memory_order_relaxed);
 }
 
 std::string Pageouts::last_error() {

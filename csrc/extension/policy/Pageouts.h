@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <mutex>
@@ -40,7 +41,8 @@ class Pageouts {
 
   /// Returns the bytes that go, or have gone.
   size_t page_out(Device& device, const std::vector<EntityPtr>& entities);
-  /// The same of so many bytes of what is needed last.
+  /// The same of so many bytes of what is needed last; where the host has little room left, of what
+  /// can be dropped first.
   size_t request(Device& device, size_t nbytes);
 
   /// Waits until a page-out is over and commits: until `deadline`, or `PolicyOptions::patience`.
@@ -59,9 +61,12 @@ class Pageouts {
 
  private:
   bool keep_error();
+  bool host_is_short(const Device& device);
+  size_t drop(Device& device, size_t nbytes);
 
   PolicyState& state_;
   Wakefulness& wakefulness_;
+  std::atomic<bool> refused_{false}; // by the host, since `forget_errors`
   std::mutex error_mutex_;
   std::string last_error_;
 };

@@ -22,12 +22,16 @@ class OpFeed {
   virtual void stop() = 0;
 };
 
-/// Who wants to know how the program goes on (`Planning`).
+/// Who wants to know how the program goes on, and can do without some of its storages (`Planning`).
 class PolicyListener {
  public:
   virtual ~PolicyListener() = default;
   /// A backward has ended, and something else begun, with an op that has just ended.
   virtual void backward_ended() = 0;
+  /// Much of the host's room is taken, and more goes out on demand: see Note [A host that fills].
+  virtual void host_fills() = 0;
+  /// RESIDENT -> DROPPED, if it can be made again. Not inside a foreign call.
+  virtual bool drop(const EntityPtr& entity) = 0;
   /// An op that runs on this thread has begun to wait for room, or gone on.
   virtual void wait_begins(Device& device) = 0;
   virtual void wait_ends(Device& device) noexcept = 0;

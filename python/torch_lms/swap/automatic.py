@@ -53,7 +53,8 @@ def enable(
             small pieces serves large requests. Left as it is if PYTORCH_CUDA_ALLOC_CONF says.
         swap: let plans copy storages to the host. Without plans, and where they err, storages are
             copied out on demand all the same.
-        recompute: let plans drop storages and run again the ops that made them.
+        recompute: let plans drop storages and run again the ops that made them. Where the host is nearly full, what
+            goes out on demand may be dropped, too: so a program gets through its first steps.
         plan: of an earlier run of the same program, or the path of its JSON file: it is carried out from the first
             whole cycle on, and none has to be recorded. One of another program costs time, and is soon replaced.
 

@@ -27,6 +27,7 @@ __all__ = ["Wishes", "begin", "current_plan", "end", "given_plan", "is_planning"
 
 _MUCH_SLOWER = 1.1  # than predicted
 _NO_PLAN = "torch_lms: no plan was made for this program, which pages on demand: {}"
+_HOST_SHARE = 0.85  # of the host's room is what plans count on: between blocks of several sizes are gaps
 _MOST_PLANS = 32  # the core carries out fewer, and compares a few more
 
 
@@ -132,7 +133,7 @@ def begin(wishes: Wishes, plan: Plan | None = None) -> None:
     bring_back_before_forks()
     for device in wishes.limits:
         measure_link(device)  # before there is a limit
-        core.plan_program(device)
+        core.plan_program(device, wishes.recompute)
     if plan is not None:
         plan = replace(plan, measured=None)  # not measured yet in this run
         with _lock:
@@ -205,7 +206,8 @@ def start() -> None:
         request["limit_bytes"] = wishes.limits[followed.device]
     else:
         return
-    request |= {"is_crowded": is_crowded, "host_limit_bytes": wishes.host_limit_bytes}
+    host_bytes = None if wishes.host_limit_bytes is None else int(_HOST_SHARE * wishes.host_limit_bytes)
+    request |= {"is_crowded": is_crowded, "host_limit_bytes": host_bytes}
     request |= {"swap": wishes.swap, "recompute": wishes.recompute}
     planner = threading.Thread(target=_plan_beside, args=(request, wishes, name), daemon=True, name="torch_lms planner")
     with _lock:

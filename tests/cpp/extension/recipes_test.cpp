@@ -115,6 +115,73 @@ TEST(it_comes_back_before_what_it_is_made_from_is_written) {
   CHECK(!made.drop()); // it cannot be made again any more
 }
 
+/// Its recipe keeps nothing alive before it is dropped.
+template <typename Op>
+Made made_loosely_by(Op&& op) {
+  Made made = made_by(std::forward<Op>(op));
+  made.recipe->loosen();
+  return made;
+}
+
+TEST(a_loose_recipe_keeps_what_it_reads_from_the_drop_on) {
+  const Observed observed;
+  at::Tensor input = tensor_of(3);
+  const c10::weak_intrusive_ptr<c10::StorageImpl> read = input.storage().getWeakStorageImpl();
+  const Made made = made_loosely_by([&] { return input.mul(5); });
+  CHECK_EQ(read.use_count(), 1U);
+  REQUIRE(made.drop());
+  input.reset();
+  CHECK(!read.expired());
+  CHECK(holds(made.tensor, 15));
+  CHECK(read.expired());
+  CHECK(!made.drop()); // what it is made from has gone
+  CHECK(holds(made.tensor, 15));
+}
+
+TEST(what_a_loose_recipe_made_comes_back_before_what_it_is_made_from_is_written) {
+  const Observed observed;
+  const at::Tensor input = tensor_of(3);
+  const Made made = made_loosely_by([&] { return input.mul(5); });
+  REQUIRE(made.drop());
+  input.add_(1);
+  CHECK_EQ(state(made.tensor), "resident");
+  CHECK(holds(made.tensor, 15));
+  CHECK(!made.drop());
+}
+
+TEST(of_a_long_chain_of_loose_recipes_some_stay_in_either_order) {
+  const Observed observed;
+  for (const bool first_one_first : {true, false}) {
+    const at::Tensor input = tensor_of(3);
+    std::vector<Made> chain;
+    for (int64_t i = 0; i < 20; ++i) {
+      const at::Tensor& from = chain.empty() ? input : chain.back().tensor;
+      chain.push_back(made_loosely_by([&] { return from.add(1); }));
+    }
+    size_t in_a_row = 0;
+    size_t dropped = 0;
+    for (size_t i = 0; i < chain.size(); ++i) {
+      chain[first_one_first ? i : chain.size() - 1 - i].drop();
+    }
+    for (const Made& made : chain) {
+      in_a_row = made.entity->state() == EntityState::kDropped ? in_a_row + 1 : 0;
+      dropped += in_a_row != 0 ? 1 : 0;
+      CHECK(in_a_row < 5);
+    }
+    CHECK(dropped > chain.size() / 2);
+    CHECK(holds(chain.back().tensor, 23));
+    CHECK(holds(chain[10].tensor, 14));
+  }
+}
+
+TEST(what_has_been_written_without_an_op_is_not_dropped) {
+  const Observed observed;
+  const at::Tensor input = tensor_of(3);
+  const Made made = made_by([&] { return input.mul(5); });
+  static_cast<int64_t*>(made.tensor.storage().mutable_data())[0] = 7;
+  CHECK(!compat::kHasMaterializer || !made.drop());
+}
+
 TEST(a_write_to_what_an_earlier_recipe_at_its_address_has_read_does_not_bring_it_back) {
   const Observed observed;
   const at::Tensor other = tensor_of(4);
