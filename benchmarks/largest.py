@@ -73,27 +73,27 @@ QUESTIONS = {
     "gpt-batch": Question(
         workload="gpt",
         size="batch",
-        starts={"plain": 5, "checkpoint": 36, "ours": 50},
+        starts={"plain": 6, "checkpoint": 31, "ours": 40},
         at_least={"checkpoint": 1.4},
     ),
     "resnet-batch": Question(
         workload="resnet",
         size="batch",
-        starts={"plain": 190, "checkpoint": 500, "ours": 800},
+        starts={"plain": 256, "checkpoint": 744, "ours": 1024},
         grain=8,
         at_least={"plain": 4.0},
     ),
     "unet3d-batch": Question(
         workload="unet3d",
         size="batch",
-        starts={"plain": 9, "checkpoint": 18, "ours": 36},
+        starts={"plain": 9, "checkpoint": 14, "ours": 24},
         tiny_start=2,
         at_least={"plain": 4.0},
     ),
     "gpt-tokens": Question(
         workload="gpt",
         size="tokens",
-        starts={"plain": 10240, "checkpoint": 73728, "ours": 103424},
+        starts={"plain": 12288, "checkpoint": 64512, "ours": 81920},
         grain=1024,
         changed={"batch": 1},
         tiny_start=128,
@@ -211,7 +211,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser, seconds=560)
     parser.add_argument("--limit-gib", type=float, default=24.0)
-    parser.add_argument("--search-seconds", type=float, default=75, help="for one mode of a question (%(default)s)")
+    parser.add_argument("--search-seconds", type=float, default=180, help="for one mode of a question (%(default)s)")
+    parser.set_defaults(row_seconds=150)  # the first step pins up to 100 GiB of the host's memory
     given = parser.parse_args()
     keys = [f"{name}-{mode}" for name in QUESTIONS for mode in MODES]
     if given.list:
