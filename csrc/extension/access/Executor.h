@@ -35,8 +35,9 @@ namespace torch_lms {
 /// an op takes its memory when the next op begins: before that, both would be there at once, where
 /// a plan says that one takes the other's room.
 ///
-/// Thread-safe: every method may be called from any thread. `after_op` drops and requests page-outs,
-/// `prefetch` starts copies in, and none waits for anything; nothing is called under the mutex.
+/// Thread-safe: every method may be called from any thread. `after_op` drops and requests
+/// page-outs, `prefetch` starts copies in, and none waits for anything; nothing is called under the
+/// mutex.
 class Executor {
  public:
   Executor(Pager& pager, Policy& policy, Recipes& recipes, Audition& audition)
