@@ -122,15 +122,14 @@ class PackedLists {
 std::vector<PlannedOp> planned_ops(const py::dict& plan, size_t storages) {
   const auto keys = unpacked<uint64_t>(plan, "keys");
   const auto binds = plan["binds"].cast<std::string>();
-  const auto makes_recipe = plan["makes_recipe"].cast<std::string>();
-  if (binds.size() != keys.size() || makes_recipe.size() != keys.size()) {
+  if (binds.size() != keys.size()) {
     throw Error(
         "expected flags for " + std::to_string(keys.size()) + " ops, found " +
-        std::to_string(binds.size()) + " and " + std::to_string(makes_recipe.size()) +
-        "; make the plan again");
+        std::to_string(binds.size()) + "; make the plan again");
   }
   PackedLists inputs(plan, "inputs", storages);
   PackedLists outputs(plan, "outputs", storages);
+  PackedLists remade(plan, "remade", storages);
   PackedLists drops(plan, "drops", storages);
   PackedLists drops_again(plan, "drops_again", storages);
   PackedLists pageouts(plan, "pageouts", storages);
@@ -141,12 +140,12 @@ std::vector<PlannedOp> planned_ops(const py::dict& plan, size_t storages) {
     op.key = keys[place];
     op.inputs = inputs.next();
     op.outputs = outputs.next();
+    op.remade = remade.next();
     op.drops = drops.next();
     op.drops_again = drops_again.next();
     op.pageouts = pageouts.next();
     op.prefetches = prefetches.next();
     op.binds = binds[place] != 0;
-    op.makes_recipe = makes_recipe[place] != 0;
   }
   return ops;
 }

@@ -20,6 +20,7 @@ from tests.unit.trainings import MIN_BYTES, one_thread
 from torch_lms._core import core
 from torch_lms.errors import LmsError, PlanError
 from torch_lms.plan import Plan, make_plan, simulate
+from torch_lms.plan.decision import KEEP, RECOMPUTE
 from torch_lms.plan.recording import compile_plan
 
 TRACE = gpt_trace(layers=2, width=256, tokens=1024, vocabulary=1000)
@@ -175,7 +176,7 @@ def test_there_is_no_plan_once_paging_on_demand_is_faster(monkeypatch: pytest.Mo
     assert torch_lms.current_plan() is None
 
 
-@pytest.mark.parametrize("name", ["inputs", "outputs", "drops", "drops_again", "pageouts", "prefetches"])
+@pytest.mark.parametrize("name", ["inputs", "outputs", "remade", "drops", "drops_again", "pageouts", "prefetches"])
 @pytest.mark.parametrize(
     ("numbers", "expected"),
     [
@@ -192,8 +193,15 @@ def test_lists_that_are_no_plan_s_are_refused(name: str, numbers: list[int], exp
         core.add_plan(compiled)
 
 
-@pytest.mark.parametrize("name", ["binds", "makes_recipe"])
-def test_flags_of_another_number_of_ops_are_refused(name: str) -> None:
-    compiled = compile_plan(SYNTHETIC) | {"signature": "a#1", "timed": True, name: b"\0"}
+def test_only_what_is_dropped_keeps_a_recipe() -> None:
+    dropped = next(one for one in SYNTHETIC.decisions if one.decision == RECOMPUTE)
+    stays = next(one for one in SYNTHETIC.decisions if one.decision == KEEP)
+    both = replace(SYNTHETIC.ops[0], outputs=(stays.storage, dropped.storage))
+    compiled = compile_plan(replace(SYNTHETIC, ops=(both, *SYNTHETIC.ops[1:])))
+    assert array("i", compiled["remade"])[:2].tolist() == [1, dropped.storage]
+
+
+def test_flags_of_another_number_of_ops_are_refused() -> None:
+    compiled = compile_plan(SYNTHETIC) | {"signature": "a#1", "timed": True, "binds": b"\0"}
     with pytest.raises(LmsError, match=f"expected flags for {len(SYNTHETIC.ops)} ops"):
         core.add_plan(compiled)

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 import torch_lms
+from benchmarks.peers import checkpoint_blocks
+from benchmarks.workloads import make_program
 from tests.unit.fresh_process import in_fresh_process
 from tests.unit.markers import counts_exactly
 from tests.unit.test_plans import Step, gradients_of, limit_for, on, wait_for_planner
@@ -48,11 +50,28 @@ def training(bias: bool) -> Step:
     return step
 
 
+def checkpointed() -> Step:
+    """Under autocast: what a norm gives besides its result dies at once, and casts make storages then."""
+    program = make_program("gpt_autocast", "cpu", tiny=True)
+    checkpoint_blocks(program)
+    optimizer = torch.optim.AdamW(program.model.parameters())
+
+    def step(number: int) -> list[torch.Tensor]:
+        torch.manual_seed(number)
+        optimizer.zero_grad()
+        with program.scope():
+            loss = program.loss()
+        loss.backward()
+        optimizer.step()
+        return [loss.detach()]
+
+    return step
+
+
 @one_thread()
-def planned_and_dropped(bias: bool) -> tuple[list[int], int, int]:
+def planned_and_dropped(begin: Callable[[], Step], swap: bool) -> tuple[list[int], int, int]:
     """Bytes that a plan says are made again, in a step those that were dropped, and those that were copied out."""
-    begin: Callable[[], Step] = partial(training, bias)
-    on(limit_for(begin, 0.6), swap=False)
+    on(limit_for(begin, 0.6), swap=swap)
     step = begin()
     while not core.follows_timed_plan():
         step(0)
@@ -70,7 +89,17 @@ def planned_and_dropped(bias: bool) -> tuple[list[int], int, int]:
 @pytest.mark.parametrize("bias", [False, True], ids=["without biases", "with biases"])
 def test_all_that_is_to_be_made_again_is_dropped(bias: bool) -> None:
     """In a process of its own: what has been found out about a kind of op stays as long as the process does."""
-    planned, dropped_bytes, copied_bytes = in_fresh_process(planned_and_dropped, bias, within_s=PLANNED_WITHIN_S)
+    planned, dropped_bytes, copied_bytes = in_fresh_process(
+        planned_and_dropped, partial(training, bias), False, within_s=PLANNED_WITHIN_S
+    )
     assert len(planned) > 5
     assert dropped_bytes >= sum(planned)
     assert copied_bytes == 0
+
+
+@counts_exactly
+@pytest.mark.slow
+def test_a_storage_in_the_place_of_one_that_has_died_keeps_nothing_from_being_dropped() -> None:
+    planned, dropped_bytes, _ = in_fresh_process(planned_and_dropped, checkpointed, True, within_s=PLANNED_WITHIN_S)
+    assert len(planned) > 5
+    assert dropped_bytes >= sum(planned)

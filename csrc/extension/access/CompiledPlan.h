@@ -14,12 +14,12 @@ struct PlannedOp {
   uint64_t key = 0; ///< See `TraceOp`.
   std::vector<int32_t> inputs; ///< On the plan's device, in order.
   std::vector<int32_t> outputs;
+  std::vector<int32_t> remade; ///< Of `outputs`: those that are dropped from this op on.
   std::vector<int32_t> drops;
   std::vector<int32_t> drops_again; ///< Of `drops`: those that a later op of the cycle drops, too.
   std::vector<int32_t> pageouts;
   std::vector<int32_t> prefetches;
   bool binds = false; ///< Whether any of its storages is named by an action.
-  bool makes_recipe = false;
 };
 
 /// See Note [Placeholders].

@@ -207,7 +207,7 @@ void Executor::begin_op(const at::RecordFunction& record, Frame& frame) {
     if (op.binds) {
       bind_inputs_locked(op, frame, &garbage);
     }
-    makes_recipe = op.makes_recipe;
+    makes_recipe = !op.remade.empty();
     frame.acts =
         !(op.drops.empty() && op.pageouts.empty() && op.prefetches.empty() &&
           plan_->placeholders.empty());
@@ -241,7 +241,7 @@ void Executor::end_op(const at::RecordFunction& record, Frame& frame) {
               audition_.try_out(*recipe, made, frame.before).empty()
           ? recipes_.note_made(recipe, made)
           : std::vector<c10::StorageImpl*>(made.size(), nullptr);
-  const std::vector<int32_t>& numbers = plan->ops[place].outputs;
+  const PlannedOp& op = plan->ops[place];
   size_t at = 0;
   for (size_t i = 0; i < made.size(); ++i) {
     const EntityPtr entity = made[i].defined() && made[i].has_storage()
@@ -250,10 +250,13 @@ void Executor::end_op(const at::RecordFunction& record, Frame& frame) {
     if (entity == nullptr || entity->device().device() != plan->device) {
       continue;
     }
-    Bound bound{entity, fresh[i] != nullptr ? recipe : nullptr, i}; // destroyed after unlocking
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (at < numbers.size() && plan == plan_) {
-      Bound& known = bound_[static_cast<size_t>(numbers[at])];
+    const int32_t number = at < op.outputs.size() ? op.outputs[at] : -1;
+    // A recipe holds what it reads: nobody keeps one of what stays.
+    const bool dropped = std::count(op.remade.begin(), op.remade.end(), number) != 0;
+    Bound bound{entity, fresh[i] != nullptr && dropped ? recipe : nullptr, i};
+    std::lock_guard<std::mutex> lock(mutex_); // `bound` is destroyed after unlocking
+    if (number >= 0 && plan == plan_) {
+      Bound& known = bound_[static_cast<size_t>(number)];
       const bool same = !known.entity.owner_before(entity) && !entity.owner_before(known.entity);
       // What an op gives out may be another's, as with _unsafe_view: that one makes it again.
       if (!same || bound.recipe != nullptr) {

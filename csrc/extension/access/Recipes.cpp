@@ -131,7 +131,7 @@ std::shared_ptr<OpRecipe> Recipes::capture(const at::RecordFunction& record, boo
   forget_dead_locked();
   known_[recipe->id()].recipe = recipe;
   for (const c10::Storage& input : recipe->inputs()) {
-    by_storage_.emplace(impl_of(input), Use{recipe->id(), false});
+    by_storage_.emplace(impl_of(input), Use{recipe->id(), false, input.getWeakStorageImpl()});
   }
   count_.store(known_.size(), std::memory_order_release);
   return recipe;
@@ -175,7 +175,8 @@ bool Recipes::finish(const std::shared_ptr<OpRecipe>& recipe, const std::vector<
     std::lock_guard<std::mutex> lock(mutex_);
     looked_after = known_.count(recipe->id()) != 0;
     for (size_t i = before; looked_after && i < recipe->inputs().size(); ++i) {
-      by_storage_.emplace(impl_of(recipe->inputs()[i]), Use{recipe->id(), false});
+      const c10::Storage& input = recipe->inputs()[i];
+      by_storage_.emplace(impl_of(input), Use{recipe->id(), false, input.getWeakStorageImpl()});
     }
   }
   if (looked_after) {
@@ -214,7 +215,7 @@ std::vector<c10::StorageImpl*> Recipes::note_made(
       known->second.made.push_back(entity);
     }
     if (fresh && looked_after) {
-      by_storage_.emplace(storage, Use{recipe->id(), true});
+      by_storage_.emplace(storage, Use{recipe->id(), true, tensor.storage().getWeakStorageImpl()});
     }
   }
   lock.unlock();

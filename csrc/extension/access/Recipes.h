@@ -89,6 +89,7 @@ class Recipes {
   struct Use {
     uint64_t recipe; // by its id
     bool made;
+    c10::weak_intrusive_ptr<c10::StorageImpl> keeps_address; // once it has died, no other has it
   };
   void forget_dead_locked();
 

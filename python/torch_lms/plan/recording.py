@@ -234,15 +234,15 @@ def compile_plan(plan: Plan) -> dict[str, Any]:
         "keys": array("Q", [op.key for op in plan.ops]).tobytes(),
         "inputs": _packed(op.inputs for op in plan.ops),
         "outputs": _packed(op.outputs for op in plan.ops),
+        # Also where it gives out what there was: it may have written to that.
+        "remade": _packed(
+            [number for number in op.outputs if dropped.get(number, -1) >= place] for place, op in enumerate(plan.ops)
+        ),
         "drops": _packed(one.drop for one in after),
         "drops_again": _packed(again),
         "pageouts": _packed(one.pageout for one in after),
         "prefetches": _packed(one.prefetch for one in after),
         "binds": bytes(not moving.isdisjoint((*op.inputs, *op.outputs)) for op in plan.ops),
-        # Also where it gives out what there was: it may have written to that.
-        "makes_recipe": bytes(
-            any(dropped.get(number, -1) >= place for number in op.outputs) for place, op in enumerate(plan.ops)
-        ),
         "recurring": bytes(plan.recurring),
         "placeholders": [(one.bytes, one.until) for one in plan.placeholders],
     }
