@@ -1,4 +1,4 @@
-"""A step that follows a plan needs as much memory as the plan says: what goes, or comes, does so when the plan says."""
+"""A step that follows a plan needs as much memory as it says: what goes, or comes, does so when the plan says."""
 
 from __future__ import annotations
 
