@@ -24,7 +24,8 @@ def measured_and_predicted(program: str, share: float) -> tuple[float, int]:
     """The peak of most steps: on a busy machine a copy out is late now and then."""
     begin = PROGRAMS[program]
     on(limit_for(begin, share))
-    step, number, peaks_bytes = begin(), 0, []
+    step, number = begin(), 0
+    peaks_bytes: list[int] = []
     while len(peaks_bytes) < STEPS:
         follows = core.follows_timed_plan()
         torch_lms.stats(reset=True)
