@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -16,6 +17,7 @@ from torch.nn import functional as F  # noqa: N812  # PyTorch's own name for it
 import torch_lms
 from tests.unit import foreign_code
 from tests.unit.error_messages import raises_saying
+from tests.unit.fresh_process import in_fresh_process
 from tests.unit.markers import counts_exactly
 from tests.unit.test_plans import (
     Step,
@@ -284,6 +286,32 @@ def test_a_replay_that_finds_no_room_says_so_and_the_next_step_is_right() -> Non
     torch_lms.enable({"cpu": limit_bytes}, min_bytes=MIN_BYTES, host_limit=host_bytes)
     del loss, model
     assert next(run(training)) == expected
+
+
+def read_in_a_child() -> tuple[int, bool]:
+    """How a forked child ends that looks at more than there is room for, and whether the parent finds it all."""
+    torch_lms.enable({"cpu": 2_000_000}, min_bytes=MIN_BYTES, host_limit=2_000_000)
+    made = [torch.full((256, 64), float(number)) for number in range(70)]
+    assert torch_lms.stats().recomputable_bytes > 0
+    child = os.fork()
+    if child == 0:
+        refused = 0
+        for number, one in enumerate(made):
+            try:
+                if float(one[0, 0]) != number:
+                    os._exit(1)
+            except RuntimeError as error:
+                refused += "expected room" in str(error)
+        os._exit(2 if refused else 3)
+    ended = os.waitpid(child, 0)[1]
+    return ended, all(float(one[0, 0]) == number for number, one in enumerate(made))
+
+
+@counts_exactly
+def test_what_has_no_room_before_a_fork_is_refused_in_the_child() -> None:
+    ended, found = in_fresh_process(read_in_a_child)
+    assert os.waitstatus_to_exitcode(ended) == 2
+    assert found
 
 
 def written(model: nn.Sequential, x: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,8 @@
 #include <utility>
 #include <vector>
 
+#include <extension/base/ThreadContext.h>
+
 namespace torch_lms {
 
 void DropsOnDemand::allow(bool allowed) {
@@ -73,7 +75,7 @@ void DropsOnDemand::note(const EntityPtr& entity, Made made) {
 }
 
 bool DropsOnDemand::drop(const EntityPtr& entity) {
-  if (entity->pinned()) {
+  if (entity->pinned() || this_thread().undropping) {
     return false;
   }
   Made made;

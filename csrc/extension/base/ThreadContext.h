@@ -23,6 +23,8 @@ struct ThreadContext {
   size_t contiguous_reserve_bytes = 0;
   /// A recipe's op runs: it reads what it has pinned, and writes to what it makes alone.
   bool replaying = false;
+  /// All that has been dropped is made again: nothing may be dropped for it.
+  bool undropping = false;
 };
 
 inline ThreadContext& this_thread() noexcept {

@@ -6,6 +6,7 @@
 
 #include <ATen/record_function.h>
 #include <c10/util/Exception.h>
+#include <c10/util/ScopeExit.h>
 #include <entity/Error.h>
 
 #include <extension/base/Compat.h>
@@ -145,6 +146,8 @@ void Pager::released(const std::shared_ptr<EntityStorageImpl>& entity) noexcept 
 }
 
 void Pager::make_dropped_again() {
+  this_thread().undropping = true;
+  const auto until_then = c10::make_scope_exit([] { this_thread().undropping = false; });
   state_.table.for_each([&](const EntityPtr& entity) {
     const KeepAlive keep = entity->hold();
     if (keep != nullptr && entity->state() == EntityState::kDropped) {

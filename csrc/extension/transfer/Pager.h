@@ -122,7 +122,7 @@ class Pager final : public StorageEvents {
   /// Pages everything in; waits. Throws if the device has no room.
   void pagein_all();
   /// Makes all that has been dropped again: a process that is forked now cannot. What has no room
-  /// stays.
+  /// stays, and who uses it there gets an error that says so.
   void make_dropped_again();
 
   // --- what there is ---
