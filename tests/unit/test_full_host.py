@@ -40,7 +40,6 @@ ROWS = 1024
 LAYERS = 8
 STEPS = 8
 SHARE = 0.45  # of what a step needs: the device has it, and the host
-PLACES_BETWEEN_LOOKS = 8  # in a recording, at who has died
 
 Forward = Callable[[nn.Sequential, torch.Tensor], torch.Tensor]
 
@@ -190,7 +189,7 @@ def test_a_plan_takes_over() -> None:
 @counts_exactly
 @one_thread()
 def test_what_is_dropped_changes_nothing_of_what_is_recorded() -> None:
-    found, released = [], []
+    found = []
     for host_share in (SHARE, 4.0):
         on(training, host_share=host_share)
         step = training()
@@ -201,13 +200,11 @@ def test_what_is_dropped_changes_nothing_of_what_is_recorded() -> None:
         trace = last_trace()
         assert trace is not None
         ops = [(op.name, op.inputs, op.outputs) for op in trace.ops]
-        storages = [(one.bytes, one.producer, one.recurring, one.writes) for one in trace.storages]
+        storages = [(one.bytes, one.producer, one.recurring, one.writes, one.released) for one in trace.storages]
         made_from = [one.recompute and one.recompute.inputs for one in trace.storages]
         found.append((ops, storages, made_from))
-        released.append([len(trace.ops) if one.released is None else one.released for one in trace.storages])
         torch_lms.disable()
     assert found[0] == found[1]
-    assert max(abs(a - b) for a, b in zip(*released, strict=True)) <= PLACES_BETWEEN_LOOKS
 
 
 @counts_exactly
