@@ -36,6 +36,7 @@ std::shared_ptr<PageinTransfer> EntityStorageImpl::submit_pagein_locked(Lock& lo
   auto transfer = std::make_shared<PageinTransfer>();
   const void* host = host_;
   const std::shared_ptr<Recipe> recipe = recipe_;
+  const bool was_served = was_served_;
   in_ = transfer;
   set_state(EntityState::kPagingIn);
   lock.unlock();
@@ -45,10 +46,10 @@ std::shared_ptr<PageinTransfer> EntityStorageImpl::submit_pagein_locked(Lock& lo
     } else {
       auto block = binding_->allocate(nbytes_);
       binding_->keep_block_for_streams(*block);
-      // Behind all submitted work: what used the block before, and kernels that
-      // still use the host copy in place.
-      transfer->fence =
-          backend_->copy_to_device(block->data(), host, nbytes_, backend_->submitted_work());
+      // Kernels on any stream may still use the host copy in place.
+      const FencePtr after =
+          was_served ? backend_->submitted_work() : binding_->block_is_free(*backend_);
+      transfer->fence = backend_->copy_to_device(block->data(), host, nbytes_, after);
       transfer->block = std::move(block);
     }
   } catch (...) {
@@ -141,6 +142,7 @@ bool EntityStorageImpl::commit_pagein_locked(const std::shared_ptr<PageinTransfe
     binding_->install_device(std::move(transfer->block));
   }
   in_ = nullptr;
+  was_served_ = false;
   void* host = std::exchange(host_, nullptr);
   arrival_ = transfer->fence;
   set_state(EntityState::kResident);

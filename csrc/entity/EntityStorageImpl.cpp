@@ -126,6 +126,7 @@ bool EntityStorageImpl::serve() {
     return false;
   }
   ++served_;
+  was_served_ = true;
   return true;
 }
 

@@ -413,6 +413,7 @@ class EntityStorageImpl : public std::enable_shared_from_this<EntityStorageImpl>
   bool requesting_ = false;
   bool calling_off_ = false; // a page-out, whose copy may still read the block
   size_t served_ = 0; // ops that use the host copy in place
+  bool was_served_ = false; // since the bytes have left the device
   std::shared_ptr<PageoutTransfer> out_;
   std::shared_ptr<PageinTransfer> in_;
   void* host_ = nullptr; // the storage's memory while paged out

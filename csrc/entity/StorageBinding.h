@@ -61,6 +61,12 @@ class StorageBinding {
   /// called when the storage is gone. Throws what the device allocator throws.
   virtual std::unique_ptr<DeviceBlock> allocate(size_t nbytes) = 0;
 
+  /// Behind what may still use a block from `allocate`, which was somebody else's before. Here: all
+  /// that has been submitted. Called without a lock.
+  virtual FencePtr block_is_free(TransferBackend& backend) {
+    return backend.submitted_work();
+  }
+
   /// A block from `allocate` is about to be the storage's: any stream may use it from now on, where
   /// that has to be told. Until then it can go back and is free at once. Called without a lock.
   virtual void keep_block_for_streams(const DeviceBlock& /*block*/) {}

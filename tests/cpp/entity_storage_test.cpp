@@ -250,6 +250,23 @@ TEST(a_pagein_copies_behind_the_work_that_was_submitted_before_it) {
   CHECK(work->done());
 }
 
+TEST(a_pagein_waits_for_other_streams_only_where_they_may_use_the_host_copy) {
+  for (const bool served : {false, true}) {
+    EntityRig rig(Copies::kOnStreams);
+    rig.device->blocks_are_free = true;
+    rig.go_to(PD);
+    if (served) {
+      REQUIRE(rig.entity->serve());
+      rig.entity->end_service();
+    }
+    const auto work = rig.backend->submitted_work();
+    REQUIRE(rig.entity->request_pagein());
+    rig.in = rig.entity->begin_pagein();
+    rig.in->fence->wait();
+    CHECK_EQ(work->done(), served);
+  }
+}
+
 TEST(the_end_of_a_transfer_whose_block_is_the_storages_waits_for_no_copy) {
   EntityRig rig(Copies::kOnStreams);
   rig.go_to(PI);

@@ -38,6 +38,7 @@ class FakeDevice : public std::enable_shared_from_this<FakeDevice> {
   std::atomic<size_t> kept_for_copies{0};
   std::atomic<size_t> kept_for_arrivals{0};
   std::atomic<bool> keeps_copies{false}; ///< Tells whether blocks that come in are written.
+  std::atomic<bool> blocks_are_free{false}; ///< Whether nothing is at work on new blocks.
 
   std::shared_ptr<char> allocate(size_t nbytes) {
     interruptions.reached(DeviceStep::kAllocate);
@@ -183,6 +184,10 @@ class FakeBinding final : public torch_lms::StorageBinding {
     auto block = std::make_unique<Block>();
     block->data_ = device_->allocate(nbytes);
     return block;
+  }
+
+  torch_lms::FencePtr block_is_free(torch_lms::TransferBackend& backend) override {
+    return device_->blocks_are_free ? nullptr : StorageBinding::block_is_free(backend);
   }
 
   void install_device(std::unique_ptr<DeviceBlock> block) override {

@@ -124,6 +124,18 @@ def test_pagein_is_ordered_before_its_first_use_on_another_stream(paged: ModuleT
         assert torch.equal(doubled, torch.full_like(doubled, 2 * value))
 
 
+def test_a_pagein_waits_for_nothing_that_other_streams_do(paged: ModuleType) -> None:
+    tensor = filled(16, 5)
+    page_out(tensor)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        filled(1)  # the stream is noted
+        torch.cuda._sleep(LONG_CYCLES)
+        asleep = torch.cuda.Event()
+        asleep.record()
+    assert extremes(tensor) == (5, 5)
+    assert not asleep.query()
+
+
 def test_memory_of_a_called_off_pageout_may_be_reused_at_once(paged: ModuleType) -> None:
     for value in range(20):
         tensor = filled(64, value)

@@ -69,7 +69,7 @@ def test_the_plan_that_was_followed_is_priced_in_the_new_times() -> None:
     first, second, *_ = PlannerProcess().answers(asked)
     trace = Trace.from_json(first["trace"].decode())
     assert trace == timed_again(TRACE, times_us)
-    assert Plan.from_json(second["priced"]["document"].decode()) == priced_again(followed, trace, PEAK_BYTES // 2)
+    assert Plan.from_json(second["priced"]["document"].decode()) == priced_again(followed, trace)
 
 
 def test_a_message_that_ends_too_soon_is_none() -> None:

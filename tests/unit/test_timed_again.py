@@ -51,10 +51,10 @@ def test_ops_that_have_not_run_keep_their_time() -> None:
 def test_a_plan_that_stays_predicts_what_its_own_steps_take() -> None:
     limit_bytes = simulate(TRACE, []).peak_bytes * 7 // 10
     plan = make_plan(TRACE, limit_bytes, simply=True)
-    assert priced_again(plan, TRACE, limit_bytes).predicted.step_us == plan.predicted.step_us
-    assert priced_again(plan, TRACE, limit_bytes).timeline == plan.timeline
+    assert priced_again(plan, TRACE).predicted.step_us == plan.predicted.step_us
+    assert priced_again(plan, TRACE).timeline == plan.timeline
     slower = replace(TRACE, ops=tuple(replace(op, duration_us=2 * op.duration_us) for op in TRACE.ops))
-    found = priced_again(plan, slower, limit_bytes)
+    found = priced_again(plan, slower)
     assert found.predicted.plain_us == 2 * plan.predicted.plain_us
     assert found.predicted.step_us > plan.predicted.step_us
     assert (found.decisions, found.limit_bytes, found.placeholders) == (

@@ -147,6 +147,15 @@ FencePtr CudaTransferBackend::submitted_work() {
   return fence;
 }
 
+FencePtr CudaTransferBackend::submitted_to(cudaStream_t stream) {
+  DeviceScope scope(device_);
+  auto fence = std::make_shared<CudaFence>(device_);
+  if (!is_capturing(stream)) {
+    fence->record(stream);
+  }
+  return fence;
+}
+
 void CudaTransferBackend::note_busy_streams(const std::vector<cudaStream_t>& streams) {
   DeviceScope scope(device_);
   for (cudaStream_t stream : streams) {

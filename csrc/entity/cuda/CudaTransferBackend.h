@@ -64,6 +64,8 @@ class CudaTransferBackend final : public TransferBackend {
   void* allocate_host(size_t nbytes) override;
   void free_host(void* host, FencePtr after) noexcept override;
   FencePtr submitted_work() override;
+  /// A fence behind the work on one stream. Thread-safe.
+  FencePtr submitted_to(cudaStream_t stream);
   /// Throws PageoutRefused for a capture on one of the streams `to_ask`.
   FencePtr copy_to_host(
       void* host,

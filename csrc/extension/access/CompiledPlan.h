@@ -9,7 +9,8 @@
 
 namespace torch_lms {
 
-/// What happens after one op. Storages are named by the numbers of the cycle that was recorded.
+/// What happens before and after one op. Storages are named by the numbers of the cycle that was
+/// recorded.
 struct PlannedOp {
   uint64_t key = 0; ///< See `TraceOp`.
   std::vector<int32_t> inputs; ///< On the plan's device, in order.
@@ -19,6 +20,7 @@ struct PlannedOp {
   std::vector<int32_t> drops_again; ///< Of `drops`: those that a later op of the cycle drops, too.
   std::vector<int32_t> pageouts;
   std::vector<int32_t> prefetches;
+  size_t room_bytes = 0; ///< Before it: see Note [Copies out that have not ended].
   bool binds = false; ///< Whether any of its storages is named by an action.
 };
 

@@ -62,6 +62,7 @@ void Executor::clear() {
     active_.store(false, std::memory_order_release);
     plans_.clear();
     take_plan_locked(nullptr);
+    expect_locked(0);
     followed_ = nullptr;
     bound.swap(bound_);
     clear_prefetches_locked();
@@ -88,15 +89,22 @@ void Executor::take_plan_locked(std::shared_ptr<const CompiledPlan> plan) {
   }
 }
 
+/// Under the mutex.
+void Executor::expect_locked(size_t place) {
+  next_ = place;
+  const bool known = plan_ != nullptr && place < plan_->ops.size();
+  room_bytes_.store(known ? plan_->ops[place].room_bytes : SIZE_MAX, std::memory_order_relaxed);
+}
+
 /// `before`: what stood for the numbers of the same plan.
 void Executor::start_cycle_locked(std::vector<Bound>& before) {
   seen_.clear();
-  next_ = 0;
   found_ = 0;
   holds_ = false;
   missed_.store(0, std::memory_order_relaxed);
   const auto last = plan_;
   take_plan_locked(plans_.empty() ? nullptr : plans_.back());
+  expect_locked(0);
   bound_.assign(plan_ != nullptr ? plan_->recurring.size() : 0, Bound());
   if (plan_ == last) {
     for (size_t number = 0; number < bound_.size(); ++number) {
@@ -162,7 +170,7 @@ int32_t Executor::place_of_locked(uint64_t key, std::vector<Bound>* garbage) {
   const size_t end = keys_.test(key % keys_.size()) ? next_ + kPlacesToLookAhead : next_;
   for (size_t place = next_; place < end; ++place) {
     if (fits(*plan_, place)) {
-      next_ = place + 1;
+      expect_locked(place + 1);
       ++found_;
       missed_.store(0, std::memory_order_relaxed);
       return static_cast<int32_t>(place);
@@ -297,6 +305,18 @@ void Executor::hold_placeholders(int32_t place) {
 void Executor::clear_prefetches_locked() {
   prefetches_.clear();
   has_prefetches_.store(false, std::memory_order_relaxed);
+}
+
+void Executor::wait_for_pageouts() {
+  std::shared_ptr<const CompiledPlan> plan;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    plan = plan_;
+  }
+  if (plan != nullptr) {
+    policy_.wait_for_pageouts(
+        *pager_.devices().find(plan->device), room_bytes_.load(std::memory_order_relaxed));
+  }
 }
 
 void Executor::prefetch() {

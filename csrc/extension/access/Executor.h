@@ -28,16 +28,21 @@ namespace torch_lms {
 /// Programs whose cycles differ (an evaluation between steps, a shape that changes) have a plan for
 /// each that has been recorded: the one whose first ops are the cycle's is carried out.
 
+/// Note [Copies out that have not ended]
+/// The host is ahead of the device, and what a copy out still reads is in use when it asks for more
+/// memory. A plan says how much of that its peak leaves room for, at each op; more is waited for.
+/// What is left below the limit is for free memory that lies in pieces.
+
 /// Carries out plans.
 ///
-/// Note [When copies in begin]
+/// /// Note [When copies in begin]
 /// What an op uses last lives until the op has returned to its caller. So what is to come in after
 /// an op takes its memory when the next op begins: before that, both would be there at once, where
 /// a plan says that one takes the other's room.
 ///
 /// Thread-safe: every method may be called from any thread. `after_op` drops and requests
-/// page-outs, `prefetch` starts copies in, and none waits for anything; nothing is called under the
-/// mutex.
+/// page-outs, `prefetch` starts copies in, and none waits for anything but `wait_for_pageouts`;
+/// nothing is called under the mutex.
 class Executor {
  public:
   Executor(Pager& pager, Policy& policy, Recipes& recipes, Audition& audition)
@@ -53,6 +58,13 @@ class Executor {
   bool active() const noexcept {
     return active_.load(std::memory_order_acquire);
   }
+
+  /// Whether more is on its way out than the op that is expected next leaves room for. See Note
+  /// [Copies out that have not ended].
+  bool is_crowded() const noexcept {
+    return pager_.out_queue().pending_bytes() > room_bytes_.load(std::memory_order_relaxed);
+  }
+  void wait_for_pageouts();
 
   /// Whether anything is to come in as soon as there is room.
   bool has_prefetches() const noexcept {
@@ -99,6 +111,7 @@ class Executor {
   void bind_inputs_locked(const PlannedOp& op, Frame& frame, std::vector<Bound>* garbage);
   void take_plan_locked(std::shared_ptr<const CompiledPlan> plan);
   void start_cycle_locked(std::vector<Bound>& before);
+  void expect_locked(size_t place);
   void clear_prefetches_locked();
   void hold_placeholders(int32_t place);
 
@@ -108,6 +121,7 @@ class Executor {
   Audition& audition_; // plans may be given, or fit another program
   std::atomic<bool> active_{false};
   std::atomic<bool> has_prefetches_{false};
+  std::atomic<size_t> room_bytes_{SIZE_MAX}; // at the place that is expected
   std::atomic<double> share_{0};
   std::atomic<size_t> missed_{0}; // ops in a row that the plan does not know
   std::mutex mutex_; // guards what follows

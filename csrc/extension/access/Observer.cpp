@@ -105,6 +105,9 @@ C10_ALWAYS_INLINE void Observer::begin_op(
   bool all = true;
   try {
     begin_outermost(record, name, frame);
+    if (planning_.is_crowded() && is_of_program(frame)) {
+      planning_.wait_for_pageouts();
+    }
     if (planning_.has_prefetches() && is_of_program(frame)) {
       planning_.prefetch();
     }

@@ -63,6 +63,13 @@ class Planning final : public PolicyListener {
   bool recording() const noexcept {
     return recorder_.recording();
   }
+  /// See Note [Copies out that have not ended].
+  bool is_crowded() const noexcept {
+    return executor_.is_crowded();
+  }
+  void wait_for_pageouts() {
+    executor_.wait_for_pageouts();
+  }
   bool has_prefetches() const noexcept {
     return executor_.has_prefetches();
   }

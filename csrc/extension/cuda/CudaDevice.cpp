@@ -62,6 +62,11 @@ void CudaDevice::note_busy_streams() {
   cuda_->note_busy_streams(pool_streams_);
 }
 
+FencePtr CudaDevice::submitted_to(int64_t stream) {
+  return cuda_->submitted_to(
+      c10::cuda::CUDAStream::unpack3(stream, index_, c10::DeviceType::CUDA).stream());
+}
+
 c10::DataPtr CudaDevice::allocate(size_t nbytes, int64_t stream) {
   const auto home = c10::cuda::CUDAStream::unpack3(stream, index_, c10::DeviceType::CUDA);
   const c10::cuda::CUDAStreamGuard guard(home);

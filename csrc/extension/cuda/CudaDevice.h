@@ -27,6 +27,7 @@ class CudaDevice final : public Device {
   void note_current_stream() override;
   void note_busy_streams() override;
   c10::DataPtr allocate(size_t nbytes, int64_t stream) override;
+  FencePtr submitted_to(int64_t stream) override;
   c10::DataPtr allocate_placeholder(size_t nbytes) override;
   void keep_block_for_copy(void* block) override;
   void keep_block_for_arrival(void* block) override;

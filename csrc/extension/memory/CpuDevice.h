@@ -28,6 +28,9 @@ class CpuDevice final : public Device {
   c10::DataPtr allocate(size_t nbytes, int64_t stream) override;
   void keep_block_for_copy(void*) override {}
   void keep_block_for_arrival(void*) override {}
+  FencePtr submitted_to(int64_t) override {
+    return nullptr;
+  }
   void keep_block_for_streams(void*) override {}
   DeviceUse use() const override;
   void reset_peak() override;

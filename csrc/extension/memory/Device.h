@@ -73,6 +73,9 @@ class Device {
   /// prefetches. Throws c10::OutOfMemoryError, or NoRoom for a prefetch.
   virtual c10::DataPtr allocate(size_t nbytes, int64_t stream) = 0;
 
+  /// A fence behind the work on one stream. No lock is taken.
+  virtual FencePtr submitted_to(int64_t stream) = 0;
+
   /// A block of the calling thread's stream that nobody will write to: free at once when it is
   /// given back. Takes the allocator's lock, and makes no room. Throws c10::OutOfMemoryError, or
   /// NoRoom if it would have to be mapped first.

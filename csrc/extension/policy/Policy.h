@@ -19,8 +19,8 @@ namespace torch_lms {
 /// its parts: `Wakefulness`, `Pageouts`, `LargePieces`, `RoomMaker` and `AheadOfNeed`.
 ///
 /// Thread-safe: every method may be called from any thread, with and without the GIL. `enable`
-/// waits as `Room::make_room`; the others wait for nothing, but `after_op` may allocate for
-/// prefetches.
+/// and `wait_for_pageouts` wait as `Room::make_room`; the others wait for nothing, but `after_op`
+/// may allocate for prefetches.
 class Policy final : public PagerListener {
  public:
   explicit Policy(Pager& pager, const PolicyOptions& options = {});
@@ -84,6 +84,10 @@ class Policy final : public PagerListener {
   }
   Placeholders& placeholders() noexcept {
     return state_.placeholders;
+  }
+  /// See `RoomMaker`.
+  void wait_for_pageouts(Device& device, size_t most_bytes) {
+    room_.wait_for_pageouts(device, most_bytes);
   }
   /// See `LargePieces`.
   void hold_placeholders(Device& device) {

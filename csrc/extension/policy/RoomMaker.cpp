@@ -117,6 +117,21 @@ Room::Answer RoomMaker::wait_for_room(Device& device, size_t nbytes) {
   return Answer::kRefuse;
 }
 
+void RoomMaker::wait_for_pageouts(Device& device, size_t most_bytes) {
+  CudaEntityTransferQueue& queue = state_.pager.out_queue();
+  if (device.capturing() || !wakefulness_.may_vacate()) {
+    return;
+  }
+  RECORD_USER_SCOPE("torch_lms::wait_for_pageouts");
+  const WithoutGil no_gil;
+  const OpWaits waits(*state_.listener, device);
+  const auto deadline = Clock::now() + state_.options.patience;
+  uint64_t progress = queue.progress();
+  while (queue.pending_bytes() > most_bytes && !queue.waits_for_ops() &&
+         pageouts_.wait(&progress, deadline) == Progress::kMoved) {
+  }
+}
+
 Room::Answer RoomMaker::after_out_of_memory(Device& device, size_t nbytes) {
   if (device.limit_bytes() == 0 || this_thread().for_prefetch || device.capturing()) {
     return Answer::kRefuse;

@@ -45,6 +45,9 @@ class RoomMaker final : public Room {
   /// The calling thread may vacate memory. With a margin where there may be one.
   Answer wait_for_room(Device& device, size_t nbytes);
 
+  /// Until no more is on its way out. Returns sooner where that does not go on.
+  void wait_for_pageouts(Device& device, size_t most_bytes);
+
  private:
   Answer give_way(Device& device, size_t nbytes);
 

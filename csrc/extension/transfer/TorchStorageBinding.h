@@ -123,6 +123,11 @@ class TorchStorageBinding final : public StorageBinding {
       void* host,
       const std::shared_ptr<EntityStorageImpl>& entity) override;
   std::unique_ptr<DeviceBlock> allocate(size_t nbytes) override;
+  /// Only the home stream may be at work on it: before the allocator hands a block out again, it
+  /// waits for the others that it has been told of.
+  FencePtr block_is_free(TransferBackend& /*backend*/) override {
+    return device_.submitted_to(home_stream_);
+  }
   void keep_block_for_streams(const DeviceBlock& block) override {
     device_.keep_block_for_streams(block.data());
   }

@@ -53,7 +53,7 @@ def answers(given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     trace = _trace_of(rest)
     yield {"trace": trace.to_json().encode()}
     if (followed := rest.pop("followed", None)) is not None:
-        yield {"priced": told_of(priced_again(Plan.from_json(followed.decode()), trace, rest["limit_bytes"]))}
+        yield {"priced": told_of(priced_again(Plan.from_json(followed.decode()), trace))}
     rest |= margins(trace, rest["limit_bytes"], is_crowded=rest.pop("is_crowded", False))
     yield from _plans(Request(trace=trace, **rest))
 
@@ -81,7 +81,7 @@ def _plans(request: Request) -> Iterator[dict[str, Any]]:
         last = best
         yield _told(best)
     last = bounded(request, replace(last, methods=best.methods))
-    yield {"priced": told_of(priced_again(last, request.trace, request.limit_bytes))}
+    yield {"priced": told_of(priced_again(last, request.trace))}
 
 
 def _told(plan: Plan) -> dict[str, Any]:

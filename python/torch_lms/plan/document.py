@@ -109,6 +109,7 @@ class PlanTimeline:
         end_us: of the op.
         replay_us: spent before the op on making storages again.
         memory_bytes: in use, placeholders included.
+        leaving_bytes: of these, what copies out that have not ended still read.
         swapped_bytes: on the host.
         dropped_bytes: of dropped storages.
         plain_bytes: in use without the plan.
@@ -119,6 +120,7 @@ class PlanTimeline:
     end_us: tuple[float, ...] = ()
     replay_us: tuple[float, ...] = ()
     memory_bytes: tuple[int, ...] = ()
+    leaving_bytes: tuple[int, ...] = ()
     swapped_bytes: tuple[int, ...] = ()
     dropped_bytes: tuple[int, ...] = ()
     plain_bytes: tuple[int, ...] = ()
@@ -154,7 +156,7 @@ class Plan(Document):
     """
 
     FORMAT: ClassVar[str] = "torch_lms.plan"
-    VERSION: ClassVar[int] = 1
+    VERSION: ClassVar[int] = 2
 
     signature: str
     device: str
@@ -200,6 +202,12 @@ class Plan(Document):
         for after in found.values():  # the core begins them in this order
             after.prefetch.sort(key=lambda storage: starts.get(storage, 0.0))
         return dict(sorted(found.items()))
+
+    def room_bytes(self) -> list[int]:
+        """By place, what copies out that have not ended may have in use. See Note [Copies out that have not ended]."""
+        peak, line = self.predicted.peak_bytes, self.timeline
+        pairs = zip(line.memory_bytes, line.leaving_bytes, strict=True)
+        return [max(0, peak - used + leaving) for used, leaving in pairs]
 
     def table(self, most: int = 20) -> RenderableType:
         """The plan for people, as a rich table.

@@ -13,7 +13,7 @@ from torch_lms.plan.document import MethodResult, Plan
 from torch_lms.plan.least import least_choices, least_limit, pressed, with_served
 from torch_lms.plan.linear import linear_bound_us, scipy_is_there
 from torch_lms.plan.methods import Method, carry_through, linear_methods, simple_methods
-from torch_lms.plan.predict import drawn, predicted_of
+from torch_lms.plan.predict import drawn, predicted_of, timed_within
 from torch_lms.plan.problem import Choices, Problem
 from torch_lms.plan.reasons import explain_decisions
 from torch_lms.plan.repair import Timed, host_fits, take_back, time_choices
@@ -224,7 +224,8 @@ class _Planning:
 
     def plan(self, method: str, timed: Timed) -> Plan:
         """The document."""
-        trace, found = self.problem.trace, timed.timeline
+        trace, leaving = self.problem.trace, _leaving(timed.decisions)
+        found = timed_within(trace, leaving, self.problem.limit_bytes)
         return Plan(
             signature=trace.signature,
             device=trace.device,
@@ -232,7 +233,7 @@ class _Planning:
             predicted=predicted_of(found, self.plain, trace.plain_us),
             method=method,
             methods=tuple(self.results),
-            decisions=tuple(explain_decisions(self.problem, _leaving(timed.decisions), found)),
+            decisions=tuple(explain_decisions(self.problem, leaving, found)),
             ops=trace.ops,
             recurring=tuple(storage.recurring for storage in trace.storages),
             timeline=drawn(found, self.plain),

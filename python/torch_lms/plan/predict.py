@@ -1,30 +1,54 @@
-"""What a plan says of its cycle: how long it takes, how much memory, and when."""
+"""What a plan says of its cycle: how long it takes, how much memory, and when.
+
+Note [Copies out that have not ended]: the host is ahead of the device, and memory that a copy out still reads is in use
+when it asks for more. A program that follows a plan waits for such copies, so that they and what the plan keeps are
+within the peak that it predicts (see `Plan.room_bytes`). That peak is what the plan needs without them, where waiting
+for them takes next to no time; it is up to the plan's limit where it does.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
-from torch_lms.plan.decision import KEEP
+from torch_lms.plan.decision import KEEP, Decision
 from torch_lms.plan.document import Plan, PlanTimeline, Predicted
 from torch_lms.plan.placeholders import with_placeholders
 from torch_lms.plan.simulator import simulate
 from torch_lms.plan.timeline import Timeline
 from torch_lms.plan.trace import Trace
 
-__all__ = ["drawn", "predicted_of", "priced_again"]
+__all__ = ["drawn", "predicted_of", "priced_again", "timed_within"]
+
+_PRICE_OF_WAITING = 1.001  # of a step
 
 
-def priced_again(plan: Plan, trace: Trace, limit_bytes: int) -> Plan:
+def timed_within(trace: Trace, leaving: Iterable[Decision], limit_bytes: int) -> Timeline:
+    """The cycle within the least memory in which it takes no longer than within the limit.
+
+    Args:
+        trace: with the plan's placeholders.
+        leaving: what the plan decides.
+        limit_bytes: the plan's.
+    """
+    given = list(leaving)
+    found = simulate(trace, given, limit_bytes)
+    if not found.feasible:
+        return found
+    least = simulate(trace, given, max(found.planned_bytes))
+    return least if least.step_us <= found.step_us * _PRICE_OF_WAITING else found
+
+
+def priced_again(plan: Plan, trace: Trace) -> Plan:
     """The plan as it is, with what it says of its cycle in other times.
 
     Args:
         plan: of the same cycle.
         trace: with the times of a step that followed it.
-        limit_bytes: of the device, for which the program waits. The plan's own is lower.
     """
     leaving = [one for one in plan.decisions if one.decision != KEEP]
     plain = simulate(trace, [])
-    found = simulate(with_placeholders(trace, plan.placeholders), leaving, limit_bytes)
+    found = timed_within(with_placeholders(trace, plan.placeholders), leaving, plan.limit_bytes)
     bound_us = max(plan.predicted.lower_bound_us, trace.plain_us) if plan.ops == trace.ops else trace.plain_us
     ops = tuple(replace(op, duration_us=timed.duration_us) for op, timed in zip(plan.ops, trace.ops, strict=True))
     return replace(plan, predicted=predicted_of(found, plain, bound_us), timeline=drawn(found, plain), ops=ops)
@@ -59,6 +83,9 @@ def drawn(found: Timeline, plain: Timeline) -> PlanTimeline:
         end_us=tuple(found.end_us),
         replay_us=tuple(found.replay_us),
         memory_bytes=tuple(found.memory_bytes),
+        leaving_bytes=tuple(
+            used - planned for used, planned in zip(found.memory_bytes, found.planned_bytes, strict=True)
+        ),
         swapped_bytes=tuple(found.swapped_bytes),
         dropped_bytes=tuple(found.dropped_bytes),
         plain_bytes=tuple(plain.memory_bytes),

@@ -243,6 +243,7 @@ def compile_plan(plan: Plan) -> dict[str, Any]:
         "pageouts": _packed(one.pageout for one in after),
         "prefetches": _packed(one.prefetch for one in after),
         "binds": bytes(not moving.isdisjoint((*op.inputs, *op.outputs)) for op in plan.ops),
+        "room": array("Q", plan.room_bytes()).tobytes(),
         "recurring": bytes(plan.recurring),
         "placeholders": [(one.bytes, one.until) for one in plan.placeholders],
     }

@@ -419,6 +419,9 @@ class AsyncDevice final : public torch_lms::Device {
     }
     return allocator.allocate(nbytes);
   }
+  torch_lms::FencePtr submitted_to(int64_t) override {
+    return nullptr;
+  }
   void keep_block_for_copy(void* block) override {
     allocator.keep(block);
   }

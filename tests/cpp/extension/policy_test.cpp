@@ -307,6 +307,43 @@ TEST(an_op_that_waits_for_room_does_not_wait_for_what_waits_for_it) {
   tensors.clear();
 }
 
+TEST(who_has_planned_for_less_waits_for_what_is_on_its_way_out) {
+  const Limited limited(64 * kMiB);
+  std::vector<at::Tensor> tensors;
+  for (int i = 0; i < 8; ++i) {
+    tensors.push_back(tensor_of(i, kElements));
+  }
+  const auto pending = [] { return lms().pager.out_queue().pending_bytes(); };
+  auto held = std::make_unique<HeldCopies>();
+  page_out(tensors);
+  if (Program::get().async != nullptr) {
+    CHECK_EQ(pending(), 8 * kNbytes);
+  }
+  std::thread other([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    held = nullptr;
+  });
+  lms().policy.wait_for_pageouts(Program::get().device(), 2 * kNbytes);
+  CHECK(pending() <= 2 * kNbytes);
+  other.join();
+  lms().policy.wait_for_pageouts(Program::get().device(), 0);
+  CHECK_EQ(pending(), 0);
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    CHECK(holds(tensors[i], static_cast<int64_t>(i)));
+  }
+}
+
+TEST(what_an_op_holds_is_not_waited_for) {
+  const Limited limited(64 * kMiB);
+  const at::Tensor used = tensor_of(1, kElements);
+  const RecordedOp op("some::op", {used});
+  std::thread other([&] { page_out({used}); });
+  other.join();
+  const auto start = std::chrono::steady_clock::now();
+  lms().policy.wait_for_pageouts(Program::get().device(), 0);
+  CHECK(std::chrono::steady_clock::now() - start < std::chrono::seconds(20));
+}
+
 /// A forward and a backward of layers; returns the sum of the gradients.
 double train(std::vector<at::Tensor>& weights, const at::Tensor& input) {
   at::Tensor value = input;
