@@ -82,12 +82,14 @@ def test_where_the_host_was_not_ahead_an_op_takes_no_longer_than_before() -> Non
 
 
 def test_the_host_waits_where_it_was_ahead_and_is_not_any_more() -> None:
-    keys = [1, 2, 1, 2, 1, 2]
+    keys = [1, 2, 1, 3, 1, 2]
     found = host_of(keys, told([5.0, 6.0, 5.0, 900.0, 6.0, 6.0], [False, False, False, False, True, False]))
     assert found.waits == (3,)
     assert found.op_us == (5.0, 6.0, 5.0, 6.0, 6.0, 6.0)
     slow = host_of(keys, told([5.0, 6.0, 5.0, 900.0, 6.0, 6.0], [True] * 6))
     assert slow.waits == ()  # it was never ahead: that happened once
-    assert slow.op_us[3] == 24.0  # what its like takes is 6
-    end = host_of(keys, told([5.0, 6.0, 5.0, 6.0, 6.0, 900.0], [True, *[False] * 5]))
+    assert slow.op_us[3] == 24.0  # what ops take is 6
+    once = host_of([1, 2, 1, 2, 1, 2], told([5.0, 6.0, 5.0, 900.0, 6.0, 6.0], [False] * 4 + [True, False]))
+    assert (once.waits, once.op_us[3]) == ((), 24.0)  # the others alike did not wait
+    end = host_of([*keys[:5], 4], told([5.0, 6.0, 5.0, 6.0, 6.0, 900.0], [True, *[False] * 5]))
     assert end.waits == (5,)  # the first op of the next cycle finds the device done

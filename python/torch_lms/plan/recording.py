@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
@@ -99,7 +100,8 @@ def timed_again(trace: Trace, times_us: Sequence[float], host: Mapping[str, Any]
 def host_of(keys: Sequence[int], told: Mapping[str, Any]) -> Host:
     """What the host does, without what happens once: an op is counted with at most some times what others alike take.
 
-    After some ops the host waits for the device: it was ahead when it began them, and a long time later it is not.
+    After some ops the host waits for the device: it was ahead when it began them, and a long time later it is not. Most of
+    those alike do so, too: else the host was held up once.
 
     Args:
         keys: of the ops.
@@ -110,11 +112,17 @@ def host_of(keys: Sequence[int], told: Mapping[str, Any]) -> Host:
         alike.setdefault(key, []).append(time_us)
     usual_us = {key: median(values) for key, values in alike.items()}
     typical_us = median(told["host_us"]) if told["host_us"] else 0.0
-    op_us, waits = [], []
     behind_next = [*told["caught_up"][1:], *told["caught_up"][:1]]
+    may_wait = [
+        place
+        for place, time_us in enumerate(told["host_us"])
+        if behind_next[place] and not told["caught_up"][place] and time_us > _MUCH * typical_us
+    ]
+    waiting = Counter(keys[place] for place in may_wait)
+    waits = [place for place in may_wait if 2 * waiting[keys[place]] >= len(alike[keys[place]])]
+    op_us, waits_at = [], set(waits)
     for place, (key, time_us) in enumerate(zip(keys, told["host_us"], strict=True)):
-        if behind_next[place] and not told["caught_up"][place] and time_us > _MUCH * typical_us:
-            waits.append(place)
+        if place in waits_at:
             op_us.append(min(time_us, typical_us))
         else:
             op_us.append(min(time_us, _MUCH * max(usual_us[key] if len(alike[key]) > 1 else typical_us, typical_us)))
