@@ -39,7 +39,7 @@ bool Pageouts::host_is_short(const Device& device) {
 
 /// Up to so many bytes of what can be made again and is needed last.
 size_t Pageouts::drop(Device& device, size_t nbytes) {
-  if (in_foreign_call() || wakefulness_.wants_boundary()) {
+  if (!wakefulness_.may_vacate()) {
     return 0;
   }
   size_t dropped = 0;
@@ -54,17 +54,23 @@ size_t Pageouts::drop(Device& device, size_t nbytes) {
 }
 
 size_t Pageouts::page_out(Device& device, const std::vector<EntityPtr>& entities) {
+  return page_out(device, entities, host_is_short(device));
+}
+
+size_t Pageouts::page_out(
+    Device& device,
+    const std::vector<EntityPtr>& entities,
+    bool host_is_short) {
   if (in_foreign_call()) { // It may be about to write: a copy that is made now would be stale.
     return 0;
   }
   size_t nbytes = 0;
   const bool may_drop = !wakefulness_.wants_boundary();
-  const bool is_short = may_drop && host_is_short(device);
   PageoutBatch batch(state_.pager.out_queue());
   try {
     for (const EntityPtr& entity : entities) {
       if ((may_drop && entity->keeps_copy() && state_.pager.requests().drop_unwritten(entity)) ||
-          (is_short && state_.listener->drop(entity))) {
+          (may_drop && host_is_short && state_.listener->drop(entity))) {
         nbytes += entity->nbytes();
       } else {
         batch.add(entity);
@@ -81,14 +87,16 @@ size_t Pageouts::page_out(Device& device, const std::vector<EntityPtr>& entities
 }
 
 size_t Pageouts::request(Device& device, size_t nbytes) {
-  const size_t dropped = host_is_short(device) ? drop(device, nbytes) : 0;
+  const bool is_short = host_is_short(device);
+  const size_t dropped = is_short ? drop(device, nbytes) : 0;
   if (dropped >= nbytes) {
     return dropped;
   }
   return dropped + page_out(
                        device,
                        state_.watch_of(device).choose_victims(
-                           state_.cycles, wakefulness_.eligible_from(), nbytes - dropped));
+                           state_.cycles, wakefulness_.eligible_from(), nbytes - dropped),
+                       is_short);
 }
 
 /// Whether a page-out has failed since the last call.

@@ -60,6 +60,7 @@ class Pageouts {
   std::string last_error();
 
  private:
+  size_t page_out(Device& device, const std::vector<EntityPtr>& entities, bool host_is_short);
   bool keep_error();
   bool host_is_short(const Device& device);
   size_t drop(Device& device, size_t nbytes);
