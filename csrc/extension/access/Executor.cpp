@@ -26,6 +26,19 @@ bool begin_alike(const CompiledPlan& one, const CompiledPlan& other) {
       [](const PlannedOp& a, const PlannedOp& b) { return a.key == b.key; });
 }
 
+/// Whether they are plans of one recording, whose numbers stand for the same storages.
+bool have_same_numbers(const CompiledPlan& one, const CompiledPlan& other) {
+  return one.recurring == other.recurring &&
+         std::equal(
+             one.ops.begin(),
+             one.ops.end(),
+             other.ops.begin(),
+             other.ops.end(),
+             [](const PlannedOp& a, const PlannedOp& b) {
+               return a.key == b.key && a.inputs == b.inputs && a.outputs == b.outputs;
+             });
+}
+
 } // namespace
 
 void Executor::add(std::shared_ptr<const CompiledPlan> plan) {
@@ -42,11 +55,16 @@ void Executor::add(std::shared_ptr<const CompiledPlan> plan) {
   plans_.push_back(std::move(plan));
 }
 
-void Executor::withdraw(const std::shared_ptr<const CompiledPlan>& plan) {
+void Executor::withdraw(
+    const std::shared_ptr<const CompiledPlan>& plan,
+    std::shared_ptr<const CompiledPlan> instead) {
   std::vector<Bound> bound; // destroyed after unlocking
   {
     std::lock_guard<std::mutex> lock(mutex_);
     plans_.erase(std::remove(plans_.begin(), plans_.end(), plan), plans_.end());
+    if (instead != nullptr) {
+      plans_.push_back(std::move(instead));
+    }
     bound.swap(bound_);
     clear_prefetches_locked();
     followed_ = nullptr;
@@ -96,7 +114,7 @@ void Executor::expect_locked(size_t place) {
   room_bytes_.store(known ? plan_->ops[place].room_bytes : SIZE_MAX, std::memory_order_relaxed);
 }
 
-/// `before`: what stood for the numbers of the same plan.
+/// `before`: what stood for the numbers of the last cycle's plan.
 void Executor::start_cycle_locked(std::vector<Bound>& before) {
   seen_.clear();
   found_ = 0;
@@ -106,7 +124,8 @@ void Executor::start_cycle_locked(std::vector<Bound>& before) {
   take_plan_locked(plans_.empty() ? nullptr : plans_.back());
   expect_locked(0);
   bound_.assign(plan_ != nullptr ? plan_->recurring.size() : 0, Bound());
-  if (plan_ == last) {
+  if (plan_ == last ||
+      (plan_ != nullptr && last != nullptr && have_same_numbers(*plan_, *last))) {
     for (size_t number = 0; number < bound_.size(); ++number) {
       if (plan_->recurring[number]) {
         bound_[number].entity = before[number].entity;

@@ -50,8 +50,11 @@ class Executor {
 
   /// From the next cycle on; one that begins with the same ops goes.
   void add(std::shared_ptr<const CompiledPlan> plan);
-  /// It is not carried out any more, from now on.
-  void withdraw(const std::shared_ptr<const CompiledPlan>& plan);
+  /// It is not carried out any more, from now on: the cycle that begins is `instead`'s, if there is
+  /// one.
+  void withdraw(
+      const std::shared_ptr<const CompiledPlan>& plan,
+      std::shared_ptr<const CompiledPlan> instead);
   void clear();
 
   /// Whether a plan is being carried out.

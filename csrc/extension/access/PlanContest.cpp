@@ -26,7 +26,7 @@ PlanContest::Verdict PlanContest::end_cycle(const Plan& followed, double cycle_u
   }
   compared_ = followed;
   const double taken_us = median_of(cycles_us_);
-  if (best_us_ > 0 && taken_us > kSlower * best_us_) {
+  if (followed != best_ && best_us_ > 0 && taken_us > kSlower * best_us_) {
     return {true, best_};
   }
   best_ = followed;

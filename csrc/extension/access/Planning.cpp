@@ -177,13 +177,11 @@ void Planning::compare(
   if (!verdict.makes_way) {
     return;
   }
-  executor_.withdraw(followed);
-  if (verdict.best != nullptr) {
-    executor_.add(verdict.best);
-    return;
+  executor_.withdraw(followed, verdict.best);
+  if (verdict.best == nullptr) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    on_demand_ = true;
   }
-  std::lock_guard<std::mutex> lock(mutex_);
-  on_demand_ = true;
 }
 
 bool Planning::follows_timed_plan() {

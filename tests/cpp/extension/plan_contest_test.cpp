@@ -1,5 +1,6 @@
 // What takes least is kept: plans, and paging on demand.
 
+#include <extension/access/Executor.h>
 #include <extension/access/PlanContest.h>
 
 #include "rig.h"
@@ -58,6 +59,18 @@ TEST(a_plan_that_was_made_again_makes_way_for_the_one_before) {
   CHECK(contest.has_stayed(first));
 }
 
+TEST(a_plan_does_not_make_way_for_itself) {
+  PlanContest contest;
+  const PlanContest::Plan first = a_plan();
+  const PlanContest::Plan second = a_plan();
+  cycles(contest, first, 100);
+  const auto found = cycles(contest, second, 200);
+  REQUIRE(found.size() == 1);
+  CHECK(found[0].best == first);
+  CHECK(cycles(contest, first, 150).empty()); // the machine has become slower
+  CHECK(contest.has_stayed(first));
+}
+
 TEST(chance_decides_nothing) {
   PlanContest contest;
   const auto plan = a_plan();
@@ -83,6 +96,31 @@ TEST(programs_that_take_turns_are_not_compared) {
     CHECK(!contest.end_cycle(one, 10).makes_way);
     CHECK(!contest.end_cycle(other, 100).makes_way);
   }
+}
+
+TEST(the_cycle_after_a_plan_has_made_way_follows_the_other) {
+  const auto plan_of = [](uint64_t key) {
+    CompiledPlan plan;
+    plan.ops.resize(1);
+    plan.ops[0].key = key;
+    return std::make_shared<const CompiledPlan>(plan);
+  };
+  Audition audition;
+  Executor executor(lms().pager, lms().policy, lms().recipes, audition);
+  const PlanContest::Plan slow = plan_of(1);
+  executor.add(slow);
+  executor.end_cycle();
+  CHECK(executor.active());
+  executor.withdraw(slow, plan_of(1));
+  CHECK(executor.active());
+  CHECK(!executor.end_cycle()); // nothing is to be recorded
+  executor.withdraw(slow, nullptr);
+  CHECK(executor.active()); // it has made way before
+  executor.clear();
+  executor.add(slow);
+  executor.end_cycle();
+  executor.withdraw(slow, nullptr);
+  CHECK(!executor.active());
 }
 
 TEST(what_is_on_demand_after_a_plan_is_no_measure) {
