@@ -28,15 +28,15 @@ bool begin_alike(const CompiledPlan& one, const CompiledPlan& other) {
 
 /// Whether they are plans of one recording, whose numbers stand for the same storages.
 bool have_same_numbers(const CompiledPlan& one, const CompiledPlan& other) {
-  return one.recurring == other.recurring &&
-         std::equal(
-             one.ops.begin(),
-             one.ops.end(),
-             other.ops.begin(),
-             other.ops.end(),
-             [](const PlannedOp& a, const PlannedOp& b) {
-               return a.key == b.key && a.inputs == b.inputs && a.outputs == b.outputs;
-             });
+  return one.recurring == other.recurring && std::equal(
+                                                 one.ops.begin(),
+                                                 one.ops.end(),
+                                                 other.ops.begin(),
+                                                 other.ops.end(),
+                                                 [](const PlannedOp& a, const PlannedOp& b) {
+                                                   return a.key == b.key && a.inputs == b.inputs &&
+                                                          a.outputs == b.outputs;
+                                                 });
 }
 
 } // namespace
@@ -124,8 +124,7 @@ void Executor::start_cycle_locked(std::vector<Bound>& before) {
   take_plan_locked(plans_.empty() ? nullptr : plans_.back());
   expect_locked(0);
   bound_.assign(plan_ != nullptr ? plan_->recurring.size() : 0, Bound());
-  if (plan_ == last ||
-      (plan_ != nullptr && last != nullptr && have_same_numbers(*plan_, *last))) {
+  if (plan_ == last || (plan_ != nullptr && last != nullptr && have_same_numbers(*plan_, *last))) {
     for (size_t number = 0; number < bound_.size(); ++number) {
       if (plan_->recurring[number]) {
         bound_[number].entity = before[number].entity;
