@@ -100,8 +100,8 @@ def timed_again(trace: Trace, times_us: Sequence[float], host: Mapping[str, Any]
 def host_of(keys: Sequence[int], told: Mapping[str, Any]) -> Host:
     """What the host does, without what happens once: an op is counted with at most some times what others alike take.
 
-    After some ops the host waits for the device: it was ahead when it began them, and a long time later it is not. Most of
-    those alike do so, too: else the host was held up once.
+    After some ops the host waits for the device: it was ahead when it began them, and a long time later it is not. Most
+    of those alike do so, too: else the host was held up once.
 
     Args:
         keys: of the ops.
