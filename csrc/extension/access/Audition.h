@@ -15,7 +15,8 @@ namespace torch_lms {
 /// or choose its algorithm anew. So each kind of op (its name, its tensors' sizes and dtypes, its
 /// numbers) is run again once, while the cycle is recorded, and what it makes is compared bit for
 /// bit. A kind that fails makes no recipes. What an op overwrites is copied before, and the op is
-/// run again on the copy.
+/// run again on the copy. Where that has no room the kind is auditioned another time: the limit
+/// gives way for none.
 
 /// The kinds of op that have been auditioned.
 ///

@@ -138,6 +138,7 @@ struct Frame : Pinned {
   int64_t depth = 0; ///< Records inside of the outermost op, itself included; 0 outside.
   bool holding = false; ///< What the outermost op calls is watched, too.
   bool collective = false; ///< Threads of a library use what it uses, and all that it makes inside.
+  bool large = false; ///< `LargeOps` has looked at the outermost op's inputs.
   bool sealed =
       false; ///< The outermost op is one of PyTorch's with a kernel: it may have a recipe.
   bool makes_empty = false; ///< The outermost op leaves what it makes for somebody else to fill.

@@ -76,12 +76,13 @@ LargeOps::Key LargeOps::key_of(const at::RecordFunction& record, size_t input_by
   return std::hash<std::string_view>()(record.name()) ^ (input_bytes * 0x9E3779B97F4A7C15);
 }
 
-size_t LargeOps::made_bytes(const at::RecordFunction& record, size_t input_bytes) {
+/// Until an op of the kind has run, an estimate.
+size_t LargeOps::needed_bytes(const at::RecordFunction& record, size_t input_bytes) {
   const Key key = key_of(record, input_bytes);
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    const auto at = made_bytes_.find(key);
-    if (at != made_bytes_.end()) {
+    const auto at = needed_bytes_.find(key);
+    if (at != needed_bytes_.end()) {
       return at->second;
     }
   }
@@ -90,13 +91,18 @@ size_t LargeOps::made_bytes(const at::RecordFunction& record, size_t input_bytes
     nbytes = ask_for_made_bytes(record);
   } catch (const std::exception&) {
   }
+  return 2 * nbytes;
+}
+
+void LargeOps::note_made(const at::RecordFunction& record, size_t input_bytes, size_t made_bytes) {
   std::lock_guard<std::mutex> lock(mutex_);
-  return made_bytes_.emplace(key, nbytes).first->second;
+  size_t& known = needed_bytes_[key_of(record, input_bytes)];
+  known = std::max(known, made_bytes);
 }
 
 void LargeOps::note_refused(const at::RecordFunction& record, size_t input_bytes) {
   std::lock_guard<std::mutex> lock(mutex_);
-  made_bytes_[key_of(record, input_bytes)] = SIZE_MAX / 8;
+  needed_bytes_[key_of(record, input_bytes)] = SIZE_MAX / 8;
 }
 
 /// False if it stays on the device: other threads use it, or the host is full.
@@ -138,8 +144,7 @@ bool LargeOps::make_fit(const at::RecordFunction& record, Frame& frame, size_t f
       inputs.push_back(std::move(entity));
     }
   }
-  // Twice: many kernels need as much for themselves, which no shape function tells.
-  const size_t made = 2 * made_bytes(record, input_bytes);
+  const size_t made = needed_bytes(record, input_bytes);
   if (device.capturing() || input_bytes + made <= device.limit_bytes() / 2) {
     return false;
   }

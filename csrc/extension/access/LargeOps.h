@@ -17,8 +17,9 @@ namespace torch_lms {
 /// it seems: a kernel can read its inputs from their host copies, slowly. Where both together
 /// exceed what the limit leaves, the largest inputs go out before the op, and are served from there
 /// (`EntityStorageImpl::serve`). How much an op makes is asked of PyTorch's own shape functions,
-/// which run it on tensors without bytes. What else a kernel allocates shows only when it is
-/// refused: then the next op of the kind, with inputs as large, reads all of them from the host.
+/// which run it on tensors without bytes; many kernels need as much again for themselves. Once an
+/// op of the kind has run with inputs as large, what it has allocated is known. One that is refused
+/// all the same reads all of its inputs from the host the next time.
 /// That is for inputs of more than an eighth of the limit. Where Python code inside of an op with
 /// smaller ones (a hook on what is saved, a kernel in Python) is refused memory, the limit gives
 /// way each time: an op that was refused once, before there was a plan, would read from the host in
@@ -42,6 +43,8 @@ class LargeOps {
   /// let go of for a moment: other threads may have asked for the page-outs of those that stay.
   bool make_fit(const at::RecordFunction& record, Frame& frame, size_t first);
 
+  /// The op that has run on the calling thread has allocated so much in all.
+  void note_made(const at::RecordFunction& record, size_t input_bytes, size_t made_bytes);
   /// The op that ran on the calling thread was refused memory.
   void note_refused(const at::RecordFunction& record, size_t input_bytes);
 
@@ -49,13 +52,13 @@ class LargeOps {
   using Key = size_t; // of an op's name and the bytes of its inputs
 
   static Key key_of(const at::RecordFunction& record, size_t input_bytes);
-  size_t made_bytes(const at::RecordFunction& record, size_t input_bytes);
+  size_t needed_bytes(const at::RecordFunction& record, size_t input_bytes);
   bool serve_from_host(Frame& frame, const EntityPtr& entity);
 
   Pager& pager_;
   Policy& policy_;
   std::mutex mutex_; // guards what follows; nothing is called under it
-  std::unordered_map<Key, size_t> made_bytes_;
+  std::unordered_map<Key, size_t> needed_bytes_; // besides the inputs
 };
 
 } // namespace torch_lms

@@ -101,6 +101,7 @@ C10_ALWAYS_INLINE void Observer::begin_op(
   frame.sealed = op.kind == OpKind::kSealed;
   frame.makes_empty = op.makes_empty;
   frame.inside_kernel = false;
+  frame.large = false;
   frame.name = op.name;
   bool all = true;
   try {
@@ -273,6 +274,8 @@ void Observer::note_end(const at::RecordFunction& record, Frame& frame) {
   }
   if (std::exchange(this_thread().op_refused, false)) {
     inputs_.note_refused(record, frame);
+  } else if (frame.large && frame.timed && policy_.attention() != Attention::kAsleep) {
+    inputs_.note_made(record, frame);
   }
 }
 

@@ -129,6 +129,7 @@ C10_ALWAYS_INLINE void OpInputs::settle_pinned(
   size_t input_bytes = pinning.input_bytes;
   if (input_bytes != 0 && all &&
       large_ops_.worth_looking(frame.pinned[first]->device(), input_bytes)) {
+    frame.large = frame.large || first == 0;
     pinning.settled = !large_ops_.make_fit(record, frame, first) && pinning.settled;
   }
   if (!pinning.settled) {
@@ -141,6 +142,9 @@ C10_ALWAYS_INLINE void OpInputs::settle_pinned(
       }
     }
     frame.written.clear();
+  }
+  if (frame.large && first == 0) {
+    this_thread().op_made_bytes = 0; // but for its inputs
   }
   for (const Entity* entity : frame.served) {
     input_bytes -= std::min(input_bytes, entity->nbytes());
@@ -179,6 +183,10 @@ void OpInputs::refuse_dropped(const at::RecordFunction& record, const std::excep
 
 void OpInputs::note_refused(const at::RecordFunction& record, const Frame& frame) {
   large_ops_.note_refused(record, frame.timed ? input_bytes_of(frame) : 0);
+}
+
+void OpInputs::note_made(const at::RecordFunction& record, const Frame& frame) {
+  large_ops_.note_made(record, input_bytes_of(frame), this_thread().op_made_bytes);
 }
 
 /// All inputs are pinned by now, so that making room for one does not push another out. Calls

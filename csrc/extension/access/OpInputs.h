@@ -46,6 +46,8 @@ class OpInputs {
 
   /// The op that ends was refused memory.
   void note_refused(const at::RecordFunction& record, const Frame& frame);
+  /// The outermost op has run, and its inputs were large.
+  void note_made(const at::RecordFunction& record, const Frame& frame);
 
  private:
   struct Pinning;

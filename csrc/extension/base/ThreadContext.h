@@ -15,6 +15,8 @@ struct ThreadContext {
   uint64_t op_number = 0;
   /// Of what it has pinned.
   size_t op_input_bytes = 0;
+  /// Of the allocations in it that room was made for: all large ones, unless automatic mode sleeps.
+  size_t op_made_bytes = 0;
   /// Whether an allocation has been refused in it, or made beyond the limit for want of room.
   bool op_refused = false;
   /// Allocations are for prefetches: they take what is free, push nothing out, and leave one
@@ -23,6 +25,8 @@ struct ThreadContext {
   size_t contiguous_reserve_bytes = 0;
   /// A recipe's op runs: it reads what it has pinned, and writes to what it makes alone.
   bool replaying = false;
+  /// An op is run again to see whether it makes the same: where there is no room it is not.
+  bool auditions = false;
   /// All that has been dropped is made again: nothing may be dropped for it.
   bool undropping = false;
 };
@@ -49,6 +53,19 @@ class PrefetchAllocations {
 
  private:
   const ThreadContext before_;
+};
+
+/// The calling thread auditions an op while one of these lives.
+class Auditioning {
+ public:
+  Auditioning() noexcept {
+    this_thread().auditions = true;
+  }
+  ~Auditioning() {
+    this_thread().auditions = false;
+  }
+  Auditioning(const Auditioning&) = delete;
+  Auditioning& operator=(const Auditioning&) = delete;
 };
 
 /// The calling thread runs a recipe's op while one of these lives.

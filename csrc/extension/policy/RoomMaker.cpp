@@ -19,6 +19,7 @@ using Progress = Pageouts::Progress;
 } // namespace
 
 Room::Answer RoomMaker::make_room(Device& device, size_t nbytes) {
+  this_thread().op_made_bytes += this_thread().auditions ? 0 : nbytes;
   if (device.limit_bytes() == 0 || this_thread().for_prefetch || device.capturing() ||
       wakefulness_.fill_budget(device, nbytes)) {
     return Answer::kFits;
@@ -37,7 +38,7 @@ Room::Answer RoomMaker::make_room(Device& device, size_t nbytes) {
   const OpWaits waits(*state_.listener, device);
   const Answer answer = wait_for_room(device, nbytes);
   const size_t inputs = this_thread().op_input_bytes;
-  if (answer == Answer::kRefuse &&
+  if (answer == Answer::kRefuse && !this_thread().auditions &&
       device.use().allocated_bytes + nbytes <= device.limit_bytes() + inputs) {
     this_thread().op_refused = true; // See Note [Ops larger than the limit]: once.
     return give_way(device, nbytes);
@@ -179,7 +180,7 @@ void RoomMaker::before_capture() {
 }
 
 std::string RoomMaker::explain(Device& device, size_t nbytes) {
-  this_thread().op_refused = true;
+  this_thread().op_refused |= !this_thread().auditions;
   const MemoryReport held = report_memory(device, state_, wakefulness_);
   return text_of_refusal(device, nbytes, held) + pageouts_.last_error();
 }

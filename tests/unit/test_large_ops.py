@@ -1,0 +1,54 @@
+"""Ops whose inputs and outputs fill the device: what they have needed once is known, and nobody runs them again there."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F  # noqa: N812  # PyTorch's own name for it
+
+import torch_lms
+from tests.unit.fresh_process import in_fresh_process
+from tests.unit.markers import counts_exactly
+from tests.unit.test_plans import wait_for_planner
+from tests.unit.trainings import MIN_BYTES, one_thread
+from torch_lms.swap.planning import last_trace
+
+ROWS, WIDTH, CLASSES = 512, 32, 8192
+LOGITS_BYTES = 4 * ROWS * CLASSES
+FITS = 3.6  # logits: the loss's backward reads two and makes one, and a guess says four
+STEPS = 12
+
+
+@one_thread()
+def served_and_exceeded() -> tuple[list[int], list[int]]:
+    """In each step of a classifier, whose results are those without a limit."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(ROWS, WIDTH), torch.randn(WIDTH, CLASSES, requires_grad=True)
+    labels = torch.arange(ROWS) % CLASSES
+
+    def step() -> list[torch.Tensor]:
+        weight.grad = None
+        loss = F.cross_entropy(x.sin() @ weight, labels)
+        loss.backward()
+        assert weight.grad is not None
+        return [loss.detach(), weight.grad.clone()]
+
+    expected = step()
+    torch_lms.swap.count_cpu_allocations()
+    torch_lms.enable(int(FITS * LOGITS_BYTES) + torch_lms.stats().allocated_bytes, min_bytes=MIN_BYTES)
+    served, exceeded = [], []
+    for _ in range(STEPS):
+        torch_lms.stats(reset=True)
+        assert all(map(torch.equal, step(), expected))
+        served.append(torch_lms.stats().host_served)
+        exceeded.append(torch_lms.stats().limit_exceeded)
+        wait_for_planner()
+    assert last_trace() is not None
+    return served, exceeded
+
+
+@counts_exactly
+def test_what_an_op_needs_is_known_once_it_has_run() -> None:
+    served, exceeded = in_fresh_process(served_and_exceeded)
+    assert served[0] > 0
+    assert set(served[1:]) == {0}
+    assert set(exceeded) == {0}  # also in the step that is recorded, whose ops are run again
