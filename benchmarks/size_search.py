@@ -21,9 +21,11 @@ def search(fits: Callable[[int], bool], *, start: int, grain: int) -> int:
     """
     size = max(grain, start // grain * grain)
     good, bad = (size, 0) if fits(size) else (0, size)
+    factor = PRECISION  # a start is mostly near the answer, and each try takes long
     while not bad and good < MOST:
-        size = math.ceil(good * 1.5 / grain) * grain
+        size = max(good + grain, math.floor(good * factor / grain) * grain)
         good, bad = (size, 0) if fits(size) else (good, size)
+        factor **= 2
     while not good and bad > grain:
         size = max(grain, bad // 2 // grain * grain)
         good, bad = (size, bad) if fits(size) else (0, size)

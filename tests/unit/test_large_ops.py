@@ -1,4 +1,4 @@
-"""Ops whose inputs and outputs fill the device: what they have needed once is known, and nobody runs them again there."""
+"""Ops whose inputs and outputs fill the device: what they have needed once is known, and they are not run twice."""
 
 from __future__ import annotations
 
