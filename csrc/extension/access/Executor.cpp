@@ -195,6 +195,7 @@ int32_t Executor::place_of_locked(uint64_t key, std::vector<Bound>* garbage) {
     }
   }
   missed_.fetch_add(1, std::memory_order_relaxed);
+  room_bytes_.store(SIZE_MAX, std::memory_order_relaxed); // nobody knows what comes next
   return -1;
 }
 

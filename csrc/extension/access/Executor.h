@@ -35,7 +35,7 @@ namespace torch_lms {
 
 /// Carries out plans.
 ///
-/// /// Note [When copies in begin]
+/// Note [When copies in begin]
 /// What an op uses last lives until the op has returned to its caller. So what is to come in after
 /// an op takes its memory when the next op begins: before that, both would be there at once, where
 /// a plan says that one takes the other's room.

@@ -76,14 +76,13 @@ LargeOps::Key LargeOps::key_of(const at::RecordFunction& record, size_t input_by
   return std::hash<std::string_view>()(record.name()) ^ (input_bytes * 0x9E3779B97F4A7C15);
 }
 
-/// Until an op of the kind has run, an estimate.
 size_t LargeOps::needed_bytes(const at::RecordFunction& record, size_t input_bytes) {
   const Key key = key_of(record, input_bytes);
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    const auto at = needed_bytes_.find(key);
-    if (at != needed_bytes_.end()) {
-      return at->second;
+    const auto at = needs_.find(key);
+    if (at != needs_.end()) {
+      return at->second.nbytes;
     }
   }
   size_t nbytes = input_bytes; // where nobody knows, as much as it reads
@@ -91,18 +90,20 @@ size_t LargeOps::needed_bytes(const at::RecordFunction& record, size_t input_byt
     nbytes = ask_for_made_bytes(record);
   } catch (const std::exception&) {
   }
-  return 2 * nbytes;
+  // Twice: many kernels need as much for themselves.
+  std::lock_guard<std::mutex> lock(mutex_);
+  return needs_.emplace(key, Need{2 * nbytes, false}).first->second.nbytes;
 }
 
 void LargeOps::note_made(const at::RecordFunction& record, size_t input_bytes, size_t made_bytes) {
   std::lock_guard<std::mutex> lock(mutex_);
-  size_t& known = needed_bytes_[key_of(record, input_bytes)];
-  known = std::max(known, made_bytes);
+  Need& need = needs_[key_of(record, input_bytes)];
+  need = {need.known ? std::max(need.nbytes, made_bytes) : made_bytes, true};
 }
 
 void LargeOps::note_refused(const at::RecordFunction& record, size_t input_bytes) {
   std::lock_guard<std::mutex> lock(mutex_);
-  needed_bytes_[key_of(record, input_bytes)] = SIZE_MAX / 8;
+  needs_[key_of(record, input_bytes)] = {SIZE_MAX / 8, true};
 }
 
 /// False if it stays on the device: other threads use it, or the host is full.

@@ -50,6 +50,10 @@ class LargeOps {
 
  private:
   using Key = size_t; // of an op's name and the bytes of its inputs
+  struct Need {
+    size_t nbytes = 0; // besides the inputs
+    bool known = false; // else a guess
+  };
 
   static Key key_of(const at::RecordFunction& record, size_t input_bytes);
   size_t needed_bytes(const at::RecordFunction& record, size_t input_bytes);
@@ -58,7 +62,7 @@ class LargeOps {
   Pager& pager_;
   Policy& policy_;
   std::mutex mutex_; // guards what follows; nothing is called under it
-  std::unordered_map<Key, size_t> needed_bytes_; // besides the inputs
+  std::unordered_map<Key, Need> needs_;
 };
 
 } // namespace torch_lms
