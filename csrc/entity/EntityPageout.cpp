@@ -121,6 +121,17 @@ bool EntityStorageImpl::begin_pageout(std::shared_ptr<PageoutTransfer>* started)
   return true;
 }
 
+bool EntityStorageImpl::released() {
+  const auto is_going = [&] {
+    return state() == EntityState::kOutQueued || state() == EntityState::kPagingOut;
+  };
+  if (!is_going() || gone()) {
+    return gone();
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  return is_going() && out_ != nullptr && !binding_->referenced();
+}
+
 /// Nobody will use the bytes again: there is nothing to move.
 bool EntityStorageImpl::unreferenced_locked() {
   if (binding_->referenced()) {

@@ -290,6 +290,9 @@ class EntityStorageImpl : public std::enable_shared_from_this<EntityStorageImpl>
   /// The same; null for want of a few bytes, too.
   KeepAlive try_to_hold() noexcept;
 
+  /// Whether nobody will use the bytes again: the storage is gone, or only a page-out holds it.
+  bool released();
+
   /// Whether the storage is gone, or holds other memory than the entity's.
   bool gone() const {
     return replaced() || binding_->expired();

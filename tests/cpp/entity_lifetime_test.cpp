@@ -74,6 +74,21 @@ TEST(a_storage_whose_size_has_changed_is_not_moved) {
   rig.storage = nullptr;
 }
 
+TEST(what_only_a_pageout_holds_has_been_released) {
+  for (const EntityState state : {EntityState::kOutQueued, EntityState::kPagingOut}) {
+    EntityRig rig(Copies::kOnStreams);
+    rig.go_to(state);
+    CHECK(!rig.entity->released());
+    rig.storage = nullptr;
+    CHECK(rig.entity->released());
+    CHECK(!rig.entity->gone());
+  }
+  EntityRig rig(Copies::kOnStreams);
+  CHECK(!rig.entity->released());
+  rig.storage = nullptr;
+  CHECK(rig.entity->released());
+}
+
 TEST(a_storage_that_dies_during_its_pagein_waits_for_the_copy) {
   EntityRig rig(Copies::kOnCaller);
   rig.go_to(IQ);

@@ -104,7 +104,7 @@ void Recorder::note_released(int32_t place) {
           alive_.begin(),
           alive_.end(),
           [&](int32_t number) {
-            const bool dead = entities_[static_cast<size_t>(number)]->gone();
+            const bool dead = entities_[static_cast<size_t>(number)]->released();
             if (dead) {
               cycle_->storages[static_cast<size_t>(number)].released = place;
             }
