@@ -121,12 +121,15 @@ bool EntityStorageImpl::begin_pageout(std::shared_ptr<PageoutTransfer>* started)
   return true;
 }
 
-bool EntityStorageImpl::released() {
+bool EntityStorageImpl::is_leaving() {
   const auto is_going = [&] {
     return state() == EntityState::kOutQueued || state() == EntityState::kPagingOut;
   };
-  if (!is_going() || gone()) {
-    return gone();
+  if (unreferenced_.load(std::memory_order_acquire)) {
+    return !binding_->expired();
+  }
+  if (!is_going()) {
+    return false;
   }
   std::lock_guard<std::mutex> lock(mutex_);
   return is_going() && out_ != nullptr && !binding_->referenced();
@@ -139,6 +142,7 @@ bool EntityStorageImpl::unreferenced_locked() {
   }
   out_ = nullptr;
   gone_.store(true, std::memory_order_release);
+  unreferenced_.store(true, std::memory_order_release);
   set_state(EntityState::kResident);
   return true;
 }

@@ -290,8 +290,12 @@ class EntityStorageImpl : public std::enable_shared_from_this<EntityStorageImpl>
   /// The same; null for want of a few bytes, too.
   KeepAlive try_to_hold() noexcept;
 
-  /// Whether nobody will use the bytes again: the storage is gone, or only a page-out holds it.
-  bool released();
+  /// Whether only a page-out, which may be over, still holds the storage.
+  bool is_leaving();
+  /// Whether nobody will use the bytes again.
+  bool released() {
+    return gone() || is_leaving();
+  }
 
   /// Whether the storage is gone, or holds other memory than the entity's.
   bool gone() const {
@@ -408,6 +412,7 @@ class EntityStorageImpl : public std::enable_shared_from_this<EntityStorageImpl>
   std::atomic<uint64_t> pins_{0};
   std::atomic<bool> settled_{true};
   std::atomic<bool> gone_{false};
+  std::atomic<bool> unreferenced_{false}; // and so gone: only a page-out held it
   std::atomic<void*> kept_{nullptr}; // the host's copy of resident bytes; written under the mutex
 
   mutable std::mutex mutex_;

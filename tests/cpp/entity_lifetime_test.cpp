@@ -79,9 +79,24 @@ TEST(what_only_a_pageout_holds_has_been_released) {
     EntityRig rig(Copies::kOnStreams);
     rig.go_to(state);
     CHECK(!rig.entity->released());
+    CHECK(!rig.entity->is_leaving());
     rig.storage = nullptr;
+    CHECK(rig.entity->is_leaving());
     CHECK(rig.entity->released());
     CHECK(!rig.entity->gone());
+  }
+  {
+    EntityRig rig(Copies::kOnStreams);
+    rig.go_to(EntityState::kOutQueued);
+    rig.storage = nullptr;
+    std::shared_ptr<PageoutTransfer> transfer;
+    CHECK(!rig.entity->begin_pageout(&transfer)); // nothing is to be copied
+    CHECK(rig.entity->gone());
+    CHECK(rig.entity->is_leaving());
+    transfer = nullptr;
+    rig.out = nullptr;
+    CHECK(!rig.entity->is_leaving());
+    CHECK(rig.entity->released());
   }
   EntityRig rig(Copies::kOnStreams);
   CHECK(!rig.entity->released());

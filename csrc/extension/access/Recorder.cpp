@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 #include <utility>
 
 #include <c10/util/hash.h>
@@ -33,6 +34,12 @@ uint64_t key_of_op(const Frame& frame) {
 }
 
 void Recorder::begin(Device& device, std::function<size_t()> take_peak_bytes) {
+  std::vector<EntityPtr> leaving; // of the cycle before
+  pager_.table().for_each([&](const EntityPtr& entity) {
+    if (&entity->device() == &device && entity->is_leaving()) {
+      leaving.push_back(entity);
+    }
+  });
   std::lock_guard<std::mutex> lock(mutex_);
   device_ = &device;
   take_peak_bytes_ = std::move(take_peak_bytes);
@@ -44,6 +51,7 @@ void Recorder::begin(Device& device, std::function<size_t()> take_peak_bytes) {
   times_.begin(device, OpTimes::Lead::kMade);
   entities_.clear();
   alive_.clear();
+  leaving_ = std::move(leaving);
   numbers_.clear();
   recording_.store(true, std::memory_order_release);
 }
@@ -93,6 +101,7 @@ void Recorder::begin_op(const at::RecordFunction& record, Frame& frame) {
     }
   }
   cycle_->ops.push_back(std::move(op));
+  leaving_bytes_ = leaving_bytes_locked();
   take_peak_bytes_();
   times_.begin_op(frame.place);
 }
@@ -104,13 +113,31 @@ void Recorder::note_released(int32_t place) {
           alive_.begin(),
           alive_.end(),
           [&](int32_t number) {
-            const bool dead = entities_[static_cast<size_t>(number)]->released();
+            const EntityPtr& entity = entities_[static_cast<size_t>(number)];
+            const bool dead = entity->released();
+            if (dead && entity->is_leaving()) {
+              leaving_.push_back(entity);
+            }
             if (dead) {
               cycle_->storages[static_cast<size_t>(number)].released = place;
             }
             return dead;
           }),
       alive_.end());
+}
+
+/// Under the mutex. How long a page-out takes is none of the program's doing.
+size_t Recorder::leaving_bytes_locked() {
+  leaving_.erase(
+      std::remove_if(
+          leaving_.begin(),
+          leaving_.end(),
+          [](const EntityPtr& entity) { return !entity->is_leaving(); }),
+      leaving_.end());
+  return std::accumulate(
+      leaving_.begin(), leaving_.end(), size_t{0}, [](size_t sum, const EntityPtr& entity) {
+        return sum + entity->nbytes();
+      });
 }
 
 void Recorder::end_op(const at::RecordFunction& record, Frame& frame, bool backward) {
@@ -125,11 +152,14 @@ void Recorder::end_op(const at::RecordFunction& record, Frame& frame, bool backw
     times_.end_op(place);
     op.backward = backward;
     const bool copied = frame.before && frame.before.device() == device_->device();
-    const size_t ours = copied ? frame.before.nbytes() : 0;
-    op.allocated_bytes = device_->use().allocated_bytes - ours;
+    const size_t copy_bytes = copied ? frame.before.nbytes() : 0;
+    const size_t ours_before = leaving_bytes_ + copy_bytes; // as far as the op may have met it
+    const size_t ours = leaving_bytes_locked() + copy_bytes;
+    const size_t allocated_bytes = device_->use().allocated_bytes;
+    op.allocated_bytes = allocated_bytes - std::min(allocated_bytes, ours);
     op.paged_out_bytes = pager_.off_device_bytes();
     const size_t peak_bytes = take_peak_bytes_();
-    op.peak_bytes = peak_bytes - std::min(peak_bytes, ours);
+    op.peak_bytes = peak_bytes - std::min(peak_bytes, ours_before);
     const uint64_t thread = backward ? 0 : OpClock::this_thread();
     several_threads_ = several_threads_ || (thread != 0 && thread_ != 0 && thread != thread_);
     thread_ = thread != 0 ? thread : thread_;

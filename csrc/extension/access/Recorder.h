@@ -100,6 +100,7 @@ class Recorder {
   void note_recipe(Frame& frame, TraceStorage& storage);
   void note_rewrite(Frame& frame, TraceStorage& storage, int32_t place);
   void note_released(int32_t place);
+  size_t leaving_bytes_locked();
 
   Pager& pager_;
   Recipes& recipes_;
@@ -115,6 +116,8 @@ class Recorder {
   std::unique_ptr<RecordedCycle> cycle_;
   std::vector<EntityPtr> entities_; // by number; they hold no storage
   std::vector<int32_t> alive_;
+  std::vector<EntityPtr> leaving_; // the program has released them
+  size_t leaving_bytes_ = 0; // as the op begins
   std::unordered_map<const Entity*, int32_t> numbers_;
 };
 
