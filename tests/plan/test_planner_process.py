@@ -63,13 +63,17 @@ def test_a_plan_is_told_with_what_the_core_needs_of_it() -> None:
 
 
 def test_the_plan_that_was_followed_is_priced_in_the_new_times() -> None:
-    followed = make_plan(TRACE, PEAK_BYTES // 2, simply=True)
+    followed = make_plan(TRACE, PEAK_BYTES * 9 // 20, simply=True)
     times_us = [2 * op.duration_us for op in TRACE.ops]
     asked = request(PEAK_BYTES // 2) | {"times_us": times_us, "followed": followed.to_json().encode()}
-    first, second, *_ = PlannerProcess().answers(asked)
+    first, second, *_, last, bounded = PlannerProcess().answers(asked)
     trace = Trace.from_json(first["trace"].decode())
     assert trace == timed_again(TRACE, times_us)
     assert Plan.from_json(second["priced"]["document"].decode()) == priced_again(followed, trace)
+    found, made = (Plan.from_json(one["document"].decode()) for one in (bounded["bounded"], last["priced"]))
+    assert found.predicted.lower_bound_us == min(made.predicted.lower_bound_us, found.predicted.step_us)
+    assert found.predicted.lower_bound_us >= priced_again(followed, trace).predicted.lower_bound_us
+    assert found.decisions == followed.decisions
 
 
 def test_a_message_that_ends_too_soon_is_none() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -41,7 +41,8 @@ def main() -> int:
 def answers(given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """What is answered to a request: the trace, and plans. The first comes soon; another follows if it is better.
 
-    A document that is ``priced`` says more of the plan before it, or of the one that has been followed.
+    A document that is ``priced`` says more of the plan before it, or of the one that has been followed. Of the latter,
+    ``bounded`` comes last.
 
     Args:
         given: either a ``recording`` and the ``link`` that it was made beside, or a ``trace``, the ``times_us`` of a
@@ -52,10 +53,16 @@ def answers(given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     rest = dict(given)
     trace = _trace_of(rest)
     yield {"trace": trace.to_json().encode()}
-    if (followed := rest.pop("followed", None)) is not None:
-        yield {"priced": told_of(priced_again(Plan.from_json(followed.decode()), trace))}
+    followed: Plan | None = None
+    if (given_plan := rest.pop("followed", None)) is not None:
+        followed = priced_again(Plan.from_json(given_plan.decode()), trace)
+        yield {"priced": told_of(followed)}
     rest |= margins(trace, rest["limit_bytes"], is_crowded=rest.pop("is_crowded", False))
-    yield from _plans(Request(trace=trace, **rest))
+    last = yield from _plans(Request(trace=trace, **rest))
+    if followed is not None and followed.limit_bytes <= last.limit_bytes:  # no plan within less is faster
+        bound_us = min(last.predicted.lower_bound_us, followed.predicted.step_us)
+        predicted = replace(followed.predicted, lower_bound_us=bound_us)
+        yield {"bounded": told_of(replace(followed, predicted=predicted))}
 
 
 def _trace_of(rest: dict[str, Any]) -> Trace:
@@ -68,7 +75,7 @@ def _trace_of(rest: dict[str, Any]) -> Trace:
     return trace if times_us is None else timed_again(trace, times_us, host)
 
 
-def _plans(request: Request) -> Iterator[dict[str, Any]]:
+def _plans(request: Request) -> Generator[dict[str, Any], None, Plan]:
     """Plans, and in the end the last of them with the linear program's bound, for which the program has not waited."""
     last = None
     try:
@@ -81,7 +88,9 @@ def _plans(request: Request) -> Iterator[dict[str, Any]]:
         last = best
         yield _told(best)
     last = bounded(request, replace(last, methods=best.methods))
-    yield {"priced": told_of(priced_again(last, request.trace))}
+    last = priced_again(last, request.trace)
+    yield {"priced": told_of(last)}
+    return last
 
 
 def _told(plan: Plan) -> dict[str, Any]:

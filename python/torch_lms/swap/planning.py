@@ -257,6 +257,7 @@ def _plan_beside(request: dict[str, Any], wishes: Wishes, followed: str) -> None
         followed: the name of the plan that has been followed while the cycle was timed; empty for a recording.
     """
     made = timed = followed != ""
+    first = followed
     trace = b""
     try:
         for answer in _answers(request, wishes):
@@ -267,6 +268,8 @@ def _plan_beside(request: dict[str, Any], wishes: Wishes, followed: str) -> None
                 if (priced := answer.get("priced")) is not None and followed in _plans:
                     # A plan that was followed may stay: what it predicts is for the times of its own steps then.
                     _plans[followed] = _Kept(priced, _plans[followed].trace)
+                if (bounded := answer.get("bounded")) is not None and first in _plans:
+                    _plans[first] = _Kept(bounded, _plans[first].trace)
                 if (told := answer.get("plan")) is None:
                     continue
                 name = followed = _keep(_Kept(told, trace))
