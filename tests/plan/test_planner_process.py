@@ -13,7 +13,7 @@ import pytest
 
 from tests.plan.traces import gpt_trace
 from torch_lms.errors import PlanError
-from torch_lms.plan import Plan, Trace, least_limit, make_plan
+from torch_lms.plan import Plan, Trace, least_limit
 from torch_lms.plan.margins import margins
 from torch_lms.plan.messages import read_message, write_message
 from torch_lms.plan.pieces import Request, plan_in_pieces
@@ -63,7 +63,8 @@ def test_a_plan_is_told_with_what_the_core_needs_of_it() -> None:
 
 
 def test_the_plan_that_was_followed_is_priced_in_the_new_times() -> None:
-    followed = make_plan(TRACE, PEAK_BYTES * 9 // 20, simply=True)
+    *_, latest = PlannerProcess().answers(request(PEAK_BYTES // 2))
+    followed = Plan.from_json(latest["priced"]["document"].decode())
     times_us = [2 * op.duration_us for op in TRACE.ops]
     asked = request(PEAK_BYTES // 2) | {"times_us": times_us, "followed": followed.to_json().encode()}
     first, second, *_, last, bounded = PlannerProcess().answers(asked)

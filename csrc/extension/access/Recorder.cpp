@@ -114,8 +114,9 @@ void Recorder::note_released(int32_t place) {
           alive_.end(),
           [&](int32_t number) {
             const EntityPtr& entity = entities_[static_cast<size_t>(number)];
-            const bool dead = entity->released();
-            if (dead && entity->is_leaving()) {
+            const bool leaves = entity->is_leaving();
+            const bool dead = leaves || entity->gone();
+            if (leaves) {
               leaving_.push_back(entity);
             }
             if (dead) {

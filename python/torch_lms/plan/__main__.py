@@ -59,7 +59,9 @@ def answers(given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield {"priced": told_of(followed)}
     rest |= margins(trace, rest["limit_bytes"], is_crowded=rest.pop("is_crowded", False))
     last = yield from _plans(Request(trace=trace, **rest))
-    if followed is not None and followed.limit_bytes <= last.limit_bytes:  # no plan within less is faster
+    if followed is None or followed.placeholders != last.placeholders:
+        return
+    if followed.limit_bytes <= last.limit_bytes:  # no plan within less is faster
         bound_us = min(last.predicted.lower_bound_us, followed.predicted.step_us)
         predicted = replace(followed.predicted, lower_bound_us=bound_us)
         yield {"bounded": told_of(replace(followed, predicted=predicted))}
