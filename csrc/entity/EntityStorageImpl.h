@@ -292,10 +292,6 @@ class EntityStorageImpl : public std::enable_shared_from_this<EntityStorageImpl>
 
   /// Whether only a page-out, which may be over, still holds the storage.
   bool is_leaving();
-  /// Whether nobody will use the bytes again.
-  bool released() {
-    return gone() || is_leaving();
-  }
 
   /// Whether the storage is gone, or holds other memory than the entity's.
   bool gone() const {

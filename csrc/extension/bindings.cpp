@@ -66,6 +66,8 @@ void lend_interpreter() {
     return PyGILState_Check() != 0 ? static_cast<void*>(PyEval_SaveThread()) : nullptr;
   };
   python.take_lock = [](void* state) { PyEval_RestoreThread(static_cast<PyThreadState*>(state)); };
+  python.hold = [] { return static_cast<int>(PyGILState_Ensure()); };
+  python.let_go = [](int state) { PyGILState_Release(static_cast<PyGILState_STATE>(state)); };
   static std::atomic<unsigned long> main_thread{
       py::module_::import("threading").attr("main_thread")().attr("ident").cast<unsigned long>()};
   pthread_atfork(nullptr, nullptr, [] { main_thread.store(PyThread_get_thread_ident()); });

@@ -74,15 +74,13 @@ TEST(a_storage_whose_size_has_changed_is_not_moved) {
   rig.storage = nullptr;
 }
 
-TEST(what_only_a_pageout_holds_has_been_released) {
+TEST(what_only_a_pageout_holds_is_leaving) {
   for (const EntityState state : {EntityState::kOutQueued, EntityState::kPagingOut}) {
     EntityRig rig(Copies::kOnStreams);
     rig.go_to(state);
-    CHECK(!rig.entity->released());
     CHECK(!rig.entity->is_leaving());
     rig.storage = nullptr;
     CHECK(rig.entity->is_leaving());
-    CHECK(rig.entity->released());
     CHECK(!rig.entity->gone());
   }
   {
@@ -96,12 +94,11 @@ TEST(what_only_a_pageout_holds_has_been_released) {
     transfer = nullptr;
     rig.out = nullptr;
     CHECK(!rig.entity->is_leaving());
-    CHECK(rig.entity->released());
   }
   EntityRig rig(Copies::kOnStreams);
-  CHECK(!rig.entity->released());
   rig.storage = nullptr;
-  CHECK(rig.entity->released());
+  CHECK(!rig.entity->is_leaving());
+  CHECK(rig.entity->gone());
 }
 
 TEST(a_storage_that_dies_during_its_pagein_waits_for_the_copy) {

@@ -1,7 +1,5 @@
 #include <extension/access/ManualPaging.h>
 
-#include <algorithm>
-
 #include <entity/Error.h>
 
 #include <extension/transfer/PageoutBatch.h>
@@ -62,25 +60,10 @@ void ManualPaging::add(PageoutBatch& batch, const c10::Storage& storage, const E
   }
 }
 
-/// Once for each device: that takes tens of microseconds.
-void ManualPaging::note_busy_streams(const std::vector<c10::Storage>& storages) {
-  std::vector<Device*> noted;
-  for (const c10::Storage& storage : storages) {
-    Device* device = pager_.devices().find(storage.device());
-    if (device != nullptr && std::find(noted.begin(), noted.end(), device) == noted.end()) {
-      device->note_busy_streams();
-      noted.push_back(device);
-    }
-  }
-}
-
 int64_t ManualPaging::pageout(const std::vector<c10::Storage>& storages) {
   addresses_.take_back();
   pager_.out_queue().start_actions();
   const OpCallbacks::Request request(callbacks_);
-  if (request.first()) {
-    note_busy_streams(storages);
-  }
   PageoutBatch batch(pager_.out_queue(), /*by_hand=*/true);
   try {
     for (const c10::Storage& storage : storages) {

@@ -44,7 +44,6 @@ class ManualPaging {
   void pagein_all();
 
  private:
-  void note_busy_streams(const std::vector<c10::Storage>& storages);
   void add(PageoutBatch& batch, const c10::Storage& storage);
   void add(PageoutBatch& batch, const c10::Storage& storage, const EntityPtr& entity);
 

@@ -3,6 +3,7 @@
 #include <thread>
 
 #include <extension/access/UnseenOps.h>
+#include <extension/base/Interpreter.h>
 
 namespace torch_lms {
 namespace {
@@ -33,6 +34,7 @@ void OpCallbacks::uninstall() {
   changed_at_ = std::chrono::steady_clock::now();
   handle_ = at::INVALID_CALLBACK_HANDLE;
   installed_.store(false, std::memory_order_release);
+  settled_ = false;
   recipes_.forget();
 }
 
@@ -86,21 +88,41 @@ void OpCallbacks::release() {
   mutex_.unlock();
 }
 
+void OpCallbacks::begin_request() {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!observing()) {
+      install(/*outputs=*/false);
+    }
+  }
+  requested_ = true;
+  if (!settled_) {
+    settle();
+  }
+}
+
+/// What began unseen is over, or known: ops by Note [Ops that began unseen], what they have
+/// submitted by the streams that are busy.
+void OpCallbacks::settle() {
+  const WithGil gil;
+  std::lock_guard<std::mutex> lock(settling_);
+  if (settled_) {
+    return;
+  }
+  if (other_threads_) {
+    wait_for_unseen_ops();
+  }
+  pager_.devices().for_each([](Device& device) { device.note_busy_streams(); });
+  settled_ = true;
+}
+
 OpCallbacks::Request::Request(OpCallbacks& callbacks) : callbacks_(callbacks) {
   callbacks_.requests_.fetch_add(1);
   try {
-    std::lock_guard<std::mutex> lock(callbacks_.mutex_);
-    first_ = !callbacks_.observing();
-    if (first_) {
-      callbacks_.install(/*outputs=*/false);
-    }
+    callbacks_.begin_request();
   } catch (...) {
     callbacks_.requests_.fetch_sub(1);
     throw;
-  }
-  callbacks_.requested_ = true;
-  if (first_ && callbacks_.other_threads_) {
-    wait_for_unseen_ops();
   }
 }
 

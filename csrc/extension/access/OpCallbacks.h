@@ -36,7 +36,8 @@ class OpCallbacks final : public OpFeed {
   void stop() override;
 
   /// Ops are observed while one of these lives, and from then on as long as there is reason to. To
-  /// make one may wait for ops that began unseen, for up to a second: without the GIL.
+  /// make one may wait for ops that began unseen, for up to a second, and take the GIL: without
+  /// it, and with no lock held.
   class Request {
    public:
     explicit Request(OpCallbacks& callbacks);
@@ -44,14 +45,8 @@ class OpCallbacks final : public OpFeed {
     Request(const Request&) = delete;
     Request& operator=(const Request&) = delete;
 
-    /// Whether nobody observed ops before it: see `Device::note_busy_streams`.
-    bool first() const noexcept {
-      return first_;
-    }
-
    private:
     OpCallbacks& callbacks_;
-    bool first_;
   };
 
   /// Removes the callback if there is no more reason for it.
@@ -80,6 +75,8 @@ class OpCallbacks final : public OpFeed {
   void install(bool outputs);
   void uninstall();
   bool wanted() const;
+  void begin_request();
+  void settle();
 
   Pager& pager_;
   Recipes& recipes_;
@@ -94,6 +91,8 @@ class OpCallbacks final : public OpFeed {
   std::atomic<size_t> requests_{0};
   std::atomic<bool> requested_{false}; // by hand, since `end_requests`
   std::atomic<bool> other_threads_{false};
+  std::mutex settling_; // taken with the GIL, never the other way around
+  std::atomic<bool> settled_{false}; // nothing that a request must know of is still unseen
 };
 
 } // namespace torch_lms

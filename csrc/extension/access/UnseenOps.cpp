@@ -55,7 +55,8 @@ bool others_run() {
 
 void wait_for_unseen_ops() {
   const auto deadline = Clock::now() + kMost;
-  while (others_run() && Clock::now() < deadline) {
+  // Twice: while a thread is looked at, one that has been seen asleep may be woken by it.
+  while ((others_run() || others_run()) && Clock::now() < deadline) {
     std::this_thread::sleep_for(kBetweenLooks);
   }
 }

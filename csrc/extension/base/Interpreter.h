@@ -12,6 +12,9 @@ struct Interpreter {
   /// `take_lock` takes.
   void* (*release_lock)() = nullptr;
   void (*take_lock)(void* state) = nullptr;
+  /// Takes Python's lock whether the calling thread holds it or not; what `let_go` is told.
+  int (*hold)() = nullptr;
+  void (*let_go)(int state) = nullptr;
   /// Has `call` run by Python's main thread between two of its instructions, soon.
   /// False if Python cannot now.
   bool (*at_next_instruction)(void (*call)()) = nullptr;
@@ -43,6 +46,22 @@ class WithoutGil {
 
  private:
   void* const state_;
+};
+
+/// Python's lock is held while one of these lives: no other thread of Python's begins anything.
+class WithGil {
+ public:
+  WithGil() : state_(interpreter().hold ? interpreter().hold() : 0) {}
+  ~WithGil() {
+    if (interpreter().let_go) {
+      interpreter().let_go(state_);
+    }
+  }
+  WithGil(const WithGil&) = delete;
+  WithGil& operator=(const WithGil&) = delete;
+
+ private:
+  const int state_;
 };
 
 } // namespace torch_lms
