@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.utils.cpp_extension
 import torch.utils.dlpack
 
 __all__ = ["begin", "compile_native", "counts", "reseed"]
@@ -38,6 +37,8 @@ _native: Any = None
 
 def compile_native(folder: str | None = None) -> Any:
     """Compiles the module that listens, into a folder or where PyTorch keeps such modules, and loads it."""
+    import torch.utils.cpp_extension  # wants setuptools, which a kit has not
+
     source = Path(__file__).with_suffix(".cpp")
     flags = ["-O1", "-DNDEBUG"]  # as PyTorch was built: classes have other members without
     return torch.utils.cpp_extension.load(_NAME, [str(source)], extra_cflags=flags, build_directory=folder)
