@@ -35,6 +35,8 @@ RESULTS = {
     "cuda": ("fork_upstream_tests_cuda", "PyTorch's own tests of CUDA on the fork's lean CUDA wheel"),
 }
 BAD = {"failed", "crashed", "hung"}
+# They compare how much of the device's memory is in use, which is what page-outs change.
+COUNT_MEMORY = {"test_autograd.py::TestAutograd::test_graph_save_on_cpu_cuda"}
 PAGING = ("occasions", "pageouts", "pageout_bytes", "pageins", "passive_pageins", "prefetch_hits", "cancelled_pageouts")
 COLUMNS = [
     ("file", "File", "{}"),
@@ -176,10 +178,9 @@ def add_row(result: Result, run: Run) -> None:
 
 def compare(result: Result, plain: Run, paged: Run) -> None:
     """Adds what must hold between the two runs of a file."""
-    more = sorted(bad_tests(paged) - bad_tests(plain))
-    result.check(
-        f"{plain.name}: tests that fail only when storages are paged out", "none", ", ".join(more) or "none", not more
-    )
+    more = sorted(bad_tests(paged) - bad_tests(plain) - COUNT_MEMORY)
+    what = f"{plain.name}: tests that fail only when storages are paged out, but for those that count memory"
+    result.check(what, "none", ", ".join(more) or "none", not more)
     same = set(plain.ended()) == set(paged.ended())
     result.check(f"{plain.name}: the same tests have run in both modes", "yes", "yes" if same else "no", same)
     pageouts = sum(line.get("paging", {}).get("pageouts", 0) for line in paged.ended().values())
