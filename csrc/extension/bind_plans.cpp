@@ -203,6 +203,7 @@ void bind_plans(py::module_& module) {
   module.def("plan_program", [](const std::string& device, bool may_drop) {
     Runtime::get().planning.enable(*Runtime::get().devices.find(c10::Device(device)), may_drop);
   });
+  module.def("plan_no_program", [] { Runtime::get().planning.disable(); });
   module.def("take_recording", &take_recording);
   module.def("take_times", [] {
     PlanTimes found = Runtime::get().planning.take_times();

@@ -102,6 +102,7 @@ def prefetch(storages: Sequence[Any], start: bool = True) -> int:
 
 def state(storage: Any) -> str:
     """Where a storage is."""
+    _check_not_forked()
     return str(_call("state", _tensor(storage)))
 
 
@@ -243,6 +244,7 @@ def count_cpu_allocations() -> None:
 
 def stats(reset: bool = False) -> dict[str, int]:
     """The fork's counters, and CUDA's of the memory that tensors hold."""
+    _check_not_forked()
     values = {str(name): int(value) for name, value in _call("stats", reset).items()}
     # What cannot happen: there is no limit to keep to, and no access that the host copy serves.
     values.update(host_served=0, dropped_bytes=0, limit_exceeded=0, allocation_retries=0, wait_us=0, limit_bytes=0)

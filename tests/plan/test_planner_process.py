@@ -122,3 +122,21 @@ def test_a_planner_that_is_killed_is_an_error_and_leaves_nothing(when: str) -> N
     process.kill()  # again
     assert process._process.poll() is not None
     assert not Path(f"/proc/{process._process.pid}").exists()
+
+
+def test_a_planner_that_ends_before_it_has_the_whole_request_says_why(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 'ImportError: there is no such module' >&2\nexit 1\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    with pytest.raises(PlanError, match="ImportError: there is no such module"):
+        list(PlannerProcess().answers({"trace": bytes(1 << 22)}))
+
+
+def test_a_module_in_the_programs_folder_is_not_the_planners(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "numpy.py").write_text("raise ImportError('not this one')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    assert plans_of(PlannerProcess().answers(request(PEAK_BYTES // 2)))

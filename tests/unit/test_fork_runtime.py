@@ -20,6 +20,7 @@ BEHIND_NEED_EXTENSION = {"enable", "disable", "enable_chaos", "attention", "memo
     "make_dropped_again",
     "measured_plan",
     "pages_on_demand",
+    "plan_no_program",
     "plan_program",
     "take_recording",
     "take_times",

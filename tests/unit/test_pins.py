@@ -289,3 +289,25 @@ def test_requests_of_many_threads_for_tensors_in_use_are_declined_or_enqueued(
     assert sum(counts) > 0
     paged.wait()
     assert [tensor[-1].item() for tensor in tensors] == [float(number) for number in range(6)]
+
+
+# --- addresses that were not handed out ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ask", [torch.Tensor.numpy, torch.Tensor.__dlpack__])
+def test_a_refused_address_pins_nothing(ask: Callable[[torch.Tensor], Any], paged: ModuleType) -> None:
+    weight = torch.ones(4 * NUMEL, requires_grad=True)
+    paged.pageout(torch.ones(4 * NUMEL))  # from here on such functions are watched
+    with pytest.raises((RuntimeError, BufferError)):
+        ask(weight)
+    assert paged.pageout(weight) == 1
+    paged.wait()
+
+
+def test_a_refused_slice_of_a_storage_pins_nothing(paged: ModuleType) -> None:
+    tensor = torch.ones(NUMEL)
+    paged.pageout(torch.ones(NUMEL))
+    with pytest.raises(RuntimeError):
+        tensor.untyped_storage()[0:8:2]
+    assert paged.pageout(tensor) == 1
+    paged.wait()

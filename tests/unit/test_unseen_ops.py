@@ -5,9 +5,11 @@ from __future__ import annotations
 import threading
 from types import ModuleType
 
+import pytest
 import torch
 
 from torch_lms._core import core
+from torch_lms.errors import PageoutError
 
 NUMEL = 1 << 17  # so that an op takes a while
 
@@ -50,6 +52,20 @@ def test_ops_stay_observed_beside_other_threads_until_all_is_brought_back(paged:
             torch.ones(1).sum()  # what has come in is settled
             assert core.observing_ops()
         assert chaos or not core.observing_ops()  # in chaos mode ops are always observed
+    finally:
+        done.set()
+        other.join()
+
+
+def test_ops_are_not_observed_for_a_pageout_that_was_refused(paged: ModuleType, chaos: bool) -> None:
+    pinned, done = torch.zeros(NUMEL), threading.Event()
+    paged.pin(pinned)
+    other = threading.Thread(target=done.wait)
+    other.start()
+    try:
+        with pytest.raises(PageoutError):
+            paged.pageout(pinned)
+        assert chaos or not core.observing_ops()
     finally:
         done.set()
         other.join()

@@ -23,7 +23,8 @@ class ManualPaging {
       : pager_(pager), callbacks_(callbacks), addresses_(addresses) {}
 
   /// Enqueues page-outs and returns how many. Storages that are out already, or on their way,
-  /// have no bytes, or are in use by a running op are left alone. Throws PageoutRefused for one
+  /// have no bytes, or are in use by a running op are left alone. Waits for ops that began unseen:
+  /// see `OpCallbacks::Request`. Throws PageoutRefused for one
   /// that can never be paged out as it is; those before it are enqueued.
   int64_t pageout(const std::vector<c10::Storage>& storages);
 

@@ -116,18 +116,25 @@ void OpCallbacks::settle() {
   settled_ = true;
 }
 
+/// Where nothing has left there is nothing to be observed for.
+void OpCallbacks::end_request() {
+  if (requests_.fetch_sub(1) == 1 && !pager_.active()) {
+    end_requests();
+  }
+}
+
 OpCallbacks::Request::Request(OpCallbacks& callbacks) : callbacks_(callbacks) {
   callbacks_.requests_.fetch_add(1);
   try {
     callbacks_.begin_request();
   } catch (...) {
-    callbacks_.requests_.fetch_sub(1);
+    callbacks_.end_request();
     throw;
   }
 }
 
 OpCallbacks::Request::~Request() {
-  callbacks_.requests_.fetch_sub(1);
+  callbacks_.end_request();
 }
 
 } // namespace torch_lms

@@ -76,6 +76,7 @@ class OpCallbacks final : public OpFeed {
   void uninstall();
   bool wanted() const;
   void begin_request();
+  void end_request();
   void settle();
 
   Pager& pager_;

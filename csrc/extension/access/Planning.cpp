@@ -9,6 +9,9 @@
 namespace torch_lms {
 
 void Planning::enable(Device& device, bool may_drop) {
+  if (device_.load() != &device) {
+    disable(); // what is recorded is of another device
+  }
   executor_.clear(); // of plans for another limit
   drops_.allow(may_drop);
   contest_.clear();

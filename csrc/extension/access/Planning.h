@@ -52,8 +52,8 @@ class Planning final : public PolicyListener {
         drops_(pager, recipes, audition_),
         times_(&pager.action_times()) {}
 
-  /// From now on the program on `device` is recorded and planned. `may_drop`: also before there is
-  /// a plan, see Note [A host that fills].
+  /// From now on the program on `device` is recorded and planned, and on no other. `may_drop`: also
+  /// before there is a plan, see Note [A host that fills].
   void enable(Device& device, bool may_drop);
   void disable();
 

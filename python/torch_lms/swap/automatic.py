@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,9 +16,10 @@ from torch_lms.plan.document import Plan
 from torch_lms.swap import intercepts, optimizers, planning
 from torch_lms.swap.limits import Limit, parse_limits
 
-__all__ = ["count_cpu_allocations", "disable", "enable", "is_enabled"]
+__all__ = ["change_limit", "count_cpu_allocations", "disable", "enable", "is_enabled"]
 
 _enabled = False
+_options: dict[str, Any] = {}  # that hold where one limit is changed
 _begun = False  # something that `disable` has to end
 
 
@@ -38,12 +40,14 @@ def enable(
     used go out, ahead of need where possible, and come back before they are used. Results are
     those of the unlimited program, bit for bit. PyTorch's optimizers and gradient clipping take what
     exceeds a limit in pieces, in the implementation that was chosen. Called again, it changes the
-    limits of the devices that it names, or adds them.
+    limits of the devices that it names, or adds them. A plan is made for the program on one device: the
+    current one, or else the first that was named; the others page on demand, and a warning says so.
 
     Args:
         limit: of each device: bytes, ``"24GiB"``, or ``"50%"`` of the device's memory; or a mapping
-            from device to limit. A bare limit is that of every CUDA device, or of the CPU where
-            there is none. No limit means all of the device's memory.
+            from device to limit. A bare limit is that of the current CUDA device and of those that the
+            process uses already, or of the CPU where there is none: where several processes share a machine, call
+            ``torch.cuda.set_device`` before. No limit means all of the device's memory.
         min_bytes: smaller storages stay where they are.
         host_limit: of the host memory (for the CPU: the disk space) for paged-out bytes; by default
             80 % of what the machine and its control group allow (90 % of the free disk). Once given, it
@@ -65,7 +69,7 @@ def enable(
         EnvError: if a CUDA graph was captured before automatic mode was on.
         LmsError: in a forked child, and on a PyTorch with the fork's patches, which pages by hand alone.
     """
-    global _enabled, _begun
+    global _enabled, _begun, _options
     need_extension("automatic mode", "page with torch_lms.SwapEnv, or use stock PyTorch 2.11 or later")
     limits = parse_limits(limit)
     smallest = parse_bytes(min_bytes)
@@ -83,15 +87,30 @@ def enable(
     _begun = True
     if swap or recompute or given is not None:
         planning.begin(wishes, given)
+    else:
+        planning.leave()
     for device, limit_bytes in limits.items():
         core.enable(device, limit_bytes, smallest)
     optimizers.install(limits)
+    _options = {"min_bytes": min_bytes, "swap": swap, "recompute": recompute}
+    _options["expandable_segments"] = expandable_segments
     _enabled = True
 
 
-def disable() -> None:
-    """Ends automatic mode: pages everything in and removes every hook.
+def change_limit(limit: Limit | Mapping[str | torch.device, int | str], **options: Any) -> None:
+    """The same as `enable`; where automatic mode is on, what is not named stays as it was asked for.
 
+    Args:
+        limit: as for `enable`.
+        options: of `enable`.
+    """
+    enable(limit, **{**(_options if _enabled else {}), **options})
+
+
+def disable() -> None:
+    """Ends automatic mode: pages everything in, and observes no op any more.
+
+    The wrappers around Python's own ways to raw memory (``data_ptr``, ``numpy``) stay, and do next to nothing.
     No effect when automatic mode is off.
 
     Raises:

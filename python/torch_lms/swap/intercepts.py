@@ -50,8 +50,8 @@ def install() -> None:
             return
         from torch._inductor.output_code import CompiledFxGraph  # first: it may fail, or be interrupted
 
-        _wrap(torch.Tensor, "numpy", _pin)
-        _wrap(torch.Tensor, "__dlpack__", _pin)
+        _wrap_pinned(torch.Tensor, "numpy")
+        _wrap_pinned(torch.Tensor, "__dlpack__")
         _wrap(torch.Tensor, "share_memory_", _use)
         _wrap(torch.Tensor, "data_ptr", _use)
         _wrap(torch.UntypedStorage, "data_ptr", _use)
@@ -72,9 +72,22 @@ def install() -> None:
         _installed = True
 
 
-def _pin(owner: Any) -> None:
-    if _movable(owner):
+def _pin(owner: Any) -> bool:
+    """Whether there was something to pin."""
+    if movable := _movable(owner):
         core.pin(owner)
+    return movable
+
+
+def _pinned(owner: Any, hand_out: Callable[[], Any]) -> Any:
+    """Pinned before the address is taken; not for good where none is handed out."""
+    movable = _pin(owner)
+    try:
+        return hand_out()
+    except BaseException:
+        if movable:
+            core.unpin(owner)
+        raise
 
 
 def _use(owner: Any) -> None:
@@ -122,7 +135,19 @@ def _wrap(owner: type, name: str, before: Callable[[Any], None]) -> None:
     _replace([owner], name, wrap)
 
 
-def _wrap_property(owner: type, name: str, after: Callable[[Any], None]) -> None:
+def _wrap_pinned(owner: type, name: str) -> None:
+    """A method that hands its tensor's address out for good."""
+
+    def wrap(method: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return _pinned(self, functools.partial(method, self, *args, **kwargs))
+
+        return wrapper
+
+    _replace([owner], name, wrap)
+
+
+def _wrap_property(owner: type, name: str, after: Callable[[Any], object]) -> None:
     """Calls ``after(self)`` where a property has a value; where it raises there is none to be used."""
 
     def get(self: Any) -> Any:
@@ -177,7 +202,9 @@ def _wrap_slices_of_storages() -> None:
 
     def wrap(get: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(self: torch.UntypedStorage, index: Any) -> Any:
-            (_pin if isinstance(index, slice) else _use)(self)
+            if isinstance(index, slice):
+                return _pinned(self, lambda: get(self, index))
+            _use(self)
             return get(self, index)
 
         return wrapper

@@ -21,8 +21,8 @@ _HOW_TO_BUILD = "install it where PyTorch has CUDA and the CUDA toolkit is found
 def parse_limits(limit: Limit | Mapping[str | torch.device, int | str]) -> dict[str, int]:
     """Turns ``limit=`` of `torch_lms.enable` into bytes for each device.
 
-    A bare limit is that of every CUDA device, or of the CPU where there is none. No limit
-    means all of the device's memory.
+    A bare limit is that of the CUDA devices that this process uses (see `_used_devices`), or of the CPU where there is
+    none. No limit means all of the device's memory.
 
     Raises:
         LimitError: if a size or a device cannot be understood, or a device is not there.
@@ -35,7 +35,7 @@ def parse_limits(limit: Limit | Mapping[str | torch.device, int | str]) -> dict[
                 f"expected a build of torch_lms with CUDA for the {count} CUDA devices there are, found one for the "
                 f"CPU only; {_HOW_TO_BUILD}, or limit the CPU by its name: limit={{'cpu': {value!r}}}"
             )
-        devices = [f"cuda:{index}" for index in range(count)] or ["cpu"]
+        devices = _used_devices() if count else ["cpu"]
         return {name: parse_bytes(value, total_bytes=core.total_bytes(name)) for name in devices}
     if not limit:
         raise LimitError("expected at least one device in limit=, found an empty mapping; pass {'cuda:0': '24GiB'}")
@@ -44,6 +44,21 @@ def parse_limits(limit: Limit | Mapping[str | torch.device, int | str]) -> dict[
         name = device_name(device)
         limits[name] = parse_bytes(size, total_bytes=core.total_bytes(name))
     return limits
+
+
+def _used_devices() -> list[str]:
+    """The current CUDA device, and those with a context: others have to be named.
+
+    To limit a device makes a context on it, which takes hundreds of megabytes, also of devices that belong to another
+    process of the same program.
+    """
+    current = torch.cuda.current_device()
+    others = [index for index in range(torch.cuda.device_count()) if index != current and _has_context(index)]
+    return [f"cuda:{index}" for index in (current, *others)]
+
+
+def _has_context(index: int) -> bool:
+    return bool(torch._C._cuda_hasPrimaryContext(index))  # type: ignore[attr-defined]  # in builds with CUDA
 
 
 def device_name(device: str | torch.device) -> str:

@@ -8,8 +8,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from torch_lms.errors import PlanError
 from torch_lms.plan.messages import read_message, write_message
@@ -25,7 +26,8 @@ class PlannerProcess:
     def __init__(self) -> None:
         package = str(Path(__file__).parents[2])
         environment = {key: value for key, value in os.environ.items() if key != "TORCH_LMS_CHAOS"}
-        environment["PYTHONPATH"] = os.pathsep.join([package, environment.get("PYTHONPATH", "")])
+        environment["PYTHONSAFEPATH"] = "1"  # the folder that the program runs in may have modules of any name
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package, environment.get("PYTHONPATH")]))
         # A file in memory: a pipe that nobody reads while answers are waited for would fill, and hold the planner up.
         self._words = os.fdopen(os.memfd_create("torch_lms planner"), "w+b")
         self._process = subprocess.Popen(
@@ -43,8 +45,7 @@ class PlannerProcess:
             request: as `torch_lms.plan.__main__.answers` takes it.
 
         Raises:
-            PlanError: if no plan keeps the limit; it says why.
-            OSError: if the process has been killed before it had the request.
+            PlanError: if no plan keeps the limit, or the process has ended or been killed; it says why.
         """
         patience = threading.Timer(_PATIENCE_SECONDS, self.kill)
         patience.daemon = True
@@ -53,8 +54,7 @@ class PlannerProcess:
             assert process.stdin is not None
             assert process.stdout is not None
             try:
-                write_message(process.stdin, request)
-                process.stdin.close()
+                self._send(process.stdin, request)
                 while (answer := read_message(process.stdout)) is not None:
                     yield answer
                 if process.wait() != 0:
@@ -64,6 +64,15 @@ class PlannerProcess:
                 raise
             finally:
                 patience.cancel()
+
+    def _send(self, planner: IO[bytes], request: Mapping[str, Any]) -> None:
+        try:
+            write_message(planner, request)
+            planner.close()
+        except BrokenPipeError as error:  # it has ended before it had all of it, and says why
+            with suppress(BrokenPipeError):
+                planner.close()  # what is left of it goes nowhere
+            raise PlanError(self._reason(self._process.wait())) from error
 
     def _reason(self, status: int) -> str:
         self._words.seek(0)

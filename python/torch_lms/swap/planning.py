@@ -13,6 +13,8 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from torch_lms._core import core
 from torch_lms.errors import PlanError
 from torch_lms.plan.decision import DROP_UNCHANGED, HOST, RECOMPUTE, SWAP
@@ -23,10 +25,14 @@ from torch_lms.swap import where
 from torch_lms.swap.link import measure_link
 from torch_lms.swap.planner_process import PlannerProcess
 
-__all__ = ["Wishes", "begin", "current_plan", "end", "given_plan", "is_planning", "last_trace", "start"]
+__all__ = ["Wishes", "begin", "current_plan", "end", "given_plan", "is_planning", "last_trace", "leave", "start"]
 
 _MUCH_SLOWER = 1.1  # than predicted
 _NO_PLAN = "torch_lms: no plan was made for this program, which pages on demand: {}"
+_ONE_DEVICE = (
+    "torch_lms: the program on {} is planned for, and {} pages on demand; before enable() make the device current that is "
+    "to have a plan"
+)
 _HOST_SHARE = 0.85  # of the host's room is what plans count on: between blocks of several sizes are gaps
 _MOST_PLANS = 32  # the core carries out fewer, and compares a few more
 
@@ -120,25 +126,42 @@ def given_plan(plan: Plan | str | os.PathLike[str], wishes: Wishes) -> Plan:
 
 
 def begin(wishes: Wishes, plan: Plan | None = None) -> None:
-    """From now on programs are recorded and planned for.
+    """From now on the program on one device is recorded and planned for.
 
     Args:
-        wishes: of the user.
+        wishes: of the user; limits of other devices that were wished for before still hold.
         plan: to carry out from the first cycle that it fits on.
     """
     global _wishes
     with _lock:
-        _wishes = wishes
+        known = {} if _wishes is None else _wishes.limits
+        _wishes = wishes = replace(wishes, limits={**known, **wishes.limits})
         _forget()
     bring_back_before_forks()
-    for device in wishes.limits:
-        measure_link(device)  # before there is a limit
-        core.plan_program(device, wishes.recompute)
+    device = _planned_device(wishes) if plan is None else plan.device
+    measure_link(device)  # before there is a limit
+    core.plan_program(device, wishes.recompute)
     if plan is not None:
         plan = replace(plan, measured=None)  # not measured yet in this run
         with _lock:
             name = _keep(_Kept(told_of(plan), None))
         core.add_plan({**compile_plan(plan), "signature": name, "timed": True})  # it is to stay as it is
+
+
+def _planned_device(wishes: Wishes) -> str:
+    """The current device if it has a limit; warns where others have one, too."""
+    devices = list(wishes.limits)
+    if torch.cuda.is_initialized() and (current := f"cuda:{torch.cuda.current_device()}") in devices:
+        devices.insert(0, devices.pop(devices.index(current)))
+    if devices[1:]:
+        warnings.warn(_ONE_DEVICE.format(devices[0], ", ".join(devices[1:])), stacklevel=4)
+    return devices[0]
+
+
+def leave() -> None:
+    """Automatic mode goes on without plans."""
+    end()
+    core.plan_no_program()
 
 
 def end() -> None:

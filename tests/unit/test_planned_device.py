@@ -1,0 +1,125 @@
+"""Which device's program is planned for, and what holds when `enable` is called again."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from torch_lms.swap import automatic, limits, planning
+from torch_lms.swap.limits import parse_limits
+from torch_lms.swap.planning import Wishes
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Devices that the core has been asked to plan for, in a process that uses four of them."""
+    devices: list[str] = []
+    stub = SimpleNamespace(plan_program=lambda device, _: devices.append(device), plan_no_program=devices.clear)
+    monkeypatch.setattr(planning, "core", stub)
+    monkeypatch.setattr(planning, "measure_link", lambda _: None)
+    monkeypatch.setattr(planning, "bring_back_before_forks", lambda: None)
+    monkeypatch.setattr(planning, "_wishes", None)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    return devices
+
+
+def begin(**sizes: int) -> None:
+    planning.begin(Wishes(limits={name.replace("_", ":"): nbytes for name, nbytes in sizes.items()}))
+
+
+def limit_of(device: str) -> int | None:
+    wishes = planning._wishes
+    return None if wishes is None else wishes.limits.get(device)
+
+
+def test_one_device_is_planned_without_a_word(planned: list[str]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        begin(cuda_3=100)
+    assert planned == ["cuda:3"]
+
+
+def test_of_several_the_current_one_is_planned_and_a_warning_names_the_others(planned: list[str]) -> None:
+    with pytest.warns(UserWarning, match=r"on cuda:1 is planned for, and cuda:0, cuda:3 pages on demand"):
+        begin(cuda_0=100, cuda_1=200, cuda_3=300)
+    assert planned == ["cuda:1"]
+
+
+def test_limits_of_an_earlier_call_hold_and_leave_the_current_device_its_plan(planned: list[str]) -> None:
+    begin(cuda_1=200)
+    with pytest.warns(UserWarning, match="cuda:0 pages on demand"):
+        begin(cuda_0=100)
+    assert planned == ["cuda:1", "cuda:1"]
+    assert (limit_of("cuda:0"), limit_of("cuda:1")) == (100, 200)
+    planning.leave()
+    assert planned == []
+    assert limit_of("cuda:1") is None
+
+
+def test_a_bare_limit_is_that_of_the_devices_that_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "core", SimpleNamespace(has_cuda=True, total_bytes=lambda name: 100 + int(name[5:])))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 5)
+    monkeypatch.setattr(limits, "_has_context", {2, 5}.__contains__)
+    assert parse_limits("100%") == {"cuda:5": 105, "cuda:2": 102}
+
+
+def training() -> Callable[[], None]:
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(6)))
+    x = torch.randn(2048, 512)
+
+    def step() -> None:
+        model(x).square().mean().backward()
+        model.zero_grad()
+
+    return step
+
+
+def test_who_wants_no_plans_any_more_has_none(paged: ModuleType, chaos: bool) -> None:
+    if chaos:
+        pytest.skip("what goes out at random fits no plan")
+    step = training()
+    paged.enable({"cpu": 24 * MIB}, min_bytes="16KiB")
+    for _ in range(60):
+        step()
+        if paged.current_plan() is not None:
+            break
+    assert paged.current_plan() is not None
+    paged.enable({"cpu": 28 * MIB}, min_bytes="16KiB", swap=False, recompute=False)
+    for _ in range(6):
+        step()
+        assert paged.current_plan() is None
+        assert not planning.is_planning()
+    assert paged.stats().limit_bytes == 28 * MIB
+
+
+def test_a_changed_limit_leaves_what_was_asked_for(paged: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    paged.enable({"cpu": "2GiB"}, recompute=False, min_bytes="3MiB")
+    with monkeypatch.context() as patched:
+        calls: list[dict[str, object]] = []
+        patched.setattr(automatic, "enable", lambda limit, **options: calls.append(options))
+        automatic.change_limit({"cpu": "1GiB"}, host_limit="5GiB")
+        paged.disable()
+        automatic.change_limit({"cpu": "1GiB"})
+    asked, afterwards = calls
+    assert afterwards == {}
+    assert asked == {
+        "min_bytes": "3MiB", "expandable_segments": True, "swap": True, "recompute": False, "host_limit": "5GiB",
+    }  # fmt: skip
+
+
+def test_a_limit_set_by_the_name_of_ibm_lms_leaves_what_was_asked_for(paged: ModuleType) -> None:
+    from torch_lms.swap import mlms
+
+    paged.enable({"cpu": "2GiB"}, recompute=False)
+    mlms.set_limit_lms("1GiB" if not torch.cuda.is_available() else None)
+    assert planning._wishes is not None
+    assert not planning._wishes.recompute
