@@ -25,8 +25,8 @@ struct CloseFolder {
   }
 };
 
-/// By the system's word: running, or about to, or waiting for a disk; also where it says nothing. By
-/// stdio, as in HostMemory.cpp.
+/// By the system's word: running, or about to, or waiting for a disk; also where it says nothing.
+/// By stdio, as in HostMemory.cpp.
 bool runs(const std::string& thread) {
   std::FILE* const file = std::fopen(("/proc/self/task/" + thread + "/stat").c_str(), "re");
   if (file == nullptr) {

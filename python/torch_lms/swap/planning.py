@@ -30,8 +30,8 @@ __all__ = ["Wishes", "begin", "current_plan", "end", "given_plan", "is_planning"
 _MUCH_SLOWER = 1.1  # than predicted
 _NO_PLAN = "torch_lms: no plan was made for this program, which pages on demand: {}"
 _ONE_DEVICE = (
-    "torch_lms: the program on {} is planned for, and {} pages on demand; before enable() make the device current that is "
-    "to have a plan"
+    "torch_lms: the program on {} is planned for, and {} pages on demand; to plan for another device, make it the "
+    "current one before enable()"
 )
 _HOST_SHARE = 0.85  # of the host's room is what plans count on: between blocks of several sizes are gaps
 _MOST_PLANS = 32  # the core carries out fewer, and compares a few more
