@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ import torch_lms
 from tests.chunk.plain import Chunked, Optimize
 from tests.chunk.test_chunked import ADAMW, OPTIMIZERS, Owner, in_order, make
 from tests.unit.trainings import GPT_TRAINING, RESNET_TRAINING, Training, one_thread
+from torch_lms._core import core
 from torch_lms.chunk.budget import budget_of, check_budget, needed_bytes
 from torch_lms.chunk.ranks import ALONE
 from torch_lms.chunk.trials import state_bytes_each, treats_each_element_alone
@@ -67,6 +70,33 @@ def test_limits_of_a_gpu_are_compared_with_what_is_needed(
         check(device_limit, host_limit, update_on)
     check("16GiB", None, "host")
     check("16GiB", None, "auto")
+
+
+CPU_BYTES, GPU_BYTES, ALL_BYTES = 3 << 30, 5 << 30, 64 << 30
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cpu", CPU_BYTES), ("cuda:0", GPU_BYTES), ("cuda:1", ALL_BYTES)])
+def test_the_limit_that_holds_is_that_of_the_models_device(
+    device: str, expected: int, paged: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paged.enable({"cpu": CPU_BYTES})
+    limits = {"cpu": CPU_BYTES, "cuda:0": GPU_BYTES, "cuda:1": 0}  # of which this machine has the first alone
+    monkeypatch.setattr("torch_lms.chunk.budget.core.memory_report", lambda name: {"limit_bytes": limits[name]})
+    monkeypatch.setattr("torch_lms.chunk.budget.core.total_bytes", lambda _: ALL_BYTES)
+    assert budget_of(torch.device(device), None, None).device_bytes == expected
+    assert budget_of(torch.device(device), "1GiB", None).device_bytes == 1 << 30
+
+
+def test_the_cpus_limit_holds_for_as_long_as_automatic_mode(paged: Any) -> None:
+    paged.enable({"cpu": CPU_BYTES})
+    assert budget_of(CPU, None, None).device_bytes == CPU_BYTES
+    paged.disable()
+    assert budget_of(CPU, None, None).device_bytes == core.total_bytes("cpu")
+
+
+def test_a_runtime_without_limits_is_not_asked_for_them(paged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("torch_lms.chunk.budget.core.memory_report")  # as the fork's has none
+    assert budget_of(CPU, None, None).device_bytes == core.total_bytes("cpu")
 
 
 @pytest.mark.parametrize(("optimizer", "nbytes"), [("AdamW", 8), ("SGD", 0), ("SGD with momentum", 4)])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 import torch_lms.chunk
-from torch_lms.chunk.states import LEGAL, TensorState, TensorStates, Where, where_of
+from torch_lms.chunk.states import LEGAL, TensorState, TensorStates
 from torch_lms.errors import ChunkError
 
 FREE, COMPUTE, HOLD = TensorState.FREE, TensorState.COMPUTE, TensorState.HOLD
@@ -69,18 +69,10 @@ class Tensors(RuleBasedStateMachine):
     def as_known(self) -> None:
         states = [COMPUTE if uses else idle for uses, idle in zip(self.uses, self.idle, strict=True)]
         assert [self.states[tensor] for tensor in range(3)] == states
-        assert (where_of(states) is Where.COMPUTE_DEVICE) == any(self.uses)
 
 
 TestTensors = Tensors.TestCase
 TestTensors.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-
-
-def test_a_chunk_is_where_its_tensors_states_allow() -> None:
-    assert where_of([FREE, FREE]) is Where.NOWHERE
-    assert where_of([FREE, AFTER_BWD]) is Where.ANYWHERE
-    assert where_of([HOLD, AFTER_FWD]) is Where.ANYWHERE
-    assert where_of([FREE, COMPUTE, HOLD]) is Where.COMPUTE_DEVICE
 
 
 def test_the_readmes_table_is_the_codes() -> None:

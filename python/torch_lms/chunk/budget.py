@@ -15,7 +15,7 @@ from torch_lms.chunk.ranks import Ranks
 from torch_lms.chunk.trials import state_bytes_each
 from torch_lms.errors import ChunkError
 from torch_lms.memory_sizes import parse_bytes
-from torch_lms.swap.statistics import stats
+from torch_lms.swap.automatic import is_enabled
 
 __all__ = ["Budget", "budget_of", "check_budget", "needed_bytes"]
 
@@ -61,9 +61,10 @@ def budget_of(device: torch.device, device_limit: int | str | None, host_limit: 
         ChunkError: for more host memory than there is.
     """
     total_bytes, host_total_bytes = core.total_bytes(str(device)), core.total_bytes("cpu")
-    limit_bytes = stats().limit_bytes or total_bytes
     budget = Budget(
-        device_bytes=limit_bytes if device_limit is None else parse_bytes(device_limit, total_bytes=total_bytes),
+        device_bytes=_limit_bytes(device) or total_bytes
+        if device_limit is None
+        else parse_bytes(device_limit, total_bytes=total_bytes),
         host_bytes=int(_HOST_SHARE * host_total_bytes)
         if host_limit is None
         else parse_bytes(host_limit, total_bytes=host_total_bytes),
@@ -101,6 +102,11 @@ def check_budget(needed: dict[str, int], device: torch.device, budget: Budget, *
             f"expected room on the host for {_gib(there)} ({parts}), found {_gib(budget.host_bytes)}; raise "
             "host_limit, or leave update_on out"
         )
+
+
+def _limit_bytes(device: torch.device) -> int:
+    """What automatic mode keeps this one device within; 0 without a limit, as on the fork, which has no such mode."""
+    return core.memory_report(str(device))["limit_bytes"] if is_enabled() else 0
 
 
 def _gib(nbytes: int) -> str:

@@ -14,6 +14,7 @@ from torch_lms.chunk.optimizer import ChunkedOptimizer
 from torch_lms.chunk.ranks import Ranks
 from torch_lms.chunk.trials import treats_each_element_alone
 from torch_lms.errors import ChunkError
+from torch_lms.shared_bytes import pairs_that_share
 
 __all__ = ["check_model", "check_options", "check_ranks", "device_of", "note_in_chunks"]
 
@@ -83,6 +84,7 @@ def check_model(model: nn.Module, optimizer: Optimizer, tensors: Sequence[ModelT
         )
     for one in tensors:
         _check_parameter(one)
+    _check_bytes(model, tensors)
     for name, module in model.named_modules():
         _check_module(name or "the model", module)
 
@@ -130,11 +132,32 @@ def _check_parameter(one: ModelTensor) -> None:
         raise ChunkError(f"expected no gradients yet, found one of {one.name}; call optimizer.zero_grad() first")
 
 
+def _check_bytes(model: nn.Module, tensors: Sequence[ModelTensor]) -> None:
+    """Refuses what shares a parameter's bytes: the parameter gets others in chunks, and nothing would share those.
+
+    Buffers may share bytes with each other: chunks leave them alone.
+    """
+    parameters: dict[torch.Tensor, str] = {one.parameter: one.name for one in tensors}
+    buffers = {one: name for name, one in model.named_buffers() if one not in parameters}
+    names = [*parameters.values(), *buffers.values()]
+    for one, other in pairs_that_share([*parameters, *buffers]):
+        if other < len(parameters):
+            raise ChunkError(
+                f"expected parameters with bytes of their own, found {names[one]} and {names[other]}, which share "
+                f"theirs; make them one parameter ({names[other]} = {names[one]}), or give one of them a copy"
+            )
+        if one < len(parameters):
+            raise ChunkError(
+                f"expected buffers with bytes of their own, found {names[other]}, which shares those of the parameter "
+                f"{names[one]}; make it a copy (clone()), or use the parameter in its place"
+            )
+
+
 def _check_module(name: str, module: nn.Module) -> None:
     if isinstance(module, torch.jit.ScriptModule) or hasattr(module, "_orig_mod"):
         raise ChunkError(
             f"expected modules that are not compiled yet, found {name}, a {type(module).__name__}; compile it after "
             "torch_lms.chunked"
         )
-    if getattr(module, "sparse", False) and isinstance(module, nn.Embedding | nn.EmbeddingBag):
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
         raise ChunkError(f"expected dense gradients, found {name} with sparse=True; build it with sparse=False")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import threading
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten, tree_is_leaf, tree_unflatten
 
 from torch_lms.chunk.model_data import ModelData
 from torch_lms.chunk.occupancy import Occupancy
@@ -41,7 +43,8 @@ class ModuleHooks:
             model: whose parameters are in chunks.
             data: of the model.
             occupancy: to tell.
-            dtype: that 32-bit tensors which the model is called with are cast to, unless autocast will see to that.
+            dtype: that 32-bit tensors which the model is called with, also in containers, are cast to, unless autocast
+                will see to that.
         """
         self._occupancy = occupancy
         self._data = data
@@ -88,9 +91,7 @@ class ModuleHooks:
             self._occupancy.call_begins(self._all[module], call)
         self._occupancy.access(self._own.get(module, ()))
         running.append((module, call))
-        if not outermost or call is None or not any(map(self._is_cast, (*arguments, *named.values()))):
-            return None
-        return tuple(map(self._cast, arguments)), {name: self._cast(value) for name, value in named.items()}
+        return self._cast_inputs(arguments, named) if outermost and call is not None else None
 
     def _check_filled(self, numbers: tuple[int, ...]) -> None:
         if missing := self._data.unfilled.intersection(numbers):
@@ -100,15 +101,24 @@ class ModuleHooks:
                 "load_state_dict"
             )
 
-    def _is_cast(self, value: Any) -> bool:
-        return (
-            isinstance(value, torch.Tensor)
-            and value.dtype == torch.float32
-            and not torch.is_autocast_enabled(value.device.type)
-        )
+    def _cast_inputs(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """What the model is to be called with instead; None if nothing changes."""
+        given = (*arguments, *named.values())
+        cast = tuple(map(self._cast, given))
+        if all(map(operator.is_, cast, given)):
+            return None
+        return cast[: len(arguments)], dict(zip(named, cast[len(arguments) :], strict=True))
 
     def _cast(self, value: Any) -> Any:
-        return value.to(self._dtype) if self._is_cast(value) else value
+        """A value with all its tensors in the model's type; itself where they are, since the model may write to it."""
+        if isinstance(value, torch.Tensor):
+            is_cast = value.dtype == torch.float32 and not torch.is_autocast_enabled(value.device.type)
+            return value.to(self._dtype) if is_cast else value
+        if tree_is_leaf(value):
+            return value
+        given, kind = tree_flatten(value, is_leaf=lambda one: one is not value)  # one level
+        cast = [self._cast(one) for one in given]
+        return value if all(map(operator.is_, cast, given)) else tree_unflatten(cast, kind)
 
     def _end(self, module: nn.Module, _: Any, __: Any, ___: Any) -> None:
         if module not in self._all:

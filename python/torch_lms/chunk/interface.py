@@ -24,7 +24,7 @@ from torch_lms.chunk.ranks import Ranks, ranks_of
 from torch_lms.chunk.sharding import ShardedOccupancy
 from torch_lms.chunk.units import UnitHooks
 from torch_lms.errors import ChunkError
-from torch_lms.swap.automatic import enable
+from torch_lms.swap.automatic import change_limit
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -52,10 +52,11 @@ def chunked(
     """Holds a model's parameters and its optimizer's state in equal chunks, for training in mixed precision.
 
     Parameters become 16-bit numbers, which the model computes with, and so do the 32-bit inputs that it is called
-    with. (Batch norm stays as it is: its statistics would lose too much.) The optimizer updates 32-bit masters of them,
-    and gradients take the place of the parameters: 6 bytes for each parameter, and what the optimizer keeps (8 for
-    Adam). All of it is within the device's limit or on the host, and moves in chunks as activations move: by automatic
-    mode, which is turned on. Then train as before: ``loss.backward()``, ``optimizer.step()``.
+    with, also those in lists, tuples and dicts. (Batch norm stays as it is: its statistics would lose too much.) The
+    optimizer updates 32-bit masters of them, and gradients take the place of the parameters: 6 bytes for each
+    parameter, and what the optimizer keeps (8 for Adam). All of it is within the device's limit or on the host, and
+    moves in chunks as activations move: by automatic mode, which is turned on. Then train as before:
+    ``loss.backward()``, ``optimizer.step()``.
 
     Source: the seed on PatrickStar, section 6.
 
@@ -113,7 +114,7 @@ def chunked(
     else:
         choice = UpdateChoice(update_on=update_on, given=True)
     if device_limit is not None:
-        enable({device: device_limit}, host_limit=host_limit)
+        change_limit({device: device_limit}, host_limit=host_limit)
     _spread_buffers(model, ranks, device, move=tensors[0].parameter.is_meta)
     each_bytes = (needed["masters"] + needed["optimizer state"]) // layout.chunks
     on_host = hosted_chunks(choice.update_on, [each_bytes] * layout.chunks, budget.host_bytes)

@@ -1,4 +1,4 @@
-"""States of tensors in chunks, and what follows from them for a chunk.
+"""States of tensors in chunks.
 
 Source: the seed, section 6.2 (PatrickStar). The diagram and the table stand in this package's README.
 """
@@ -10,7 +10,7 @@ from enum import Enum
 
 from torch_lms.errors import ChunkError
 
-__all__ = ["LEGAL", "TensorState", "TensorStates", "Where", "where_of"]
+__all__ = ["LEGAL", "TensorState", "TensorStates"]
 
 
 class TensorState(Enum):
@@ -39,25 +39,6 @@ LEGAL: dict[TensorState, frozenset[TensorState]] = {
     _AFTER_BWD: frozenset({_FREE}),
 }
 """From each state, those that may follow."""
-
-
-class Where(Enum):
-    """Where a chunk may be."""
-
-    NOWHERE = "nowhere"
-    """Its memory may be used for another."""
-    ANYWHERE = "anywhere"
-    """On the device or on the host."""
-    COMPUTE_DEVICE = "compute device"
-    """Where its tensors are used."""
-
-
-def where_of(states: Iterable[TensorState]) -> Where:
-    """What the states of a chunk's tensors leave for its place."""
-    found = set(states)
-    if _COMPUTE in found:
-        return Where.COMPUTE_DEVICE
-    return Where.ANYWHERE if found - {_FREE} else Where.NOWHERE
 
 
 class TensorStates:
