@@ -25,9 +25,10 @@ def pairs_that_share(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int
         tensors: each of which is there once; those on the meta device share what they would on another.
     """
     in_storage: dict[int, list[int]] = defaultdict(list)
-    for number, one in enumerate(tensors):
-        if one.layout is torch.strided and not is_lazy(one) and one.numel():  # else it has no bytes, or none to share
-            in_storage[storage_key(one)].append(number)
+    for number, tensor in enumerate(tensors):
+        has_bytes = tensor.layout is torch.strided and not is_lazy(tensor) and tensor.numel() > 0
+        if has_bytes:
+            in_storage[storage_key(tensor)].append(number)
     for beside in in_storage.values():
         for one, other in _that_meet({number: _span(tensors[number]) for number in beside}):
             if _overlap(tensors[one], tensors[other]):
