@@ -126,7 +126,8 @@ void CudaEntityTransferQueue::open() {
 }
 
 void CudaEntityTransferQueue::start_actions() {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::unique_lock<std::mutex> lock(mutex_);
+  progressed_.wait(lock, [this] { return !stopping_; });
   locked_ = false;
   if (!running_) {
     worker_ = std::thread([this] { work(); }); // may throw
@@ -188,8 +189,14 @@ void CudaEntityTransferQueue::wait_and_stop_actions() {
   std::unique_lock<std::mutex> lock(mutex_);
   locked_ = true;
   wait_idle(lock);
+  locked_ = true; // Who has started it meanwhile has found its worker running.
   stop(lock);
   rethrow(lock);
+}
+
+void CudaEntityTransferQueue::give_up_on_ops() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  gives_up_on_ops_ = true;
 }
 
 /// Once for each error, to the first who waits.
@@ -204,7 +211,8 @@ void CudaEntityTransferQueue::stop(std::unique_lock<std::mutex>& lock) {
     return;
   }
   if (stopping_) {
-    progressed_.wait(lock, [this] { return !running_; }); // another thread stops it
+    // Another thread stops it, and by the time this one wakes up it may have been started again.
+    progressed_.wait(lock, [this] { return !stopping_; });
     return;
   }
   stopping_ = true;
@@ -304,6 +312,14 @@ void CudaEntityTransferQueue::work() {
 /// Others first; if all have to wait, what is under way; then ops get a moment to end.
 void CudaEntityTransferQueue::put_off(std::shared_ptr<EntityStorageImpl> entity) {
   std::unique_lock<std::mutex> lock(mutex_);
+  if (gives_up_on_ops_) {
+    lock.unlock();
+    waits_for_ops_.store(false, std::memory_order_release);
+    FinishedTransfer not_begun;
+    not_begun.entity = std::move(entity);
+    finish(std::move(not_begun));
+    return;
+  }
   queued_.push_back(std::move(entity));
   --taken_;
   if (++put_off_in_turn_ < queued_.size()) {

@@ -67,7 +67,9 @@ class CudaEntityTransferQueue {
   /// Unlocks the queue without starting its worker.
   void open();
 
-  /// Starts the worker, and unlocks the queue. No effect while it is running.
+  /// Starts the worker, and unlocks the queue. No effect while it is running, though another thread
+  /// may be about to stop it; where one is stopping it, waits until it has ended, and starts
+  /// another.
   void start_actions();
 
   /// Locks the queue (nothing can be added), waits until all transfers are
@@ -87,6 +89,10 @@ class CudaEntityTransferQueue {
 
   /// As `wait_actions`, but stops the worker and leaves the queue locked.
   void wait_and_stop_actions();
+
+  /// For the end of the program: from now on a page-out that has to wait for ops of other
+  /// threads is over without having begun. The bytes stay, and an access calls it off.
+  void give_up_on_ops();
 
   /// Takes what is ready to commit, in the order of the transfers.
   std::vector<FinishedTransfer> take_finished();
@@ -164,6 +170,7 @@ class CudaEntityTransferQueue {
   bool running_ = false;
   bool stopping_ = false;
   bool busy_ = false; // the worker holds a transfer
+  bool gives_up_on_ops_ = false;
   std::thread worker_;
 
   // Used by the worker alone.

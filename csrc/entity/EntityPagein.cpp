@@ -5,6 +5,24 @@
 #include <utility>
 
 namespace torch_lms {
+namespace {
+
+class Pin {
+ public:
+  explicit Pin(EntityStorageImpl& entity) : entity_(entity) {
+    entity_.pin();
+  }
+  ~Pin() {
+    entity_.unpin();
+  }
+  Pin(const Pin&) = delete;
+  Pin& operator=(const Pin&) = delete;
+
+ private:
+  EntityStorageImpl& entity_;
+};
+
+} // namespace
 
 bool EntityStorageImpl::request_pagein() {
   std::lock_guard<std::mutex> lock(mutex_);
@@ -81,11 +99,12 @@ bool EntityStorageImpl::commit_pagein(const std::shared_ptr<PageinTransfer>& tra
   return true;
 }
 
+/// Where it throws, the lock stays given up.
 void EntityStorageImpl::tell_allocator(Lock& lock, const Afterwards& afterwards) {
   if (!afterwards.copy_reads_block && !afterwards.copy_writes_block) {
     return;
   }
-  pin(); // The block stays while the lock is given up.
+  const Pin pin(*this); // The block stays while the lock is given up.
   lock.unlock();
   if (afterwards.copy_reads_block) {
     binding_->keep_block_for_copy();
@@ -94,7 +113,6 @@ void EntityStorageImpl::tell_allocator(Lock& lock, const Afterwards& afterwards)
     binding_->keep_block_for_arrival();
   }
   lock.lock();
-  unpin();
 }
 
 void EntityStorageImpl::abandon_pagein(const std::shared_ptr<PageinTransfer>& transfer) noexcept {
@@ -195,7 +213,7 @@ void EntityStorageImpl::stop_watching() {
   release_copy();
 }
 
-void EntityStorageImpl::end_keeping() {
+void EntityStorageImpl::end_keeping(const std::function<bool()>& watched_again) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     // Who calls a page-out off stops watching when the copy is over, and not before.
@@ -203,7 +221,7 @@ void EntityStorageImpl::end_keeping() {
       return; // nothing is kept
     }
     settled_.store(false, std::memory_order_seq_cst); // see Note [Pins and requests]
-    if (!pinned() && !replaced()) {
+    if (!pinned() && !replaced() && (watched_again == nullptr || !watched_again())) {
       binding_->unwatch();
     }
     refresh_settled();

@@ -192,7 +192,8 @@ bool EntityStorageImpl::drop(
   KeepAlive keep; // dropped after unlocking
   ReleasedCopy stale; // the same
   std::lock_guard<std::mutex> lock(mutex_);
-  if (!may_leave_locked(&keep) || !binding_->referenced() ||
+  // `referenced` counts one hold for none: it is asked before there are two.
+  if (alive == nullptr || !binding_->referenced() || !may_leave_locked(&keep) ||
       !leave_locked(EntityState::kDropped, unreadable, garbage)) {
     return false;
   }
@@ -333,11 +334,6 @@ const void* EntityStorageImpl::device_address() const {
   const KeepAlive keep = binding_->hold(); // dropped after unlocking
   std::lock_guard<std::mutex> lock(mutex_);
   return keep != nullptr && state() == EntityState::kResident ? binding_->address() : nullptr;
-}
-
-void* EntityStorageImpl::host_data() const {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return host_;
 }
 
 // --- the two moves, start to end ---------------------------------------------

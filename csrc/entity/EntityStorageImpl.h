@@ -271,8 +271,9 @@ class EntityStorageImpl : public std::enable_shared_from_this<EntityStorageImpl>
   /// The same, for who only wants the copy back: where an op uses the bytes, the block stays as it
   /// is. The op may be asking for its address at this moment, and the tensor library may then be
   /// changing what this would change. Who pins the entity meanwhile waits. The caller holds the
-  /// storage.
-  void end_keeping();
+  /// storage. Nor does the block change where `watched_again` tells so: it is asked under the lock,
+  /// so whoever calls `watch_writes` after it has changed finds its watch unharmed.
+  void end_keeping(const std::function<bool()>& watched_again = nullptr);
 
   /// Where the device block is; null unless resident. Only for looking at addresses:
   /// the storage may let go of the block at any time.
@@ -320,13 +321,9 @@ class EntityStorageImpl : public std::enable_shared_from_this<EntityStorageImpl>
   /// nothing to do. Throws as `begin_pagein`.
   bool pagein_internal_sync();
 
-  /// The storage's address in host memory while paged out, else null.
-  void* host_data() const;
-
  private:
   using Lock = std::unique_lock<std::mutex>;
 
-  /// What the device allocator has to be told when the lock is released (README.md, Locks).
   /// A host copy, given back when this goes: after unlocking.
   class ReleasedCopy {
    public:
@@ -357,6 +354,7 @@ class EntityStorageImpl : public std::enable_shared_from_this<EntityStorageImpl>
     FencePtr after_;
   };
 
+  /// What the device allocator has to be told when the lock is released (README.md, Locks).
   struct Afterwards {
     bool copy_reads_block = false;
     bool copy_writes_block = false;

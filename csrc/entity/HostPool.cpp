@@ -246,7 +246,6 @@ HostPoolStats HostPool::stats() const noexcept {
   HostPoolStats stats;
   stats.slab_bytes = slab_bytes_;
   stats.used_bytes = used_bytes_;
-  stats.peak_used_bytes = peak_used_bytes_;
   stats.limit_bytes = limit_bytes_;
   stats.slabs = slabs_.size();
   return stats;
@@ -283,7 +282,6 @@ void* HostPool::take_locked(size_t nbytes) {
   block->second.nbytes = nbytes;
   block->second.used = true;
   used_bytes_ += nbytes;
-  peak_used_bytes_ = std::max(peak_used_bytes_, used_bytes_);
   return block->first;
 }
 

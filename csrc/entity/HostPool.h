@@ -22,7 +22,6 @@ struct HostPoolOptions {
 struct HostPoolStats {
   size_t slab_bytes = 0; ///< What the limit applies to; slabs being acquired included.
   size_t used_bytes = 0; ///< In blocks, rounded to the alignment.
-  size_t peak_used_bytes = 0;
   size_t limit_bytes = 0;
   size_t slabs = 0;
 };
@@ -130,7 +129,6 @@ class HostPool {
   size_t limit_bytes_;
   size_t slab_bytes_ = 0;
   size_t used_bytes_ = 0;
-  size_t peak_used_bytes_ = 0;
   std::map<Address, Slab> slabs_;
   Blocks blocks_;
   std::set<std::pair<size_t, Address>> free_by_size_;

@@ -1,5 +1,7 @@
 #include <entity/OpClock.h>
 
+#include <pthread.h>
+
 #include <mutex>
 
 namespace torch_lms {
@@ -13,6 +15,7 @@ struct OpClock::SlotList {
 
 struct OpClock::ThreadSlot {
   ThreadSlot() {
+    watch_forks();
     std::lock_guard<std::mutex> lock(slot_list().mutex);
     slot.thread = ++slot_list().last_thread;
     slot.next = slot_list().first;
@@ -38,6 +41,16 @@ OpClock::SlotList& OpClock::slot_list() {
   // Never destroyed: threads may outlive static destruction.
   static auto* list = new SlotList();
   return *list;
+}
+
+/// A lock that another thread holds at a fork stays held in the child, whose thread takes it when
+/// it ends. So the one that forks holds it meanwhile.
+void OpClock::watch_forks() noexcept {
+  static const int registered = pthread_atfork(
+      [] { slot_list().mutex.lock(); },
+      [] { slot_list().mutex.unlock(); },
+      [] { slot_list().mutex.unlock(); });
+  static_cast<void>(registered);
 }
 
 OpClock::Slot& OpClock::make_slot() noexcept {

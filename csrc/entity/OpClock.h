@@ -48,6 +48,11 @@ class OpClock {
     return this_thread_slot().thread;
   }
 
+  /// Forked children find the clock's lock free from now on. Threads that run ops call it; who
+  /// has locks to take before a fork calls it before its own `pthread_atfork`, so that this lock,
+  /// which comes after all others, is taken last.
+  static void watch_forks() noexcept;
+
   /// Whether an op that began at or before `tick` is still running on a thread
   /// other than `except`. Thread-safe.
   bool running_since(uint64_t tick, Thread except = this_thread()) noexcept;

@@ -47,7 +47,8 @@ class StorageBinding {
   /// The address that the storage holds now.
   virtual const void* address() = 0;
 
-  /// Whether anybody but one `KeepAlive` still holds the storage.
+  /// Whether anybody holds the storage but one `KeepAlive`, the caller's or a transfer's. A second
+  /// one counts as somebody.
   virtual bool referenced() = 0;
 
   /// Points the storage at `host` and returns the device block it held.

@@ -1,6 +1,8 @@
 #include <extension/Runtime.h>
 
+#include <exception>
 #include <functional>
+#include <new>
 
 #include <entity/Error.h>
 
@@ -35,10 +37,13 @@ void Runtime::disable() {
       failed = std::current_exception();
     }
   };
-  try {
-    pager.wait_pageouts();
-  } catch (const Error&) { // What did not go out is where it is to be.
-  }
+  attempt([this] {
+    try {
+      pager.wait_pageouts();
+    } catch (const Error&) { // What did not go out is where it is to be.
+    } catch (const std::bad_alloc&) {
+    }
+  });
   attempt([this] { pager.wait_pageins(); });
   chaos.end();
   planning.disable();

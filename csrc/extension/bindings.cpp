@@ -59,11 +59,22 @@ void bind_errors(py::module_& module) {
   static_cast<void>(module);
 }
 
+/// Whether the calling thread holds Python's lock. Not `PyGILState_Check`: once there has been a
+/// second interpreter, and when the first is at its end, that says so of every thread.
+bool holds_lock() {
+#if PY_VERSION_HEX >= 0x030D0000
+  const PyThreadState* holder = PyThreadState_GetUnchecked();
+#else
+  const PyThreadState* holder = _PyThreadState_UncheckedGet();
+#endif
+  return holder != nullptr && holder == PyGILState_GetThisThreadState();
+}
+
 /// See `Interpreter`.
 void lend_interpreter() {
   Interpreter& python = interpreter();
   python.release_lock = [] {
-    return PyGILState_Check() != 0 ? static_cast<void*>(PyEval_SaveThread()) : nullptr;
+    return holds_lock() ? static_cast<void*>(PyEval_SaveThread()) : nullptr;
   };
   python.take_lock = [](void* state) { PyEval_RestoreThread(static_cast<PyThreadState*>(state)); };
   python.hold = [] { return static_cast<int>(PyGILState_Ensure()); };
@@ -115,6 +126,7 @@ void define(py::module_& module, const char* name, Call call) {
 /// Nobody waits for these transfers any more: what failed stays where it is.
 void stop_at_exit(CudaEntityTransferQueue& queue) {
   queue.start_actions(); // what has been enqueued without a worker is worked off
+  queue.give_up_on_ops(); // one of a thread that Python does not wait for may never end
   try {
     queue.wait_and_stop_actions();
   } catch (const std::exception&) {

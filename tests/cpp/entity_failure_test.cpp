@@ -307,7 +307,7 @@ TEST(a_pin_while_a_request_takes_its_fence_refuses_the_request) {
 TEST(device_memory_is_had_and_given_back_outside_of_the_lock) {
   for (Copies copies : kBothWays) {
     EntityRig rig(copies);
-    const auto takes_the_lock = [&] { rig.entity->host_data(); };
+    const auto takes_the_lock = [&] { rig.entity->settled(); };
     rig.device->interruptions.at(DeviceStep::kFree, takes_the_lock);
     CHECK(rig.entity->pageout_internal_sync());
     CHECK_EQ(rig.device->interruptions.count(DeviceStep::kFree), 1);

@@ -132,7 +132,7 @@ TEST(a_host_copy_that_is_freed_outlives_the_work_that_uses_it_in_place) {
 TEST(a_device_in_error_leaks_a_host_copy_and_goes_on) {
   EntityRig rig(Copies::kOnStreams);
   rig.go_to(PD);
-  void* host = rig.entity->host_data();
+  void* host = rig.storage->data;
   rig.backend->interruptions.at(BackendStep::kSubmittedWork, throwing<TransferFailed>("error"));
   rig.storage = nullptr;
   CHECK_EQ(rig.entity->state(), R);

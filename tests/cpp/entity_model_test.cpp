@@ -90,7 +90,7 @@ class Walk {
   void check() {
     REQUIRE(entity().state() == state_);
     CHECK_EQ(entity().pinned(), pins_ != 0);
-    CHECK_EQ(entity().host_data() != nullptr, state_ >= State::kPagedOut);
+    CHECK_EQ(rig_->storage->block == nullptr, state_ >= State::kPagedOut);
     CHECK_EQ(entity().keeps_copy(), kept_);
     const bool settled = entity().pin_settled();
     CHECK(!settled || (state_ == State::kResident && !entity().arrival()));

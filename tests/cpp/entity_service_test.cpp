@@ -432,6 +432,17 @@ TEST(a_block_that_an_op_uses_stays_as_it_is_when_its_copy_goes) {
   CHECK(!rig.storage->block_watched);
 }
 
+TEST(a_block_that_is_watched_again_stays_as_it_is_when_its_copy_goes) {
+  KeptRig rig(Copies::kOnCaller);
+  bool again = true;
+  rig.entity->end_keeping([&] { return again; });
+  CHECK(!rig.entity->keeps_copy());
+  CHECK(rig.storage->block_watched);
+  again = false;
+  rig.entity->end_keeping([&] { return again; });
+  CHECK(!rig.storage->block_watched);
+}
+
 TEST(an_op_that_begins_while_its_block_changes_waits) {
   KeptRig rig(Copies::kOnCaller);
   Gate gate;
@@ -444,6 +455,21 @@ TEST(an_op_that_begins_while_its_block_changes_waits) {
   CHECK(!rig.storage->block_watched);
   rig.entity->unpin();
   changes.join();
+}
+
+TEST(what_nobody_holds_any_more_is_not_dropped) {
+  struct NeverMade final : Recipe {
+    std::unique_ptr<DeviceBlock> make(FencePtr*) override {
+      return nullptr;
+    }
+  };
+  EntityRig rig(Copies::kOnCaller);
+  rig.device->interruptions.at(DeviceStep::kReferenced, [&rig] { rig.storage = nullptr; });
+  std::unique_ptr<DeviceBlock> garbage;
+  char unreadable = 0;
+  CHECK(!rig.entity->drop(std::make_shared<NeverMade>(), &unreadable, &garbage));
+  CHECK(garbage == nullptr);
+  CHECK_EQ(rig.entity->state(), R);
 }
 
 TEST(a_kept_copy_goes_with_its_entity_or_its_storages_memory) {
@@ -522,6 +548,23 @@ TEST(the_allocator_is_told_of_copies_without_the_entitys_lock) {
   CHECK_EQ(rig.device->interruptions.count(DeviceStep::kKeepBlock), 2);
   rig.in = nullptr;
   CHECK(!rig.entity->pinned());
+}
+
+TEST(an_allocator_that_cannot_be_told_leaves_no_pin) {
+  EntityRig rig(Copies::kOnStreams);
+  rig.go_to(PO);
+  rig.device->interruptions.at(DeviceStep::kKeepBlock, throwing<Error>("no memory for a stream"));
+  CHECK_THROWS(rig.entity->access(), Error, "no memory");
+  CHECK(!rig.entity->pinned());
+  rig.backend->run_all();
+  rig.drop_transfers();
+  rig.go_to(PI);
+  rig.device->interruptions.at(DeviceStep::kKeepBlock, throwing<Error>("no memory for a stream"));
+  CHECK_THROWS(rig.entity->commit_pagein(rig.in), Error, "no memory");
+  CHECK(!rig.entity->pinned());
+  rig.backend->run_all();
+  rig.in = nullptr;
+  rig.check_moves_again();
 }
 
 TEST(a_page_out_that_is_asked_for_while_the_allocator_is_told_does_not_take_the_block) {

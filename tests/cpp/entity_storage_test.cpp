@@ -212,11 +212,11 @@ TEST(a_paged_out_storage_reads_and_writes_its_host_copy) {
   for (Copies copies : kBothWays) {
     EntityRig rig(copies);
     rig.go_to(PD);
-    CHECK_EQ(rig.entity->host_data(), rig.storage->data);
+    CHECK(rig.storage->block == nullptr);
     CHECK(rig.storage->holds(rig.seed));
     rig.write(11);
     rig.check_intact();
-    CHECK_EQ(rig.entity->host_data(), nullptr);
+    CHECK_EQ(rig.storage->data, rig.storage->block.get());
   }
 }
 
@@ -226,7 +226,7 @@ TEST(the_device_address_is_known_while_resident_alone) {
     rig.go_to(state);
     const void* expected = state == R ? rig.storage->data : nullptr;
     CHECK_EQ(rig.entity->device_address(), expected);
-    CHECK_EQ(rig.entity->host_data() != nullptr, state >= PD);
+    CHECK_EQ(rig.storage->block == nullptr, state >= PD);
   }
 }
 

@@ -26,7 +26,8 @@ enum class DeviceStep {
   kFree,
   kKeepBlock,
   kWatch,
-  kUnwatch
+  kUnwatch,
+  kReferenced
 };
 
 /// The memory of a device: plain memory, in blocks that are overwritten when they go.
@@ -163,6 +164,7 @@ class FakeBinding final : public torch_lms::StorageBinding {
     return storage().data;
   }
   bool referenced() override {
+    device_->interruptions.reached(DeviceStep::kReferenced);
     return storage_.use_count() > 1;
   }
 
@@ -239,7 +241,7 @@ class FakeBinding final : public torch_lms::StorageBinding {
   void keep_block() {
     if (const auto entity = storage().entity.lock()) {
       CHECK(entity->pinned()); // or the block may go meanwhile
-      entity->host_data(); // never returns if the caller holds the entity's lock
+      entity->settled(); // never returns if the caller holds the entity's lock
     }
     device_->interruptions.reached(DeviceStep::kKeepBlock);
     std::lock_guard<std::mutex> lock(kept_mutex_);

@@ -248,15 +248,6 @@ TEST(the_destructor_gives_all_slabs_back) {
   CHECK_EQ(record.outstanding_bytes, 0);
 }
 
-TEST(the_peak_stays_when_blocks_are_freed) {
-  Fixture fixture;
-  char* block = fixture.take(5 * kPage);
-  fixture.pool.free(block);
-  fixture.take(kPage);
-  CHECK_EQ(fixture.pool.stats().used_bytes, kPage);
-  CHECK_EQ(fixture.pool.stats().peak_used_bytes, 5 * kPage);
-}
-
 // --- the limit --------------------------------------------------------------------
 
 TEST(slabs_are_cut_to_the_limit) {

@@ -108,5 +108,30 @@ TEST(threads_come_and_go_while_others_look) {
   CHECK(!OpClock::get().running_since(UINT64_MAX));
 }
 
+TEST(a_child_that_is_forked_while_others_look_finds_the_lock_free) {
+  std::atomic<bool> over{false};
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 2; ++t) {
+    threads.emplace_back([&] {
+      while (!over) {
+        OpClock::get().running_since(UINT64_MAX);
+      }
+    });
+  }
+  OpClock::this_thread();
+  int passed = 0;
+  for (int i = 0; i < 50 && passed == i; ++i) {
+    passed += harness::passes_in_child([] {
+      alarm(10);
+      CHECK(!OpClock::get().running_since(UINT64_MAX));
+    });
+  }
+  over = true;
+  for (std::thread& thread : threads) {
+    thread.join();
+  }
+  CHECK_EQ(passed, 50);
+}
+
 } // namespace
 } // namespace torch_lms

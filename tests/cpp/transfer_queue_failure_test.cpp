@@ -2,6 +2,7 @@
 
 #include <entity/CudaEntityTransferQueue.h>
 
+#include <chrono>
 #include <functional>
 #include <memory>
 #include <new>
@@ -308,6 +309,87 @@ TEST(two_threads_may_stop_the_queue_at_once) {
     queue.wait_and_stop_actions();
     other.join();
   }
+}
+
+/// A queue whose first worker stops at a gate on its way out, and a thread that stops it.
+class QueueBeingStopped {
+ public:
+  QueueBeingStopped() : queue(kOut, 1, [this] { stop_at_end(); }) {
+    queue.start_actions();
+    stopper_ = std::thread([this] { queue.wait_and_stop_actions(); });
+    gate_.wait_until_reached();
+  }
+  void end() {
+    gate_.open();
+    stopper_.join();
+  }
+
+  Queue queue;
+
+ private:
+  struct AtEnd {
+    Gate* gate;
+    ~AtEnd() {
+      gate->pass();
+    }
+  };
+  void stop_at_end() {
+    if (!started_) {
+      started_ = true;
+      thread_local AtEnd at_end{&gate_};
+      static_cast<void>(at_end);
+    }
+  }
+
+  Gate gate_;
+  bool started_ = false;
+  std::thread stopper_;
+};
+
+constexpr auto kMoment = std::chrono::milliseconds(20); // for another thread to come to its wait
+
+TEST(a_queue_that_is_started_while_it_stops_has_a_worker) {
+  EntityRig rig(Copies::kOnCaller);
+  QueueBeingStopped stopped;
+  rig.go_to(State::kOutQueued);
+  std::thread starter([&] {
+    stopped.queue.start_actions();
+    stopped.queue.enqueue(rig.entity);
+  });
+  std::this_thread::sleep_for(kMoment);
+  stopped.end();
+  starter.join();
+  stopped.queue.wait_actions();
+  take_one(stopped.queue, rig);
+}
+
+TEST(who_waits_for_a_stop_does_not_wait_for_the_next_one) {
+  for (int round = 0; round < 20; ++round) {
+    QueueBeingStopped stopped;
+    std::thread second([&] { stopped.queue.wait_and_stop_actions(); });
+    std::thread starter([&] { stopped.queue.start_actions(); });
+    std::this_thread::sleep_for(kMoment / 10);
+    stopped.end();
+    second.join();
+    starter.join();
+  }
+}
+
+TEST(a_queue_that_is_started_before_it_stops_stays_locked) {
+  EntityRig rig(Copies::kOnCaller);
+  Queue queue(kOut);
+  Gate gate;
+  rig.backend->interruptions.at(BackendStep::kCopyToHost, gate.action());
+  rig.go_to(State::kOutQueued);
+  enqueue_started(queue, rig);
+  gate.wait_until_reached();
+  std::thread stopper([&] { queue.wait_and_stop_actions(); });
+  std::this_thread::sleep_for(kMoment);
+  queue.start_actions(); // it runs
+  gate.open();
+  stopper.join();
+  CHECK_THROWS(queue.enqueue(rig.entity), Error, "open transfer queue");
+  take_one(queue, rig);
 }
 
 TEST(what_the_start_of_a_worker_throws_is_rethrown) {

@@ -152,6 +152,28 @@ TEST(a_transfer_that_is_put_off_can_be_called_off) {
   op.end();
 }
 
+TEST(at_the_end_what_waits_for_an_op_is_given_up) {
+  const Rigs rigs = make_rigs(3, Copies::kOnCaller);
+  Queue queue(kOut);
+  OtherOp op;
+  for (size_t i = 0; i < 2; ++i) {
+    REQUIRE(rigs[i]->entity->request_pageout(OpClock::get().tick()));
+    queue.enqueue(rigs[i]->entity);
+  }
+  queue.start_actions();
+  wait_until_put_off(queue);
+  request_and_enqueue(queue, *rigs[2]);
+  queue.give_up_on_ops();
+  queue.wait_and_stop_actions();
+  CHECK(!queue.waits_for_ops());
+  CHECK_EQ(commit_all(queue), 1);
+  CHECK_EQ(queue.pending_bytes(), 0);
+  for (size_t i = 0; i < 2; ++i) {
+    CHECK_EQ(rigs[i]->entity->access(), AccessResult::kCancelledPageout);
+    CHECK(rigs[i]->storage->holds(i + 1));
+  }
+}
+
 TEST(an_erased_transfer_is_not_run) {
   const Rigs rigs = make_rigs(3, Copies::kOnCaller);
   Queue queue(kOut);

@@ -8,7 +8,9 @@ from __future__ import annotations
 import gc
 import json
 import os
+import queue
 import tempfile
+import threading
 from collections.abc import Callable
 from typing import IO
 
@@ -63,12 +65,29 @@ def automatic_mode() -> None:
     kept.extend(tensor + 1 for tensor in tensors())
 
 
+def an_op_that_never_ends() -> None:
+    """Of a thread that is not waited for. Ops are observed when it begins, and what goes out then is new to it."""
+    page_outs_under_way()
+    begun = threading.Event()
+
+    @torch.library.custom_op("torch_lms_tests::never_ending", mutates_args=())
+    def never_ending(a: torch.Tensor) -> torch.Tensor:
+        begun.set()
+        queue.Queue[torch.Tensor]().get()
+        return a.clone()
+
+    threading.Thread(target=never_ending, args=(torch.ones(1),), daemon=True).start()
+    begun.wait()
+    page_outs_under_way()
+
+
 PROGRAMS: list[Callable[[], None]] = [
     page_outs_under_way,
     page_ins_under_way,
     page_ins_on_hold,
     a_page_out_that_fails,
     automatic_mode,
+    an_op_that_never_ends,
 ]
 
 

@@ -200,6 +200,7 @@ def endings() -> dict[str, tuple[int, str]]:
         "page_ins_under_way",
         "page_ins_on_hold",
         "automatic_mode",
+        "an_op_that_never_ends",
     ],
 )
 def test_a_program_that_ends_while_paging_ends_in_silence(program: str, endings: dict[str, tuple[int, str]]) -> None:

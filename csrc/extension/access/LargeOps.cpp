@@ -8,6 +8,7 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty_strided.h>
+#include <c10/util/ScopeExit.h>
 
 #include <extension/access/BelowAutograd.h>
 #include <extension/access/Storages.h>
@@ -106,13 +107,19 @@ void LargeOps::note_refused(const at::RecordFunction& record, size_t input_bytes
   needs_[key_of(record, input_bytes)] = {SIZE_MAX / 8, true};
 }
 
-/// False if it stays on the device: other threads use it, or the host is full.
-bool LargeOps::serve_from_host(Frame& frame, const EntityPtr& entity) {
+/// Waits until it is out. False if it stays on the device: other threads use it, or the host is
+/// full.
+bool LargeOps::send_out(const Frame& frame, const EntityPtr& entity) {
   // It is the op's own pins that keep it, one for each time that it is an input.
   const auto pins = std::count(frame.pinned.begin(), frame.pinned.end(), entity.get());
   for (auto i = pins; i > 0; --i) {
     entity->unpin();
   }
+  const auto pin_again = c10::make_scope_exit([&] {
+    for (auto i = pins; i > 0; --i) {
+      entity->pin();
+    }
+  });
   const auto deadline = std::chrono::steady_clock::now() + kPatience;
   bool going = entity->state() == EntityState::kPagedOut || pager_.requests().evict(entity);
   uint64_t progress = pager_.out_queue().progress();
@@ -122,10 +129,12 @@ bool LargeOps::serve_from_host(Frame& frame, const EntityPtr& entity) {
     going =
         entity->state() != EntityState::kResident && std::chrono::steady_clock::now() < deadline;
   }
-  for (auto i = pins; i > 0; --i) {
-    entity->pin();
-  }
-  if (!going || !entity->serve()) {
+  return going;
+}
+
+/// False if it stays on the device.
+bool LargeOps::serve_from_host(Frame& frame, const EntityPtr& entity) {
+  if (!send_out(frame, entity) || !entity->serve()) {
     return false;
   }
   frame.served.push_back(entity.get());

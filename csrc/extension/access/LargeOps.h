@@ -57,6 +57,7 @@ class LargeOps {
 
   static Key key_of(const at::RecordFunction& record, size_t input_bytes);
   size_t needed_bytes(const at::RecordFunction& record, size_t input_bytes);
+  bool send_out(const Frame& frame, const EntityPtr& entity);
   bool serve_from_host(Frame& frame, const EntityPtr& entity);
 
   Pager& pager_;

@@ -44,11 +44,7 @@ void ManualPaging::add(PageoutBatch& batch, const c10::Storage& storage, const E
     pager_.in_queue().erase(entity.get());
   }
   if (entity->state() == EntityState::kPagingIn) {
-    entity->pin();
-    if (pager_.use(entity) == Place::kHost) {
-      entity->end_service();
-    }
-    entity->unpin();
+    pager_.bring_in(entity);
   }
   if (entity->fixed()) {
     refuse(

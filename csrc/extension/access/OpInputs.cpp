@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include <c10/util/ScopeExit.h>
+
 #include <extension/access/Storages.h>
 #include <extension/base/ErrorText.h>
 #include <extension/base/ThreadContext.h>
@@ -158,13 +160,16 @@ void OpInputs::bring(const at::RecordFunction& record, Frame& frame) {
       const c10::DeviceType type = storage.device_type();
       Entity* entity =
           type == c10::kCPU || type == c10::kCUDA ? lookup_.find(storage, frame) : nullptr;
-      if (entity != nullptr && !entity->pin_settled()) {
+      if (entity == nullptr) {
+        return;
+      }
+      const bool settled = entity->pin_settled();
+      const auto at_end = c10::make_scope_exit([&] { entity->unpin(); });
+      if (!settled) {
+        entity->device().note_current_stream(); // so that its block is kept for it
         if (pager_.use(entity_of(entity->shared_from_this())) == Place::kHost) {
           entity->end_service();
         }
-      }
-      if (entity != nullptr) {
-        entity->unpin();
       }
     });
   }

@@ -37,6 +37,11 @@ void watch_writes(const std::vector<EntityPtr>& entities) {
   }
 }
 
+/// Whether nobody else holds the storage that an entity holds.
+bool is_last(const KeepAlive& keep) {
+  return std::static_pointer_cast<c10::Storage>(keep)->use_count() == 1;
+}
+
 /// Of what an entity holds; null if that is gone.
 const c10::StorageImpl* impl_of(const std::shared_ptr<const void>& keep) {
   return keep != nullptr ? impl_of(*std::static_pointer_cast<const c10::Storage>(keep)) : nullptr;
@@ -69,8 +74,8 @@ void Recipes::forget_dead_locked() {
 }
 
 void Recipes::forget() {
-  const auto is_dropped = [](const std::weak_ptr<Entity>& weak) {
-    const EntityPtr entity = weak.lock();
+  const auto is_dropped = [](const Dropped& one) {
+    const EntityPtr entity = one.entity.lock();
     return entity != nullptr && entity->state() == EntityState::kDropped;
   };
   std::lock_guard<std::mutex> lock(mutex_);
@@ -235,13 +240,11 @@ size_t Recipes::chain_after_locked(const c10::StorageImpl* storage, size_t most,
     if (at->second.made || known == known_.end()) {
       continue;
     }
-    for (const std::weak_ptr<Entity>& weak : known->second.dropped) {
-      const EntityPtr entity = weak.lock();
+    for (const Dropped& dropped : known->second.dropped) {
+      const EntityPtr entity = dropped.entity.lock();
       garbage.push_back(entity);
       if (entity != nullptr && entity->state() == EntityState::kDropped && longest < most) {
-        garbage.push_back(entity->hold());
-        longest =
-            std::max(longest, 1 + chain_after_locked(impl_of(garbage.back()), most - 1, garbage));
+        longest = std::max(longest, 1 + chain_after_locked(dropped.storage, most - 1, garbage));
       }
     }
   }
@@ -276,11 +279,13 @@ bool Recipes::drop(
   constexpr size_t kLongChain = 5; // each of them has room at once
   Garbage garbage;
   const std::shared_ptr<const OpRecipe> op = OpRecipe::held(recipe);
-  if (op == nullptr) {
+  // From before the mutex until after it: see the class. What nobody else holds is about to go.
+  const KeepAlive keep = entity->hold();
+  const c10::StorageImpl* const storage = impl_of(keep);
+  if (op == nullptr || storage == nullptr || is_last(keep)) {
     return false;
   }
   auto made_again = std::make_shared<DroppedOutput>(pager_, recipe, op, output, entity->nbytes());
-  const c10::StorageImpl* const storage = impl_of(entity->hold()); // to be compared only
   // Under the mutex, so that who is about to write finds either nothing dropped or all of it.
   std::lock_guard<std::mutex> lock(mutex_);
   const auto known = known_.find(recipe->id());
@@ -294,9 +299,9 @@ bool Recipes::drop(
     return false;
   }
   auto& dropped = known->second.dropped; // now or earlier
-  const auto is_it = [&](const auto& one) { return is_same(one, entity); };
+  const auto is_it = [&](const Dropped& one) { return is_same(one.entity, entity); };
   if (std::none_of(dropped.begin(), dropped.end(), is_it)) {
-    dropped.push_back(entity);
+    dropped.push_back({entity, storage});
   }
   std::weak_ptr<DroppedOutput>& of_dropped = of_dropped_[entity.get()];
   const std::weak_ptr<DroppedOutput> before = std::exchange(of_dropped, made_again);
@@ -329,8 +334,8 @@ void Recipes::invalidate_readers(const c10::StorageImpl& storage) {
         continue;
       }
       recipe->invalidate();
-      for (const auto& weak : known->second.dropped) {
-        if (EntityPtr entity = weak.lock()) {
+      for (const Dropped& one : known->second.dropped) {
+        if (EntityPtr entity = one.entity.lock()) {
           dropped.push_back(std::move(entity));
         }
       }
@@ -340,11 +345,7 @@ void Recipes::invalidate_readers(const c10::StorageImpl& storage) {
     const KeepAlive storage = entity->hold(); // it may be another thread's, who lets go of it
     const EntityState now = entity->state();
     if (storage != nullptr && (now == EntityState::kDropped || now == EntityState::kPagingIn)) {
-      entity->pin();
-      if (pager_.use(entity) == Place::kHost) {
-        entity->end_service();
-      }
-      entity->unpin();
+      pager_.bring_in(entity);
     }
   }
 }

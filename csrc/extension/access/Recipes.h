@@ -19,7 +19,8 @@ namespace torch_lms {
 ///
 /// Thread-safe: every method may be called from any thread, with and without the GIL.
 /// `before_write` and `bring_ingredients` run ops and wait as `Pager::use`; the others block on a
-/// mutex under which nothing is called.
+/// mutex, under which `drop` asks for entities and drops one. Nobody needs Python's lock under it:
+/// what holds a storage, or lets go of one, does so before or afterwards.
 class Recipes {
  public:
   explicit Recipes(Pager& pager);
@@ -77,11 +78,16 @@ class Recipes {
   size_t chain_before_locked(const OpRecipe& recipe, size_t most, Garbage& garbage);
   size_t chain_after_locked(const c10::StorageImpl* storage, size_t most, Garbage& garbage);
 
+  /// The storage is to be compared only: its entity keeps the address.
+  struct Dropped {
+    std::weak_ptr<Entity> entity;
+    const c10::StorageImpl* storage;
+  };
   /// One op's, with what it has made, and what has been dropped of that.
   struct Known {
     std::weak_ptr<OpRecipe> recipe;
     std::vector<std::weak_ptr<Entity>> made; // as in the op's list of tensors
-    std::vector<std::weak_ptr<Entity>> dropped;
+    std::vector<Dropped> dropped;
     bool spoilt = false; // what it reads has been written since
     uint64_t ended_by = 0; // the op that has written to what it made, by number
   };
@@ -94,7 +100,7 @@ class Recipes {
   void forget_dead_locked();
 
   Pager& pager_;
-  std::mutex mutex_; // guards what follows; nothing is called under it
+  std::mutex mutex_; // guards what follows
   std::unordered_map<uint64_t, Known> known_; // by the recipe's id
   std::unordered_multimap<const c10::StorageImpl*, Use> by_storage_;
   std::unordered_map<const Entity*, std::weak_ptr<DroppedOutput>> of_dropped_;

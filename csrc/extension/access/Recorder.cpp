@@ -207,7 +207,6 @@ void Recorder::note_outputs(const at::RecordFunction& record, Frame& frame, int3
     }
     storage.recurring = false;
     storage.producer = place;
-    storage.output = static_cast<int32_t>(i);
     storage.why_not_recompute = (fresh[i] != nullptr && !overwritten) || !verdict.empty()
                                     ? verdict
                                     : "it shares memory, or is random";

@@ -37,7 +37,6 @@ struct TraceStorage {
   size_t nbytes = 0;
   bool recurring = false; ///< It was there before the cycle began.
   int32_t producer = -1; ///< The place of the op that made it.
-  int32_t output = -1; ///< As which of its tensors.
   int32_t released = -1; ///< The place after which it had died.
   bool movable = true;
   bool raw_access = false; ///< Somebody took its address.
@@ -60,7 +59,8 @@ struct RecordedCycle {
 ///
 /// Thread-safe: every method may be called from any thread. A cycle that several threads run
 /// without backward is not recorded: their order means nothing. Blocks on a mutex, under which
-/// only the device's clock and allocator are asked; `end_op` runs an op (`Audition`).
+/// the device's clock and allocator, entities and their table are asked; `end_op` runs an op
+/// (`Audition`).
 class Recorder {
  public:
   Recorder(Pager& pager, Recipes& recipes, Audition& audition)
@@ -73,8 +73,8 @@ class Recorder {
     return recording_.load(std::memory_order_acquire);
   }
 
-  /// An outermost op begins, and has pinned its inputs; ends, and has made its outputs. `line`
-  /// tells the program's place.
+  /// An outermost op begins, and has pinned its inputs; ends, and has made its outputs. `end_op`
+  /// asks Python for the program's place.
   void begin_op(const at::RecordFunction& record, Frame& frame);
   void end_op(const at::RecordFunction& record, Frame& frame, bool backward);
   void note_raw_access(const EntityPtr& entity);

@@ -30,12 +30,6 @@ constexpr bool kHasMaterializer = true;
 inline bool has_materializer(const c10::StorageImpl& storage) {
   return storage.has_materializer();
 }
-inline void set_materializer(c10::StorageImpl& storage, Materializer materializer) {
-  storage.set_materializer(materializer);
-}
-inline void clear_materializer(c10::StorageImpl& storage) {
-  storage.clear_materializer();
-}
 
 /// Exchanges the storage's pointer for another, whatever hooks there are.
 inline void swap_data_ptr(c10::StorageImpl& storage, c10::DataPtr& data) {
@@ -67,8 +61,6 @@ constexpr bool kHasMaterializer = false;
 inline bool has_materializer(const c10::StorageImpl&) {
   return false;
 }
-inline void set_materializer(c10::StorageImpl&, Materializer) {}
-inline void clear_materializer(c10::StorageImpl&) {}
 
 inline void swap_data_ptr(c10::StorageImpl& storage, c10::DataPtr& data) {
   c10::DataPtr before = std::move(storage._mutable_data_ptr_no_checks());

@@ -7,6 +7,7 @@
 #include <mutex>
 
 #include <entity/HostPool.h>
+#include <entity/OpClock.h>
 
 namespace torch_lms {
 namespace {
@@ -55,6 +56,7 @@ void in_child() {
 
 void watch_forks(const ForkWatch& watch) {
   watched = watch;
+  OpClock::watch_forks(); // the order of the locks
   static const int registered = pthread_atfork(&before, &in_parent, &in_child);
   static_cast<void>(registered);
 }

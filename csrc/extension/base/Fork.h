@@ -20,12 +20,13 @@ inline bool in_forked_child() noexcept {
 /// The child has one thread; a lock that another one held stays held in it. It takes few of ours:
 /// what it asks of the module beyond use is refused (`in_forked_child`), its ops are not looked at,
 /// and what pages in or out does not run. What remains is held by the thread that forks, until the
-/// fork is over on both sides: the pools' locks, and that of whoever adds and removes callbacks of
-/// ops, since PyTorch has a lock of its own under it, which an op takes where callbacks have
-/// changed. A thread that still has to learn of a change takes PyTorch's lock as well, for less
-/// than a microsecond at its next op. Threads get a millisecond for that before the fork; one that
-/// has run no op in it may, at the very moment of the fork, leave the lock held in the child, where
-/// threads that the child starts would wait for it. The one that forks has learnt before.
+/// fork is over on both sides: the pools' locks, that of `OpClock`, which a thread takes when it
+/// ends, and that of whoever adds and removes callbacks of ops, since PyTorch has a lock of its own
+/// under it, which an op takes where callbacks have changed. A thread that still has to learn of a
+/// change takes PyTorch's lock as well, for less than a microsecond at its next op. Threads get a
+/// millisecond for that before the fork; one that has run no op in it may, at the very moment of
+/// the fork, leave the lock held in the child, where threads that the child starts would wait for
+/// it. The one that forks has learnt before.
 
 /// What is done around a fork by parts that `base` does not know, on the thread that forks. It may
 /// be anywhere in the program: inside of an op, but not with any lock of ours.

@@ -1,9 +1,11 @@
 #include <extension/policy/RoomMaker.h>
 
 #include <algorithm>
+#include <new>
 
 #include <ATen/record_function.h>
 #include <c10/util/Exception.h>
+#include <entity/Error.h>
 
 #include <extension/base/Backward.h>
 #include <extension/base/Interpreter.h>
@@ -175,7 +177,13 @@ void RoomMaker::before_capture() {
   const WithoutGil no_gil;
   state_.placeholders.release();
   state_.pager.requests().cancel_prefetches();
-  state_.pager.wait_pageouts();
+  try {
+    state_.pager.wait_pageouts();
+  } catch (const TransferFailed&) { // The device is in error, or one is still under way.
+    throw;
+  } catch (const Error&) { // The host was full, maybe long ago: what did not go out is in place.
+  } catch (const std::bad_alloc&) {
+  }
   state_.pager.wait_pageins();
 }
 

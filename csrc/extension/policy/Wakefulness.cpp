@@ -16,7 +16,7 @@ std::atomic<Wakefulness*> main_thread_waits{nullptr};
 } // namespace
 
 void Wakefulness::end_cycle() {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::unique_lock<std::mutex> lock(mutex_);
   if (attention() == Attention::kOff) {
     return;
   }
@@ -32,6 +32,10 @@ void Wakefulness::end_cycle() {
   });
   if (sleeps) {
     sleep();
+    lock.unlock();
+    // Nobody would notice an op that looks at more than a storage's bytes. To hold a storage may
+    // take Python's lock, whose holder may wait for the mutex.
+    state_.pager.kept_copies().unwatch_all();
   } else if (attention() == Attention::kLearning) {
     attention_.store(Attention::kArmed);
   }
@@ -50,9 +54,7 @@ bool Wakefulness::may_sleep() {
 
 void Wakefulness::sleep() {
   attention_.store(Attention::kAsleep);
-  // Nobody would notice an op that looks at more than a storage's bytes.
   state_.pager.kept_copies().keep(false);
-  state_.pager.kept_copies().unwatch_all();
   state_.pager.devices().for_each([this](Device& device) {
     if (device.limit_bytes() != 0) {
       fill_budget(device, 0);
@@ -80,8 +82,8 @@ void Wakefulness::arm() {
   if (attention() != Attention::kAsleep) {
     return;
   }
+  state_.pager.kept_copies().keep(true); // first: nothing is unwatched any more
   attention_.store(Attention::kArmed);
-  state_.pager.kept_copies().keep(true);
   eligible_from_.store(UINT64_MAX);
   boundary_thread_.store(OpClock::this_thread());
   boundary_wanted_.store(true, std::memory_order_release);

@@ -98,7 +98,7 @@ class Wakefulness {
 
   PolicyState& state_;
   std::atomic<Attention> attention_{Attention::kOff};
-  std::mutex mutex_; // of who changes it; taken before everything else
+  std::mutex mutex_; // of who changes it; taken before everything else but Python's lock
   std::atomic<bool> boundary_wanted_{false};
   std::atomic<uint64_t> boundary_thread_{0};
   std::atomic<uint64_t> eligible_from_{0};

@@ -5,18 +5,15 @@
 #include <utility>
 
 namespace torch_lms {
-namespace {
 
 /// Whose last owner may be this one, so no lock is held.
-void end_keeping(const EntityPtr entity) {
+void KeptCopies::end_keeping(const EntityPtr entity) {
   if (const KeepAlive storage = entity->try_to_hold()) {
-    entity->end_keeping();
+    entity->end_keeping([this] { return keeps(); });
   } else { // it has died, or memory is short
     entity->release_copy();
   }
 }
-
-} // namespace
 
 void KeptCopies::add(const EntityPtr& entity) {
   try {
@@ -105,7 +102,7 @@ void KeptCopies::keep(bool keep) {
 
 void KeptCopies::unwatch_all() {
   try {
-    entities_.for_each([](const EntityPtr& entity) {
+    entities_.for_each([this](const EntityPtr& entity) {
       if (!entity->keeps_copy()) { // else it is about to be added
         end_keeping(entity);
       }

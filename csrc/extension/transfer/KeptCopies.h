@@ -30,8 +30,10 @@ class KeptCopies {
 
   /// Whether there are to be any; those that there are go with `false`. Throws nothing.
   void keep(bool keep);
-  /// No block is watched any more, unless an op uses it at that moment or memory is short. Only
-  /// where nothing is dropped: writes to what that is made from would go unseen. Throws nothing.
+  /// No block is watched any more, unless an op uses it at that moment, memory is short, or copies
+  /// are kept again by now. Only where nothing has been dropped since they were kept: writes to
+  /// what that is made from would go unseen. To hold a storage may take Python's lock, so none of
+  /// ours is held. Throws nothing.
   void unwatch_all();
   bool keeps() const noexcept {
     return keeps_.load(std::memory_order_relaxed);
@@ -46,6 +48,7 @@ class KeptCopies {
 
  private:
   bool reclaim(HostPool::Urgency urgency);
+  void end_keeping(EntityPtr entity);
 
   EntityTable& entities_;
   std::atomic<bool> keeps_{false}; // written under the mutex

@@ -103,6 +103,7 @@ AccessResult Pager::access(const EntityPtr& entity) {
 Place Pager::use(const EntityPtr& entity) {
   for (;;) {
     AccessResult result = AccessResult::kResident;
+    const bool was_resident = entity->state() == EntityState::kResident;
     try {
       result = access(entity);
     } catch (const std::exception& error) {
@@ -114,6 +115,9 @@ Place Pager::use(const EntityPtr& entity) {
       if (entity->state() == EntityState::kDropped) {
         entity->refuse(text_of(error));
         return Place::kNowhere;
+      }
+      if (was_resident || dynamic_cast<const TransferFailed*>(&error) != nullptr) {
+        throw; // There was room: the device is in error, and would be the next time, too.
       }
       continue; // another thread has brought it in meanwhile
     }
@@ -145,6 +149,14 @@ void Pager::released(const std::shared_ptr<EntityStorageImpl>& entity) noexcept 
   entity->host_copy_released();
 }
 
+void Pager::bring_in(const EntityPtr& entity) {
+  entity->pin();
+  const auto at_end = c10::make_scope_exit([&] { entity->unpin(); });
+  if (use(entity) == Place::kHost) {
+    entity->end_service();
+  }
+}
+
 void Pager::make_dropped_again() {
   this_thread().undropping = true;
   const auto until_then = c10::make_scope_exit([] { this_thread().undropping = false; });
@@ -152,8 +164,8 @@ void Pager::make_dropped_again() {
     const KeepAlive keep = entity->hold();
     if (keep != nullptr && entity->state() == EntityState::kDropped) {
       entity->pin();
+      const auto at_end = c10::make_scope_exit([&] { entity->unpin(); });
       use(entity);
-      entity->unpin();
     }
   });
 }

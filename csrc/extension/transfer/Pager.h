@@ -109,7 +109,11 @@ class Pager final : public StorageEvents {
   /// The calling thread uses an entity, which it has pinned: brings the bytes in. Waits for
   /// their copy's submission, and may wait for room as `Room::make_room` does. `kHost` if there
   /// is no room, `kNowhere` if that befalls what was dropped; never throws for the want of it.
+  /// Throws what fails where the bytes are on the device: streams cannot be ordered after them.
   Place use(const EntityPtr& entity);
+
+  /// As `use`, for a moment: pins it meanwhile, and ends a service of its host copy.
+  void bring_in(const EntityPtr& entity);
 
   /// An op works on a host copy: counts it, and warns once.
   void note_served(const EntityPtr& entity, const std::string& why = {});

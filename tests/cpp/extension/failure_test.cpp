@@ -1,6 +1,10 @@
 // Every allocation that the extension makes fails once, wherever it is: what was asked for may
 // fail, the bytes are right, nothing stays pinned, and the next move works.
 
+#include <chrono>
+#include <future>
+#include <thread>
+
 #include <c10/util/Exception.h>
 #include <entity/Error.h>
 #include <extension/base/Compat.h>
@@ -417,6 +421,66 @@ TEST(ops_under_a_limit) {
       });
   CHECK(lms().pager.stats().pageouts > 0);
   tensors.clear();
+}
+
+/// See Note [Ops larger than the limit]
+TEST(an_op_that_is_larger_than_the_limit) {
+  const Settled settled;
+  Device& device = Program::get().device();
+  lms().policy.enable(device, device.use().allocated_bytes + (2 << 20), 4096);
+  at::Tensor tensor;
+  fail_each(
+      [&] {
+        tensor = at::Tensor();
+        tensor = tensor_of(3, 200 * 1024);
+      },
+      [&] { tensor.add(1); },
+      [&] { CHECK(holds(tensor, 3)); });
+  CHECK(lms().pager.stats().host_served > 0);
+}
+
+/// What `looks_for_the_mutex` knows.
+struct Looking {
+  at::Tensor tensor;
+  bool done = false;
+  std::promise<void> had;
+  bool free = false;
+  std::thread other;
+};
+Looking* looking = nullptr;
+
+/// While the storage is being held, another thread takes the mutex of who changes the attention.
+bool looks_for_the_mutex(const void*) {
+  if (!looking->done && looking->tensor.storage().use_count() > 1) {
+    looking->done = true;
+    looking->other = std::thread([] {
+      lms().policy.wakefulness().arm();
+      looking->had.set_value();
+    });
+    const auto had = looking->had.get_future().wait_for(std::chrono::seconds(5));
+    looking->free = had == std::future_status::ready;
+  }
+  return false;
+}
+
+/// To hold a storage may take Python's lock, whose holder may wait for the mutex.
+TEST(who_falls_asleep_holds_storages_without_the_mutex) {
+  const Settled settled;
+  Device& device = Program::get().device();
+  lms().policy.enable(device, device.use().allocated_bytes + (16 << 20), 4096);
+  Looking look;
+  looking = &look;
+  look.tensor = tensor_of(3);
+  may_fail() = &looks_for_the_mutex;
+  for (int i = 0; i < 100 && !look.done; ++i) { // a cycle ends at each second call
+    const FailingNew watched(1);
+    lms().policy.wakefulness().after_op(
+        /*on_main_thread=*/true, /*of_program=*/true, /*backward=*/i % 2 == 0);
+  }
+  may_fail() = nullptr;
+  REQUIRE(look.done);
+  look.other.join();
+  CHECK(look.free);
 }
 
 TEST(a_limit_that_is_set) {

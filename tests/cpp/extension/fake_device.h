@@ -183,11 +183,17 @@ class AsyncBackend final : public torch_lms::TransferBackend {
 
   CopyEngine out;
   CopyEngine in;
+  // Set while nothing is under way.
+  std::function<void()> when_host_asked; ///< Before there is host memory for a page-out.
+  std::function<void()> instead_of_order; ///< Where a thread is to wait for what has come in.
 
   bool copies_asynchronously() const noexcept override {
     return true;
   }
   void* allocate_host(size_t nbytes) override {
+    if (when_host_asked != nullptr) {
+      when_host_asked();
+    }
     collect();
     return pool_->allocate(nbytes);
   }
@@ -221,7 +227,9 @@ class AsyncBackend final : public torch_lms::TransferBackend {
     return true;
   }
   void order_after(const torch_lms::FencePtr& fence) override {
-    if (fence != nullptr) {
+    if (instead_of_order != nullptr) {
+      instead_of_order();
+    } else if (fence != nullptr) {
       fence->wait();
     }
   }
@@ -433,6 +441,9 @@ class AsyncDevice final : public torch_lms::Device {
   }
   void keep_block_for_streams(void*) override {
     allocator.touch_lock();
+    if (const auto meanwhile = std::exchange(when_used_by_streams, nullptr)) {
+      meanwhile();
+    }
   }
   torch_lms::DeviceUse use() const override {
     return allocator.use();
@@ -475,6 +486,7 @@ class AsyncDevice final : public torch_lms::Device {
   std::function<bool()> is_fragmented;
   std::function<void()> when_noted; ///< When a stream is noted next.
   std::function<void()> when_kept; ///< When a block is kept next for a copy that fills it.
+  std::function<void()> when_used_by_streams; ///< When one is next for the streams that use it.
   std::function<std::vector<std::vector<torch_lms::AllocatorBlock>>()> shown_blocks;
   std::atomic<int64_t> ticks{0}; ///< What its clock shows.
   std::atomic<int> leads{0};

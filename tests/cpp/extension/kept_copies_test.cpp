@@ -166,6 +166,18 @@ TEST(kept_copies_go_when_the_mode_ends) {
   CHECK(!drops(tensor));
 }
 
+TEST(blocks_are_watched_on_where_the_mode_has_begun_again) {
+  const Settled settled;
+  const KeepsCopies keeps;
+  const at::Tensor tensor = kept_tensor(3);
+  c10::StorageImpl& storage = *tensor.storage().unsafeGetStorageImpl();
+  lms().pager.find(storage)->release_copy();
+  lms().pager.kept_copies().keep(false);
+  lms().pager.kept_copies().keep(true); // by another thread
+  lms().pager.kept_copies().unwatch_all();
+  CHECK(compat::block_is_watched(storage));
+}
+
 TEST(no_block_is_watched_when_the_mode_has_ended) {
   const Settled settled;
   at::Tensor tensor;

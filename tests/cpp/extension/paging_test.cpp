@@ -114,6 +114,22 @@ TEST(two_ops_at_once_find_a_shared_storage_out) {
   CHECK(out > 10); // or nothing has been tested
 }
 
+/// Its block is used there, and so is to be kept for it.
+TEST(the_stream_is_known_before_what_an_op_of_ops_uses_comes_in) {
+  AsyncDevice* device = Program::get().async;
+  if (device == nullptr) {
+    SKIP("it has no streams");
+  }
+  const Settled settled;
+  const at::Tensor tensor = tensor_of(3, 1024 * 1024).view({1024, 1024});
+  REQUIRE(go_out(tensor));
+  std::string then = "not known";
+  device->when_noted = [&] { then = state(tensor); };
+  CHECK_EQ(tensor.square()[0][0].item<int64_t>(), 9);
+  device->when_noted = nullptr;
+  CHECK_EQ(then, "paged_out");
+}
+
 TEST(storages_die_in_every_state) {
   const Settled settled;
   for (int i = 0; i < 40; ++i) {

@@ -669,6 +669,23 @@ TEST(what_others_may_write_to_makes_no_recipe) {
   CHECK(made_by([&] { return call_twice(pinned); }).recipe == nullptr); // somebody else's op
 }
 
+/// Who lets go of the last reference but Python's needs Python's lock: not under the mutex.
+TEST(who_drops_it_holds_it_until_the_mutex_is_free) {
+  AsyncDevice* device = Program::get().async;
+  if (device == nullptr) {
+    SKIP("it does not tell");
+  }
+  const Observed observed;
+  const at::Tensor input = tensor_of(3);
+  const Made made = made_by([&] { return input.mul(5); });
+  size_t owners = 0;
+  device->when_used_by_streams = [&] { owners = made.tensor.storage().use_count(); };
+  REQUIRE(made.drop());
+  CHECK_EQ(owners, 2);
+  CHECK_EQ(made.tensor.storage().use_count(), 1);
+  CHECK(holds(made.tensor, 15));
+}
+
 TEST(what_runs_inside_of_an_op_finds_it) {
   const Observed observed;
   const at::Tensor input = tensor_of(3);
