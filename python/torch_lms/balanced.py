@@ -17,6 +17,7 @@ from torch import nn
 
 from torch_lms.device_links import GUESSED_LINK, find_links, is_cuda_here
 from torch_lms.errors import PartitionError
+from torch_lms.memory_sizes import parse_bytes
 from torch_lms.partition.costs import CostGraph, CostModel, DataParallel, DeviceSpec, optimizer_multiplier, slower_of
 from torch_lms.partition.interface import Algorithm, Partition, PartitionProblem
 from torch_lms.partition.link_spec import LinkSpec
@@ -43,6 +44,7 @@ __all__ = ["BalanceConfig", "BalancedPlan", "create_balanced_partition", "plan_b
 _OTHER_LEVELS = {"recorded": "one of a single run, which stops where Python would read other values"}
 # What counts where nothing was timed, because the model is on the meta device.
 _UNTIMED_ALGORITHM = "parameters"
+_ANY_DEVICE_BYTES = 1 << 40  # to look whether a percentage is one
 _MOST_REST = 0.5  # a device is as fast after it as after longer rests, for which nobody has to wait
 # How long ranks wait for the first one, which traces, profiles and cuts.
 _DECIDED, _DECIDING_S = "decided", 3600.0
@@ -62,7 +64,8 @@ class BalanceConfig:
         links: between the devices, by their names as given; by default measured between devices of this process, and
             guessed, with a warning, between others.
         speeds: of devices, by their names as given, times that of the profiled one; 1 where there is none.
-        memory_cap_bytes: of each device; by default what a CUDA device has and no cap elsewhere.
+        memory_cap_bytes: of each device: bytes, or a text such as ``"40GiB"``, or ``"80%"`` of what a CUDA device of
+            this process has; by default all that such a device has, and no cap elsewhere.
         relief: what stages without room give up until their backward: ``KEEP_ALL`` for nothing, ``RecomputeAndSwap``.
             By default that of ``cost``, if it has one; else stages compute segments again, and where that is not enough
             swap some, if a CUDA device's link to the host was profiled, until they fit.
@@ -72,20 +75,23 @@ class BalanceConfig:
 
     Raises:
         ValueError: for a cap that is not positive, or a speed that is not positive and finite.
+        LimitError: for a text that is no size.
     """
 
     profile: ProfileConfig | None = None
     cost: CostModel = field(default_factory=CostModel)
     links: LinkSpec | Mapping[tuple[str, str], LinkSpec] | None = None
     speeds: Mapping[Any, float] | None = None
-    memory_cap_bytes: int | None = None
+    memory_cap_bytes: int | str | None = None
     relief: MemoryRelief | None = None
     materialize: bool = True
     state_dict: Mapping[str, Any] | None = None
     init_fn: Callable[[nn.Module], None] | None = None
 
     def __post_init__(self) -> None:
-        if self.memory_cap_bytes is not None and self.memory_cap_bytes <= 0:
+        if isinstance(self.memory_cap_bytes, str):
+            parse_bytes(self.memory_cap_bytes, total_bytes=_ANY_DEVICE_BYTES)
+        elif self.memory_cap_bytes is not None and self.memory_cap_bytes <= 0:
             raise ValueError(
                 f"expected a positive memory cap, found {self.memory_cap_bytes}; None means the device's own"
             )
@@ -337,9 +343,9 @@ def _host_link(profile: Profile) -> LinkSpec | None:
 
 
 def _cap(place: Placement, config: BalanceConfig) -> int | None:
-    if config.memory_cap_bytes is not None:
-        return config.memory_cap_bytes
-    return torch.cuda.get_device_properties(place.device).total_memory if is_cuda_here(place.device) else None
+    has = torch.cuda.get_device_properties(place.device).total_memory if is_cuda_here(place.device) else None
+    cap = config.memory_cap_bytes
+    return parse_bytes(cap, total_bytes=has) if isinstance(cap, str) else has if cap is None else cap
 
 
 def _placements(devices: Sequence[str]) -> list[Placement]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from tests.partition.graphs import chain
 from tests.partition.pipeline_clock import run_pipeline
 from tests.partition.random_graphs import measured
-from torch_lms.errors import PartitionError
+from torch_lms.errors import LimitError, PartitionError
 from torch_lms.partition import (
     CostGraph,
     CostModel,
@@ -236,6 +237,19 @@ def test_one_transfer_at_a_time_goes_over_a_link() -> None:
 def test_costs_that_make_no_sense_are_refused(make: object, message: str) -> None:
     with pytest.raises(PartitionError, match=message):
         make()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(("cap", "nbytes"), [("40GiB", 40 << 30), ("1.5 GB", 1_500_000_000), (7, 7), (None, None)])
+def test_a_cap_may_be_written_in_words(cap: int | str | None, nbytes: int | None) -> None:
+    device = DeviceSpec(name="d", memory_cap_bytes=cap)
+    assert device.memory_cap_bytes == nbytes
+    assert replace(device, speed=2.0) == DeviceSpec(name="d", memory_cap_bytes=nbytes, speed=2.0)
+
+
+@pytest.mark.parametrize("cap", ["40 elephants", "0GiB", "50%"])
+def test_a_cap_that_is_no_size_is_refused(cap: str) -> None:
+    with pytest.raises(LimitError, match="expected a size"):
+        DeviceSpec(name="d", memory_cap_bytes=cap)
 
 
 def profile_of(nodes: tuple[NodeProfile, ...], **changes: object) -> Profile:

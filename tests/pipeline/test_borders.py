@@ -12,7 +12,7 @@ from torch import fx, nn
 from torch_lms._torch_compat import has_export
 from torch_lms.errors import PipelineError
 from torch_lms.pipeline.borders import carrier_metas, describe, has_numbers, pack, unpack
-from torch_lms.pipeline.boundary import Boundary, Microbatch
+from torch_lms.pipeline.boundary import Boundary, Microbatch, _Enter
 from torch_lms.profile.tracing import trace
 from torch_lms.stages.cutting import split
 
@@ -108,6 +108,46 @@ def test_strides_are_the_same_behind_the_border(value: torch.Tensor) -> None:
     crossed = unpack(template, *pack(template, value, CPU, "stage 0"), CPU)
     assert crossed.stride() == value.stride()
     assert torch.equal(crossed, value)
+
+
+WAVES = torch.complex(torch.arange(24.0), torch.arange(24.0).flip(0) + 0.5).view(4, 6)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        WAVES.conj(),
+        WAVES.conj().imag,
+        WAVES.conj().t(),
+        WAVES.conj()[:, :5],
+        torch._neg_view(WAVES.conj()),
+        torch._neg_view(torch.arange(6)),
+        torch._neg_view(torch.arange(6, dtype=torch.int8)),
+    ],
+)
+def test_a_conjugated_or_negated_view_crosses_as_the_values_that_it_stands_for(view: torch.Tensor) -> None:
+    assert view.is_conj() or view.is_neg()
+    template = describe(view)
+    ((carrier,), _) = pack(template, view, CPU, "stage 0")
+    assert carrier.is_contiguous()
+    assert not carrier.is_conj()
+    assert not carrier.is_neg()
+    crossed = unpack(template, [carrier], [], CPU)
+    assert torch.equal(crossed, view)
+    assert (crossed.dtype, crossed.is_conj(), crossed.is_neg()) == (view.dtype, False, False)
+
+
+def test_the_gradient_of_what_came_in_is_no_conjugated_view() -> None:
+    carrier = torch.ones(3, dtype=torch.complex64, requires_grad=True)
+    _, entered = _Enter.apply((True,), carrier)  # type: ignore[no-untyped-call]
+    given: list[torch.Tensor] = []
+    carrier.register_hook(given.append)
+    weights = torch.complex(torch.arange(3.0), torch.ones(3))
+    (entered.conj() * weights).real.sum().backward()
+    (gradient,) = given
+    assert torch.equal(gradient, weights)
+    assert gradient.is_contiguous()
+    assert not gradient.is_conj()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool])

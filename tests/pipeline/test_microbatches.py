@@ -1,12 +1,18 @@
 from __future__ import annotations
 
+from collections import UserDict
+from collections.abc import Callable
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from torch_lms.errors import PipelineError
-from torch_lms.pipeline.microbatches import cut_batch, name_arguments
+from torch_lms.pipeline.config import PipelineConfig
+from torch_lms.pipeline.microbatches import cut_batch, name_arguments, to_device
+from torch_lms.pipeline.training import _first_microbatch
 from torch_lms.stages.arguments import Argument
 
 ARGUMENTS = (
@@ -31,6 +37,32 @@ def test_tensors_are_cut_and_everything_else_goes_to_each_microbatch() -> None:
     assert torch.cat([part["ids"] for part in made]).tolist() == list(range(6))
     assert [part["nest"]["a"][0].tolist() for part in made] == [[0, 1], [2, 3], [4, 5]]
     assert all(part["flag"] is True and part["t"] is table and part["zero"].item() == 3 for part in made)
+
+
+class Encoding(UserDict[str, Any]):
+    """Like a BatchEncoding of transformers: a mapping, but no dict."""
+
+
+def test_any_mapping_is_cut_and_moved_as_a_dict_is() -> None:
+    batch = Encoding(ids=torch.arange(6), inner=MappingProxyType({"mask": torch.ones(6)}))
+    made = [to_device(part, torch.device("meta")) for part in cut_batch({"batch": batch, "n": 2}, 3)]
+    assert [part["n"] for part in made] == [2, 2, 2]
+    for part in made:
+        assert part["batch"].keys() == {"ids", "inner"}
+        for tensor in (part["batch"]["ids"], part["batch"]["inner"]["mask"]):
+            assert (tensor.shape, tensor.device.type) == ((2,), "meta")
+
+
+@pytest.mark.parametrize("kind", [dict, Encoding, MappingProxyType])
+def test_a_sample_that_is_a_mapping_holds_arguments_by_name(kind: Callable[[Any], Any]) -> None:
+    class Model(nn.Module):
+        def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            return ids * mask
+
+    sample = kind({"mask": torch.ones(6), "ids": torch.arange(6)})
+    args, kwargs = _first_microbatch(Model(), sample, PipelineConfig(microbatches=3))
+    assert args == ()
+    assert (kwargs["ids"].tolist(), kwargs["mask"].tolist()) == ([0, 1], [1, 1])
 
 
 @pytest.mark.parametrize(

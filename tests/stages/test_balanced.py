@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from torch_lms import balanced
 from torch_lms.balanced import BalanceConfig, create_balanced_partition, plan_balanced_partition
-from torch_lms.errors import LmsError, PartitionError, ProfileError
+from torch_lms.errors import LimitError, LmsError, PartitionError, ProfileError
 from torch_lms.partition.costs import CostModel, DataParallel, optimizer_multiplier
 from torch_lms.partition.interface import Partition, PartitionProblem
 from torch_lms.partition.link_spec import LinkSpec
@@ -148,10 +148,23 @@ def test_a_stage_of_another_rank_stays_where_it_is() -> None:
     assert all(value.is_meta for value in made[1].parameters())
 
 
-def test_a_cap_that_nothing_fits_is_refused() -> None:
-    config = BalanceConfig(profile=QUICK.profile, memory_cap_bytes=1000)
+@pytest.mark.parametrize("cap", [1000, "1000", "1kB"])
+def test_a_cap_that_nothing_fits_is_refused(cap: int | str) -> None:
+    config = BalanceConfig(profile=QUICK.profile, memory_cap_bytes=cap)
     with pytest.raises(PartitionError, match="least cap"):
         create_balanced_partition(Unequal(), ["cpu", "cpu"], IDS, optimizer="adamw", config=config)
+
+
+@pytest.mark.parametrize("cap", ["40 elephants", "0GiB", "0%"])
+def test_a_cap_that_is_no_size_is_refused(cap: str) -> None:
+    with pytest.raises(LimitError, match="expected a size"):
+        BalanceConfig(memory_cap_bytes=cap)
+
+
+def test_a_share_of_a_device_whose_memory_nobody_knows_is_refused() -> None:
+    config = BalanceConfig(profile=QUICK.profile, memory_cap_bytes="50%")
+    with pytest.raises(LimitError, match="found the percentage '50%'; name a size"):
+        create_balanced_partition(Unequal(), ["cpu", "cpu"], IDS, config=config)
 
 
 # --- where it is profiled ------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from torch_lms.errors import PartitionError
 from torch_lms.stages.cutting import split
 from torch_lms.stages.materialize import materialize
 from torch_lms.stages.running import run_stages
-from torch_lms.stages.state_dicts import merge_state_dicts, split_state_dict
+from torch_lms.stages.state_dicts import merge_state_dicts
 
 
 def assert_equal(one: object, other: object) -> None:
@@ -92,14 +92,12 @@ def test_any_partition_of_any_program_runs_to_the_same_output_and_gradients(draw
 
 @given(programs)
 @settings(max_examples=30, deadline=None)
-def test_state_dicts_of_stages_merge_into_that_of_the_model_and_split_again(drawn: tuple[int, int, int, int]) -> None:
+def test_state_dicts_of_stages_merge_into_that_of_the_model(drawn: tuple[int, int, int, int]) -> None:
     seed, nodes, stages, choice = drawn
     program = random_program(seed, nodes)
     made = split(program, random_partition(program.graph, stages, choice), model=program)
-    merged = merge_state_dicts(made)
-    assert merged.keys() == program.state_dict().keys()
-    parts = split_state_dict(merged, made)
-    assert [part.keys() for part in parts] == [stage.state_dict().keys() for stage in made]
+    assert_equal(merge_state_dicts(made), dict(program.state_dict()))
+    parts = [stage.state_dict() for stage in made]  # as gathered from other processes
     assert_equal(merge_state_dicts(parts), dict(program.state_dict()))
 
 

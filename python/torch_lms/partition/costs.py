@@ -7,13 +7,13 @@ the exact ones put time first and keep memory under each device's cap, with a bu
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch_lms.errors import PartitionError
 from torch_lms.partition.data_parallel import DataParallel
+from torch_lms.partition.device_spec import DeviceSpec
 from torch_lms.partition.link_spec import LinkSpec
 from torch_lms.partition.relief import KEEP_ALL, MemoryRelief
 from torch_lms.schedules.rules import SCHEDULES, splits_backward
@@ -241,31 +241,6 @@ def _guessed_times(profile: Profile) -> dict[str, float]:
     if not any(held.values()):
         held = {node.name: node.output_bytes for node in active}
     return {name: nbytes / _GUESSED_BYTES_PER_US for name, nbytes in held.items()}
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeviceSpec:
-    """Where a stage runs.
-
-    Attributes:
-        name: as the links name it, such as ``cuda:0``.
-        memory_cap_bytes: of the device; None where it does not matter.
-        speed: a node takes its time divided by this.
-    """
-
-    name: str
-    memory_cap_bytes: int | None = None
-    speed: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not 0 < self.speed < math.inf:
-            raise PartitionError(
-                f"expected a positive and finite speed of {self.name}, found {self.speed}; 1 is the profiled device"
-            )
-        if self.memory_cap_bytes is not None and self.memory_cap_bytes <= 0:
-            raise PartitionError(
-                f"expected a positive memory cap of {self.name}, found {self.memory_cap_bytes}; None means no cap"
-            )
 
 
 def slower_of(ways: Sequence[Any]) -> LinkSpec:

@@ -4,7 +4,8 @@ Transports send contiguous tensors, and torch.distributed.pipelining asks a grad
 into carriers and unpacked behind the border:
 
     floating tensor       itself, in the order of its strides; behind the border it has the same strides again, so that
-                          kernels choose the same way and results stay bit-equal
+                          kernels choose the same way and results stay bit-equal; a conjugated or negated view is not
+                          one there
     integer, bool tensor  its bits as a floating tensor of the same width; one byte wide: its values as float16
     int, float, bool      is no carrier: goes from program to program (``host_values``)
     anything else         is not sent: it must be what it was in the first run; a device becomes the stage's own
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 
 from torch_lms.errors import PipelineError
+from torch_lms.pipeline.transfers import sendable
 
 __all__ = ["Number", "NumberSlot", "TensorSlot", "carrier_metas", "describe", "has_numbers", "pack", "unpack"]
 
@@ -170,7 +172,7 @@ def _pack(template: Any, value: Any, carriers: list[torch.Tensor], numbers: list
 
 
 def _to_carrier(slot: TensorSlot, value: torch.Tensor) -> torch.Tensor:
-    dense = value.permute(slot.order).contiguous()
+    dense = sendable(value.permute(slot.order))
     if min(dense.shape, default=2) < 2 and dense.stride() != torch.empty(dense.shape, device="meta").stride():
         dense = dense.flatten().view(dense.shape)  # dimensions of size 1 have any stride, and PyTorch compares them
     carrier = _carrier(slot.dtype)

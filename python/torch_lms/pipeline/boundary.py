@@ -28,6 +28,7 @@ from torch_lms.errors import PipelineError
 from torch_lms.pipeline.borders import Number, carrier_metas, describe, has_numbers, pack, unpack
 from torch_lms.pipeline.host_values import HostValues
 from torch_lms.pipeline.randomness import RandomStream
+from torch_lms.pipeline.transfers import sendable
 from torch_lms.stages.stage import Stage
 
 __all__ = ["Boundary", "Crossing", "Microbatch"]
@@ -47,8 +48,8 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Zeros where autograd found nothing."""
-        return (None, *(gradient.contiguous() for gradient in gradients[1:]))
+        """Zeros where autograd found nothing. The gradient through ``conj`` is a conjugated view."""
+        return (None, *(sendable(gradient) for gradient in gradients[1:]))
 
 
 class _Exit(torch.autograd.Function):

@@ -29,7 +29,7 @@ def cut_batch(values: Mapping[str, Any], microbatches: int, whole: Sequence[str]
     """Cuts every tensor along its first dimension; what is no tensor goes to each microbatch as it is.
 
     Args:
-        values: by name; tensors may stand in tuples, lists and dicts.
+        values: by name; tensors may stand in tuples, lists, dicts and other mappings.
         microbatches: how many.
         whole: names of values that every microbatch gets uncut.
 
@@ -62,10 +62,10 @@ def cut_batch(values: Mapping[str, Any], microbatches: int, whole: Sequence[str]
 
 
 def _map(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """The same nest with its tensors changed; tensors without dimensions stay."""
+    """The same nest with its tensors changed; tensors without dimensions stay, and any mapping becomes a dict."""
     if isinstance(value, torch.Tensor):
         return change(value) if value.dim() else value
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {key: _map(item, change) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
         items = [_map(item, change) for item in value]
@@ -81,7 +81,7 @@ def to_device(values: Mapping[str, Any], device: torch.device) -> dict[str, Any]
 def _move(value: Any, device: torch.device) -> Any:
     if isinstance(value, torch.Tensor):
         return value.to(device, non_blocking=True)
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {key: _move(item, device) for key, item in value.items()}
     if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
         return type(value)(_move(item, device) for item in value)

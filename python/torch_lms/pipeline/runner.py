@@ -28,7 +28,7 @@ from torch_lms.pipeline.messages import Messages
 from torch_lms.pipeline.microbatches import cut_batch, name_arguments, to_device
 from torch_lms.pipeline.old_garbage import old_garbage_later
 from torch_lms.pipeline.shared_weights import SharedWeights
-from torch_lms.pipeline.states import gather_state, load_state, names_of
+from torch_lms.pipeline.states import check_receiver, gather_state, load_state, names_of
 from torch_lms.pipeline.timeline import MeasuredStep, Timeline, peak_memory_bytes, reset_peak_memory
 from torch_lms.pipeline.transfers import make_channels
 from torch_lms.pipeline.transport import Backend, Transport, shapes_of
@@ -203,8 +203,12 @@ class Pipeline:
 
         Args:
             full: whether to gather the whole, on the CPU; all ranks of the pipeline then call it alike.
-            to: place of the only rank that gets it; the others get nothing. By default all get it.
+            to: place of the only rank that gets the whole; the others get nothing. By default all get it.
+
+        Raises:
+            PipelineError: for a place that no rank has, or one without ``full``; or if a rank fails.
         """
+        check_receiver(full, to, self.ranks)
         own = {name: value for stage in self.stages for name, value in stage.state_dict().items()}
         if not full:
             return own

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from torch_lms.errors import PipelineError
-from torch_lms.pipeline.transfers import Channel, wait_all
+from torch_lms.pipeline.transfers import Channel, sendable, wait_all
 from torch_lms.stages.installation import named_tensors
 from torch_lms.stages.stage import Stage
 
@@ -111,7 +111,7 @@ class SharedWeights:
                 if mine[source] is not mine[target]:
                     self._take(mine[target], mine[source], copy)
             elif source in mine:
-                wait_all(self._channel.send_all([mine[source].contiguous()], ranks[1]))
+                wait_all(self._channel.send_all([sendable(mine[source])], ranks[1]))
             elif target in mine:
                 buffer = torch.empty_like(mine[target], memory_format=torch.contiguous_format)
                 wait_all(self._channel.receive_all([buffer], ranks[0]))

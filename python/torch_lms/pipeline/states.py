@@ -15,7 +15,7 @@ from torch_lms.ranks.members import Members
 from torch_lms.stages.stage import Stage
 from torch_lms.stages.state_dicts import find_entry, merge_state_dicts
 
-__all__ = ["gather_state", "load_state", "names_of"]
+__all__ = ["check_receiver", "gather_state", "load_state", "names_of"]
 
 
 def names_of(stages: Sequence[Stage]) -> frozenset[str]:
@@ -23,6 +23,29 @@ def names_of(stages: Sequence[Stage]) -> frozenset[str]:
     own = {name for stage in stages for name in stage.state_dict()}
     tied = {name for stage in stages for others in stage.shared.values() for _, name in others}
     return frozenset(own | tied)
+
+
+def check_receiver(full: bool, to: int | None, ranks: int) -> None:
+    """Looks whether the rank that a state dict is for makes sense, before any rank waits for another.
+
+    Args:
+        full: whether the whole is asked for.
+        to: place of the rank that gets it; None for all.
+        ranks: of the pipeline.
+
+    Raises:
+        PipelineError: if it does not, on all ranks alike.
+    """
+    if to is not None and not full:
+        raise PipelineError(
+            f"expected to= with full=True alone, found to={to!r} without it: each rank has its own part; ask for "
+            "full=True, or leave to= out"
+        )
+    if to is not None and to not in range(ranks):
+        raise PipelineError(
+            f"expected to= among the places of the pipeline's ranks, 0 to {ranks - 1}, found {to!r}; name the place in "
+            "the group, not the rank in the world, or None for all"
+        )
 
 
 def gather_state(

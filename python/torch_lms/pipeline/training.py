@@ -13,6 +13,7 @@ from torch import nn
 
 from torch_lms.balanced import BalanceConfig, create_balanced_partition
 from torch_lms.errors import PipelineError
+from torch_lms.memory_sizes import parse_bytes
 from torch_lms.partition.costs import OPTIMIZER_MULTIPLIERS, CostModel, DataParallel
 from torch_lms.partition.relief import MemoryRelief
 from torch_lms.pipeline.boundary import LossFunction
@@ -50,7 +51,7 @@ def train(
     seed: int | None = None,
     whole: tuple[str, ...] = (),
     profile: ProfileConfig | None = None,
-    memory_cap_bytes: int | None = None,
+    memory_cap_bytes: int | str | None = None,
     relief: MemoryRelief | None = None,
     state_dict: Mapping[str, Any] | None = None,
     init_fn: Callable[[nn.Module], None] | None = None,
@@ -67,8 +68,8 @@ def train(
     Args:
         model: on the CPU, on rank 0's device, or on the meta device.
         group: the ranks of this pipeline: a process group, a DeviceMesh of one dimension, or None for the world.
-        sample_input: a batch as `step` will take it: one argument, a tuple of arguments, or a dict of keyword
-            arguments.
+        sample_input: a batch as `step` will take it: one argument, a tuple of arguments, or a dict or other
+            mapping of keyword arguments.
         schedule: as in `PipelineConfig`.
         microbatches: that a batch is cut into; `sample_input` is cut like one.
         optimizer: the name of one of torch.optim's, such as ``"adamw"`` or ``"sgd"``, with its own defaults; or what
@@ -85,7 +86,8 @@ def train(
         seed: as in `PipelineConfig`.
         whole: as in `PipelineConfig`.
         profile: how to profile, by default on rank 0's device.
-        memory_cap_bytes: of each device, as in `BalanceConfig`.
+        memory_cap_bytes: of each device, as in `BalanceConfig`: bytes, or a text such as ``"40GiB"``, or on CUDA
+            ``"80%"``.
         relief: what stages without room give up, as in `BalanceConfig`.
         state_dict: of the model, as for `Pipeline`.
         init_fn: as for `Pipeline`.
@@ -93,6 +95,7 @@ def train(
     Raises:
         PipelineError: for an unknown optimizer, or as `Pipeline` does.
         PartitionError: as `create_balanced_partition` does.
+        LimitError: for a cap that is no size.
     """
     make_optimizer = _find_optimizer(optimizer)
     config = PipelineConfig(
@@ -112,7 +115,7 @@ def train(
             data_parallel=_replicas(data_parallel, config),
             outputs_stay=loss is not None,
         ),
-        memory_cap_bytes=memory_cap_bytes,
+        memory_cap_bytes=_cap_bytes(memory_cap_bytes, own_device),
         relief=relief,
         materialize=False,  # the pipeline does it
     )
@@ -197,6 +200,14 @@ def _priced(optimizer: str | MakeOptimizer | None) -> str | MakeOptimizer | None
     return optimizer if known else _find_optimizer(optimizer)
 
 
+def _cap_bytes(cap: int | str | None, device: torch.device) -> int | None:
+    """Texts become bytes; percentages are those of what this rank's CUDA device has."""
+    if not isinstance(cap, str):
+        return cap
+    has = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    return parse_bytes(cap, total_bytes=has)
+
+
 def _replicas(group: Any, config: PipelineConfig) -> DataParallel:
     ranks = 1 if group is None else find_members(group, "data_parallel").count
     return DataParallel(ranks=ranks, bucket_bytes=config.bucket_bytes)
@@ -205,8 +216,9 @@ def _replicas(group: Any, config: PipelineConfig) -> DataParallel:
 def _first_microbatch(
     model: nn.Module, sample: Any, config: PipelineConfig
 ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    args = sample if isinstance(sample, tuple) else () if isinstance(sample, dict) else (sample,)
-    kwargs = sample if isinstance(sample, dict) else {}
+    named = isinstance(sample, Mapping)  # a dict, or such as a BatchEncoding of transformers
+    args = () if named else sample if isinstance(sample, tuple) else (sample,)
+    kwargs = dict(sample) if named else {}
     bound = inspect.signature(model.forward).bind_partial(*args, **kwargs)
     names = list(bound.arguments)[: len(args)] if args else []
     if len(names) < len(args):  # the last name takes several

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from torch_lms.ranks.members import Members
 
-__all__ = ["Channel", "Started", "make_channels", "wait_all"]
+__all__ = ["Channel", "Started", "make_channels", "sendable", "wait_all"]
 
 Started = tuple[Sequence[torch.Tensor], Sequence[Any]]  # what is on its way, and what to wait for
 
@@ -33,7 +33,7 @@ class Channel:
         self._tag = _FIRST_TAG + number
 
     def send_all(self, tensors: Sequence[torch.Tensor], place: int) -> Started:
-        """Starts to send contiguous tensors."""
+        """Starts to send tensors that are `sendable`."""
         return self._start(dist.isend, tensors, place)
 
     def receive_all(self, buffers: Sequence[torch.Tensor], place: int) -> Started:
@@ -58,6 +58,14 @@ class Channel:
         if operations:
             for work in self._batch(operations):
                 work.wait()
+
+
+def sendable(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values, contiguous and as their bytes say: neither a conjugated view nor a negated one.
+
+    What is sent is bytes, and ``contiguous`` gives such a view back as it is.
+    """
+    return tensor.resolve_conj().resolve_neg().contiguous()
 
 
 def wait_all(started: Started) -> Sequence[torch.Tensor]:

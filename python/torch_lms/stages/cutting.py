@@ -54,8 +54,8 @@ def split(
         relief: what each stage gives up to fit, as `Partition.stage_relief` says; empty where none does.
 
     Raises:
-        PartitionError: if there is no graph, a node has no stage, a stage has no node, an edge goes backwards, or an
-            operation in place would be seen at the wrong time.
+        PartitionError: if there is no graph, a node has no stage, a stage has no node, an edge goes backwards, an
+            operation in place would be seen at the wrong time, or stages would share memory but not a parameter.
     """
     graph_module = _graph_module(traced)
     graph = graph_module.graph

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from torch_lms.stages.overlaps import check_memory
 from torch_lms.stages.stage import Stage
 
 __all__ = ["find_shared", "install", "named_tensors"]
@@ -102,7 +103,12 @@ def _put_rest(stages: Sequence[Stage], model: nn.Module) -> None:
 
 
 def find_shared(stages: Sequence[Stage]) -> None:
-    """Notes for each stage which of its parameters and buffers are also in other stages, by identity."""
+    """Notes for each stage which of its parameters and buffers are also in other stages, by identity.
+
+    Raises:
+        PartitionError: for what is in the same memory in another way, and would train apart.
+    """
+    check_memory(((stage.index, name), value) for stage in stages for name, value in named_tensors(stage))
     homes: dict[int, list[tuple[int, str]]] = defaultdict(list)
     for stage in stages:
         for name, value in named_tensors(stage):

@@ -1,8 +1,8 @@
-"""State dicts of a model and of its stages: the same names, so that they merge and split."""
+"""State dicts of a model and of its stages: the same names, so that they merge, and a stage finds its entries."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from torch_lms.errors import PartitionError
 from torch_lms.stages.stage import Stage
 
-__all__ = ["find_entry", "merge_state_dicts", "split_state_dict"]
+__all__ = ["find_entry", "merge_state_dicts"]
 
 StateDict = Mapping[str, Any]
 
@@ -44,27 +44,6 @@ def _same(one: Any, other: Any) -> bool:
             return one.shape == other.shape and one.dtype == other.dtype
         return torch.equal(one.detach().cpu(), other.detach().cpu())
     return bool(one == other)
-
-
-def split_state_dict(state_dict: StateDict, stages: Sequence[Stage]) -> list[dict[str, Any]]:
-    """Each stage's part of a model's state dict.
-
-    A tied weight may stand in the state dict under any one of its names.
-
-    Raises:
-        PartitionError: if a stage's name is in the state dict under none of its names.
-    """
-    parts: list[dict[str, Any]] = []
-    for stage in stages:
-        part = {name: find_entry(state_dict, stage, name) for name in stage.state_dict()}
-        missing = [name for name, value in part.items() if value is None]
-        if missing:
-            raise PartitionError(
-                f"expected {missing[0]!r} of stage {stage.index} in the state dict, found neither it nor a name tied "
-                "to it; give the state dict of the whole model"
-            )
-        parts.append(part)
-    return parts
 
 
 def find_entry(state_dict: StateDict, stage: Stage, name: str) -> Any:
