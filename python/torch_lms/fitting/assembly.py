@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from torch_lms.fitting.recorder import RecordedOp, RecordedStorage
 from torch_lms.fitting.step import RecordedStep
+from torch_lms.plan.recording import checked_recipe
 from torch_lms.plan.trace import Cycle, Link, Recipe, Trace, TraceOp, TraceStorage
 
 __all__ = ["assemble_trace"]
@@ -38,7 +38,7 @@ def assemble_trace(
         signature=hashlib.sha256(repr(said).encode()).hexdigest()[:16],
         link=link,
         ops=ops,
-        storages=tuple(_checked(storage, storages) for storage in storages),
+        storages=tuple(checked_recipe(storage, storages) for storage in storages),
         cycle=Cycle(kind="training" if any(op.phase == "backward" for op in step.ops) else "inference"),
     )
 
@@ -87,15 +87,3 @@ def _storage(
 
 def _is_run_again(op: RecordedOp, storage: RecordedStorage) -> bool:
     return op.rewrites is storage and not op.why_not_again
-
-
-def _checked(storage: TraceStorage, storages: Sequence[TraceStorage]) -> TraceStorage:
-    """Without its recipe if what it is made from is written before it is used last."""
-    if storage.recompute is None or storage.producer is None:
-        return storage
-    last = storage.last_access or 0
-    why_not = ""
-    for number in storage.recompute.inputs:
-        if any(storage.producer < place <= last for place in storages[number].writes):
-            why_not = f"storage {number}, from which it is made, is written before it is used last"
-    return replace(storage, recompute=None, why_not_recompute=why_not) if why_not else storage

@@ -13,7 +13,7 @@ from typing import Any
 from torch_lms.plan.document import Actions, Plan
 from torch_lms.plan.trace import Cycle, Host, Link, Recipe, Trace, TraceOp, TraceStorage
 
-__all__ = ["compile_plan", "host_of", "timed_again", "told_of", "trace_of"]
+__all__ = ["checked_recipe", "compile_plan", "host_of", "timed_again", "told_of", "trace_of"]
 
 _LINK_SHARE = 0.95
 _MUCH = 4.0  # times the usual time of the host
@@ -31,7 +31,7 @@ def trace_of(recording: Mapping[str, Any], *, limit_bytes: int, link: Link) -> T
     uses, writes = _places_of(ops, len(storages))
     durations_us = _durations_us(ops)
     made = [_storage(ops, durations_us, storage, uses[i], writes[i]) for i, storage in enumerate(storages)]
-    made = [_checked_recipe(storage, made) for storage in made]
+    made = [checked_recipe(storage, made) for storage in made]
     live_bytes = _live_bytes(made, len(ops))
     first_forward = _first_forward(ops, storages)
     return Trace(
@@ -190,18 +190,16 @@ def _storage(
     )
 
 
-def _checked_recipe(storage: TraceStorage, storages: Sequence[TraceStorage]) -> TraceStorage:
+def checked_recipe(storage: TraceStorage, storages: Sequence[TraceStorage]) -> TraceStorage:
     """Without its recipe if what it is made from is written before it is used last."""
-    if storage.recompute is None:
+    if storage.recompute is None or storage.producer is None:
         return storage
-    why_not = ""
-    first, last = storage.producer or 0, storage.last_access or 0
+    first, last = storage.producer, storage.last_access or 0
     for number in storage.recompute.inputs:
         if any(first < place <= last for place in storages[number].writes):
             why_not = f"storage {number}, from which it is made, is written before it is used last"
-    if not why_not:
-        return storage
-    return replace(storage, recompute=None, why_not_recompute=why_not)
+            return replace(storage, recompute=None, why_not_recompute=why_not)
+    return storage
 
 
 def _live_bytes(storages: Iterable[TraceStorage], places: int) -> list[int]:
