@@ -58,7 +58,7 @@ void CudaTransferBackend::note_stream(cudaStream_t stream) {
   }
   if (now == kMaxStreams) {
     throw TransferFailed(
-        "expected at most 128 streams that use paged storages on one device, found more; reuse "
+        "expected at most 1024 streams that use paged storages on one device, found more; reuse "
         "streams instead of creating new ones");
   }
   streams_[now] = stream;

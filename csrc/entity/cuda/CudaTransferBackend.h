@@ -110,7 +110,7 @@ class CudaTransferBackend final : public TransferBackend {
       const FencePtr& after);
   void reclaim(bool wait);
 
-  static constexpr size_t kMaxStreams = 128;
+  static constexpr size_t kMaxStreams = 1024;
 
   const int device_;
   const std::shared_ptr<HostPool> pool_;

@@ -238,13 +238,20 @@ void CudaDevice::unlimit() {
 }
 
 CudaDevice::BeyondLimit::BeyondLimit(CudaDevice& device) : device_(device) {
-  device_.beyond_limit_.fetch_add(1);
+  std::lock_guard<std::mutex> lock(device_.beyond_mutex_);
   device_.set_fraction(SIZE_MAX);
+  ++device_.beyond_limit_;
 }
 
 CudaDevice::BeyondLimit::~BeyondLimit() {
-  if (device_.beyond_limit_.fetch_sub(1) == 1) {
+  std::lock_guard<std::mutex> lock(device_.beyond_mutex_);
+  if (--device_.beyond_limit_ != 0) {
+    return;
+  }
+  try {
     device_.set_fraction(device_.reserved_limit_bytes_.load());
+  } catch (const std::exception& error) { // the device is in error, and does not answer
+    TORCH_WARN("torch_lms: the limit is not kept any more: ", error.what());
   }
 }
 

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <atomic>
+#include <mutex>
 
 #include <entity/cuda/CudaTransferBackend.h>
 #include <entity/cuda/PinnedSlabSource.h>
@@ -60,7 +61,8 @@ class CudaDevice final : public Device {
   void set_fraction(size_t reserved_bytes) const;
 
   const c10::DeviceIndex index_;
-  std::atomic<int> beyond_limit_{0};
+  std::mutex beyond_mutex_; // of the number and what follows from it
+  int beyond_limit_ = 0;
   std::atomic<size_t> reserved_limit_bytes_{SIZE_MAX};
   const std::shared_ptr<HostPool> pool_;
   const std::vector<cudaStream_t> pool_streams_;

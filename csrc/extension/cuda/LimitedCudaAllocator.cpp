@@ -1,5 +1,6 @@
 #include <extension/cuda/LimitedCudaAllocator.h>
 
+#include <algorithm>
 #include <utility>
 
 #include <c10/cuda/CUDAFunctions.h>
@@ -45,6 +46,9 @@ void LimitedCudaAllocator::install(Room& room, CudaDevice& device) {
 void LimitedCudaAllocator::uninstall() {
   if (inner_ != nullptr && cuda_allocator::allocator.load() == this) {
     cuda_allocator::allocator.store(inner_);
+    std::lock_guard<std::mutex> lock(pools_mutex_);
+    pools_.clear(); // their ends will be told to PyTorch's
+    captures_.store(0);
   }
 }
 
@@ -171,12 +175,20 @@ void LimitedCudaAllocator::beginAllocateToPool(
     room_.load()->before_capture(); // Nothing is in flight while a graph is captured.
   }
   inner_->beginAllocateToPool(device, pool, std::move(filter));
-  captures_.fetch_add(1);
+  std::lock_guard<std::mutex> lock(pools_mutex_);
+  pools_.emplace_back(device, pool);
+  captures_.store(pools_.size());
 }
 
 void LimitedCudaAllocator::endAllocateToPool(c10::DeviceIndex device, c10::MempoolId_t pool) {
   inner_->endAllocateToPool(device, pool);
-  captures_.fetch_sub(1);
+  std::lock_guard<std::mutex> lock(pools_mutex_);
+  // It may have begun while PyTorch's own allocator was in place.
+  const auto found = std::find(pools_.begin(), pools_.end(), std::make_pair(device, pool));
+  if (found != pools_.end()) {
+    pools_.erase(found);
+  }
+  captures_.store(pools_.size());
 }
 
 } // namespace torch_lms

@@ -2,6 +2,9 @@
 
 #include <array>
 #include <atomic>
+#include <mutex>
+#include <utility>
+#include <vector>
 
 #include <extension/cuda/CudaDevice.h>
 #include <extension/cuda/ForwardingCudaAllocator.h>
@@ -39,7 +42,7 @@ class LimitedCudaAllocator final : public ForwardingCudaAllocator {
     return captures_.load(std::memory_order_relaxed) != 0;
   }
 
-  /// For the current device, whose allocator's lock is held. Returns whether there was anything.
+  /// For the current device, whose allocator's lock is held. Returns whether it has a limit.
   bool vacate_finished();
 
   c10::DataPtr allocate(size_t nbytes) override;
@@ -68,7 +71,9 @@ class LimitedCudaAllocator final : public ForwardingCudaAllocator {
 
   std::atomic<Room*> room_{nullptr};
   std::array<std::atomic<CudaDevice*>, 64> devices_{}; // those with a limit, by index
-  std::atomic<int> captures_{0};
+  std::mutex pools_mutex_; // guards what follows
+  std::vector<std::pair<c10::DeviceIndex, c10::MempoolId_t>> pools_; // that have begun here
+  std::atomic<size_t> captures_{0}; // their number
 };
 
 } // namespace torch_lms
