@@ -19,10 +19,11 @@ __all__ = ["pairs_that_share"]
 
 
 def pairs_that_share(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:
-    """Their numbers, the lower one first. No bytes are read.
+    """Their numbers, the lower one first. Where more than two have a byte, each is paired with the first of them.
 
     Args:
-        tensors: each of which is there once; those on the meta device share what they would on another.
+        tensors: each of which is there once, and whose bytes are not read; those on the meta device share what they
+            would on another.
     """
     in_storage: dict[int, list[int]] = defaultdict(list)
     for number, tensor in enumerate(tensors):
@@ -30,18 +31,39 @@ def pairs_that_share(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int
         if has_bytes:
             in_storage[storage_key(tensor)].append(number)
     for beside in in_storage.values():
-        for one, other in _that_meet({number: _span(tensors[number]) for number in beside}):
-            if _overlap(tensors[one], tensors[other]):
-                yield (one, other) if one < other else (other, one)
+        for meeting in _that_meet({number: _span(tensors[number]) for number in beside}):
+            yield from _pairs_of([(number, tensors[number]) for number in meeting])
 
 
-def _that_meet(spans: dict[int, range]) -> Iterator[tuple[int, int]]:
-    """A storage may hold thousands that do not."""
-    before: list[int] = []
+def _that_meet(spans: dict[int, range]) -> Iterator[list[int]]:
+    """Those that lie within each other's first and last bytes; a storage may hold thousands that do not."""
+    meeting: list[int] = []
+    end = 0
     for number in sorted(spans, key=lambda number: spans[number].start):
-        before = [other for other in before if spans[other].stop > spans[number].start]
-        yield from ((other, number) for other in before)
-        before.append(number)
+        if spans[number].start >= end and meeting:
+            yield meeting
+            meeting = []
+        meeting.append(number)
+        end = max(end, spans[number].stop)
+    yield meeting
+
+
+def _pairs_of(meeting: Sequence[tuple[int, torch.Tensor]]) -> Iterator[tuple[int, int]]:
+    """Each place belongs to the first of those that have it, and who comes later finds its owner there."""
+    if len(meeting) < 2:
+        return
+    unit = math.gcd(*(one.element_size() for _, one in meeting))
+    begin = min(_span(one).start for _, one in meeting)
+    end = max(_span(one).stop for _, one in meeting)
+    owners = torch.full(((end - begin) // unit,), -1, dtype=torch.int32, device="cpu")
+    places = torch.arange(len(owners), device="cpu")
+    for number, one in sorted(meeting, key=lambda numbered: numbered[0]):
+        each = one.element_size() // unit
+        strides = (*(stride * each for stride in one.stride()), 1)
+        where = (*one.shape, each), strides, (_span(one).start - begin) // unit
+        own = owners.as_strided(*where)
+        yield from ((other, number) for other in own[own >= 0].unique().tolist())
+        owners[places.as_strided(*where)[own < 0]] = number
 
 
 def _span(one: torch.Tensor) -> range:
@@ -49,21 +71,3 @@ def _span(one: torch.Tensor) -> range:
     steps = sum((length - 1) * step for length, step in zip(one.shape, one.stride(), strict=True))
     begin, width = int(one.storage_offset()), one.element_size()
     return range(begin * width, (begin + steps + 1) * width)
-
-
-def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors of one storage, whose spans meet, have a byte in common."""
-    if one.is_contiguous() and other.is_contiguous():
-        return True
-    unit = math.gcd(one.element_size(), other.element_size())
-    begin = min(_span(one).start, _span(other).start)
-    marks = torch.zeros((max(_span(one).stop, _span(other).stop) - begin) // unit, dtype=torch.bool, device="cpu")
-    _marks_of(one, marks, begin, unit).fill_(True)
-    return bool(_marks_of(other, marks, begin, unit).any())
-
-
-def _marks_of(one: torch.Tensor, marks: torch.Tensor, begin: int, unit: int) -> torch.Tensor:
-    """Of marks for the bytes of a storage from some place on, a tensor's own."""
-    each = one.element_size() // unit
-    strides = (*(stride * each for stride in one.stride()), 1)
-    return marks.as_strided((*one.shape, each), strides, (_span(one).start - begin) // unit)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from torch_lms.swap import automatic, limits, planning
+from torch_lms.swap import automatic, limits, mlms, planning
 from torch_lms.swap.limits import parse_limits
 from torch_lms.swap.planning import Wishes
 
@@ -101,6 +101,22 @@ def test_who_wants_no_plans_any_more_has_none(paged: ModuleType, chaos: bool) ->
     assert paged.stats().limit_bytes == 28 * MIB
 
 
+def test_a_limit_that_is_set_again_while_a_plan_is_made_has_a_plan_all_the_same(paged: ModuleType, chaos: bool) -> None:
+    if chaos:
+        pytest.skip("what goes out at random fits no plan")
+    step, again = training(), 0
+    paged.enable({"cpu": 24 * MIB}, min_bytes="16KiB")
+    for _ in range(200):
+        step()
+        if planning.is_planning() and again < 2:
+            again += 1
+            paged.enable({"cpu": 24 * MIB}, min_bytes="16KiB")
+        elif again == 2 and paged.current_plan() is not None:
+            break
+    assert again == 2
+    assert paged.current_plan() is not None
+
+
 def test_a_changed_limit_leaves_what_was_asked_for(paged: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     paged.enable({"cpu": "2GiB"}, recompute=False, min_bytes="3MiB")
     with monkeypatch.context() as patched:
@@ -116,10 +132,20 @@ def test_a_changed_limit_leaves_what_was_asked_for(paged: ModuleType, monkeypatc
     }  # fmt: skip
 
 
-def test_a_limit_set_by_the_name_of_ibm_lms_leaves_what_was_asked_for(paged: ModuleType) -> None:
-    from torch_lms.swap import mlms
-
+def test_a_limit_set_by_the_name_of_ibm_lms_leaves_what_was_asked_for(
+    paged: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mlms, "_lms_limit", None)  # and is that again afterwards
     paged.enable({"cpu": "2GiB"}, recompute=False)
     mlms.set_limit_lms("1GiB" if not torch.cuda.is_available() else None)
     assert planning._wishes is not None
     assert not planning._wishes.recompute
+
+
+def test_a_size_set_by_the_name_of_ibm_lms_leaves_the_limit(paged: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mlms, "_lms_size_bytes", mlms.get_size_lms())
+    paged.enable({"cpu": "1GiB"}, min_bytes="16MiB")
+    mlms.set_size_lms("4MiB")
+    assert paged.stats().limit_bytes == 1 << 30
+    paged.disable()
+    assert automatic.present_limits() == {}

@@ -116,10 +116,11 @@ void OpCallbacks::settle() {
   settled_ = true;
 }
 
-/// Where nothing has left there is nothing to be observed for.
+/// Where nothing has left there is nothing to be observed for, unless to begin again would take a
+/// wait for other threads.
 void OpCallbacks::end_request() {
-  if (requests_.fetch_sub(1) == 1 && !pager_.active()) {
-    end_requests();
+  if (requests_.fetch_sub(1) == 1) {
+    stop_if_idle();
   }
 }
 

@@ -17,6 +17,9 @@ void Planning::enable(Device& device, bool may_drop) {
   contest_.clear();
   {
     std::lock_guard<std::mutex> lock(mutex_);
+    recording_ =
+        nullptr; // a plan that is being made of it is for the other limit, and is not added
+    waiting_ = false;
     on_demand_ = false;
     timed_.clear();
   }
@@ -24,8 +27,11 @@ void Planning::enable(Device& device, bool may_drop) {
 }
 
 void Planning::disable() {
-  device_.store(nullptr);
-  recorder_.abandon();
+  {
+    std::lock_guard<std::mutex> lock(mutex_); // nobody begins a recording for it any more
+    device_.store(nullptr);
+    recorder_.abandon();
+  }
   executor_.clear();
   drops_.allow(false);
   meter_.clear();
@@ -160,8 +166,8 @@ void Planning::end_cycle() {
     std::lock_guard<SpinLock> finding(finding_);
     may_repeat = finder_.may_repeat();
   }
-  const bool records =
-      wanted && may_repeat && !waiting_ && !on_demand_ && policy_.attention() == Attention::kArmed;
+  const bool records = wanted && may_repeat && !waiting_ && !on_demand_ &&
+                       device_.load() == device && policy_.attention() == Attention::kArmed;
   policy_.set_planned(executor_.active() && !records);
   if (records) {
     recorder_.begin(*device, [this, device] { return policy_.take_recent_peak(*device); });

@@ -52,11 +52,11 @@ def chunked(
     """Holds a model's parameters and its optimizer's state in equal chunks, for training in mixed precision.
 
     Parameters become 16-bit numbers, which the model computes with, and so do the 32-bit inputs that it is called
-    with, also those in lists, tuples and dicts. (Batch norm stays as it is: its statistics would lose too much.) The
-    optimizer updates 32-bit masters of them, and gradients take the place of the parameters: 6 bytes for each
-    parameter, and what the optimizer keeps (8 for Adam). All of it is within the device's limit or on the host, and
-    moves in chunks as activations move: by automatic mode, which is turned on. Then train as before:
-    ``loss.backward()``, ``optimizer.step()``.
+    with, also those in lists, tuples and dicts. (The model gets copies of these: state that it is to keep in one has to
+    be in its type. Batch norm stays as it is: its statistics would lose too much.) The optimizer updates 32-bit masters
+    of them, and gradients take the place of the parameters: 6 bytes for each parameter, and what the optimizer keeps
+    (8 for Adam). All of it is within the device's limit or on the host, and moves in chunks as activations move: by
+    automatic mode, which is turned on. Then train as before: ``loss.backward()``, ``optimizer.step()``.
 
     Source: the seed on PatrickStar, section 6.
 

@@ -36,7 +36,7 @@ def check_memory(held: Iterable[tuple[Home, torch.Tensor]]) -> None:
         homes[id(tensor)].append(home)
         if not tensor.is_meta:
             tensors[id(tensor)] = tensor
-    found = list(tensors.values())
+    found = sorted(tensors.values(), key=lambda one: not one.requires_grad)  # each is paired with the first beside it
     for one, other in ((found[first], found[then]) for first, then in pairs_that_share(found)):
         if one.requires_grad or other.requires_grad:
             _refuse_apart(homes[id(one)], homes[id(other)])

@@ -16,9 +16,10 @@ from torch_lms.plan.document import Plan
 from torch_lms.swap import intercepts, optimizers, planning
 from torch_lms.swap.limits import Limit, parse_limits
 
-__all__ = ["change_limit", "count_cpu_allocations", "disable", "enable", "is_enabled"]
+__all__ = ["change_limit", "count_cpu_allocations", "disable", "enable", "is_enabled", "present_limits"]
 
 _enabled = False
+_limits: dict[str, int] = {}  # by device, in bytes
 _options: dict[str, Any] = {}  # that hold where one limit is changed
 _begun = False  # something that `disable` has to end
 
@@ -69,7 +70,7 @@ def enable(
         EnvError: if a CUDA graph was captured before automatic mode was on.
         LmsError: in a forked child, and on a PyTorch with the fork's patches, which pages by hand alone.
     """
-    global _enabled, _begun, _options
+    global _enabled, _begun, _limits, _options
     need_extension("automatic mode", "page with torch_lms.SwapEnv, or use stock PyTorch 2.11 or later")
     limits = parse_limits(limit)
     smallest = parse_bytes(min_bytes)
@@ -92,9 +93,15 @@ def enable(
     for device, limit_bytes in limits.items():
         core.enable(device, limit_bytes, smallest)
     optimizers.install(limits)
+    _limits = {**(_limits if _enabled else {}), **limits}
     _options = {"min_bytes": min_bytes, "swap": swap, "recompute": recompute}
     _options["expandable_segments"] = expandable_segments
     _enabled = True
+
+
+def present_limits() -> dict[str | torch.device, int | str]:
+    """Of automatic mode, by device, in bytes; empty where it is off."""
+    return {device: nbytes for device, nbytes in _limits.items() if _enabled}
 
 
 def change_limit(limit: Limit | Mapping[str | torch.device, int | str], **options: Any) -> None:

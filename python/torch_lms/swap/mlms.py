@@ -139,7 +139,7 @@ def set_limit_lms(limit: int | str | None) -> None:
     global _lms_limit
     parse_limits(limit)  # raises before anything is changed
     if automatic.is_enabled():
-        automatic.change_limit(limit, min_bytes=_lms_size_bytes)
+        automatic.change_limit(limit)
     _lms_limit = limit
 
 
@@ -153,7 +153,7 @@ def set_size_lms(size: int | str) -> None:
     global _lms_size_bytes
     parse_bytes(size)  # raises before anything is changed
     if automatic.is_enabled():
-        automatic.change_limit(_lms_limit, min_bytes=size)
+        automatic.change_limit(automatic.present_limits(), min_bytes=size)
     _lms_size_bytes = size
 
 
