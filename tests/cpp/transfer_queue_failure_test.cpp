@@ -29,6 +29,14 @@ void enqueue_started(Queue& queue, EntityRig& rig) {
   queue.start_actions();
 }
 
+/// The worker is in its copy until the gate opens.
+void stop_in_copy(Queue& queue, EntityRig& rig, Gate& gate) {
+  rig.backend->interruptions.at(BackendStep::kCopyToHost, gate.action());
+  rig.go_to(State::kOutQueued);
+  enqueue_started(queue, rig);
+  gate.wait_until_reached();
+}
+
 /// Takes the one transfer that has finished, for the rig to drop or commit.
 void take_one(Queue& queue, EntityRig& rig) {
   auto finished = queue.take_finished();
@@ -179,10 +187,7 @@ TEST(the_worker_leaves_the_end_of_a_storage_to_who_takes_the_transfer) {
   EntityRig rig(Copies::kOnCaller);
   Queue queue(kOut);
   Gate gate;
-  rig.backend->interruptions.at(BackendStep::kCopyToHost, gate.action());
-  rig.go_to(State::kOutQueued);
-  enqueue_started(queue, rig);
-  gate.wait_until_reached();
+  stop_in_copy(queue, rig, gate);
   rig.storage = nullptr; // the transfer keeps it
   gate.open();
   queue.wait_actions();
@@ -286,10 +291,7 @@ TEST(two_threads_that_wait_leave_the_queue_open) {
     EntityRig rig(Copies::kOnCaller);
     Queue queue(kOut);
     Gate gate;
-    rig.backend->interruptions.at(BackendStep::kCopyToHost, gate.action());
-    rig.go_to(State::kOutQueued);
-    enqueue_started(queue, rig);
-    gate.wait_until_reached();
+    stop_in_copy(queue, rig, gate);
     std::thread first([&] { queue.wait_actions(); });
     std::thread second([&] { queue.wait_actions(); });
     gate.open();
@@ -379,10 +381,7 @@ TEST(a_queue_that_is_started_before_it_stops_stays_locked) {
   EntityRig rig(Copies::kOnCaller);
   Queue queue(kOut);
   Gate gate;
-  rig.backend->interruptions.at(BackendStep::kCopyToHost, gate.action());
-  rig.go_to(State::kOutQueued);
-  enqueue_started(queue, rig);
-  gate.wait_until_reached();
+  stop_in_copy(queue, rig, gate);
   std::thread stopper([&] { queue.wait_and_stop_actions(); });
   std::this_thread::sleep_for(kMoment);
   queue.start_actions(); // it runs

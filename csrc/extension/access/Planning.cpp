@@ -17,8 +17,8 @@ void Planning::enable(Device& device, bool may_drop) {
   contest_.clear();
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    recording_ =
-        nullptr; // a plan that is being made of it is for the other limit, and is not added
+    // What is being made of the latest recording is for the other limit, and is not added.
+    recording_ = nullptr;
     waiting_ = false;
     on_demand_ = false;
     timed_.clear();
