@@ -172,6 +172,21 @@ def test_a_tensor_larger_than_the_limit_is_out_of_memory_and_the_next_call_works
     assert torch.equal(block(blocks=8), torch.ones(8 * BLOCK_BYTES // 4))
 
 
+def test_a_prefetch_that_has_taken_the_last_room_makes_room_again() -> None:
+    limit_bytes = 8 * BLOCK_BYTES
+    torch_lms.enable({"cpu": limit_bytes}, min_bytes=4096)
+    moved = block() + 1
+    torch_lms.pageout(moved)
+    torch_lms.wait()
+    room_bytes = limit_bytes - torch_lms.stats().allocated_bytes - moved.nbytes
+    filler = torch.empty(room_bytes - 2 * 64 - 8, dtype=torch.uint8).fill_(1)  # each block has a header of 64 bytes
+    torch_lms.prefetch(moved)
+    torch_lms.wait()
+    assert [len(torch.tensor([1.0, 2.0])) for _ in range(8)] == [2] * 8
+    assert filler.min() == 1
+    assert torch.equal(moved, block(2))
+
+
 def test_an_op_whose_result_alone_fits_reads_its_inputs_from_the_host() -> None:
     torch_lms.enable({"cpu": 10 * BLOCK_BYTES}, host_limit=64 * BLOCK_BYTES)
     torch_lms.stats(reset=True)

@@ -310,23 +310,72 @@ def test_what_has_no_room_before_a_fork_is_refused_in_the_child() -> None:
     assert found
 
 
-def written(model: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
-    """Another extension writes, outside of ops, to what an op made."""
-    for layer in model:
-        made = F.gelu(layer.up(layer.before(x)))
-        foreign_code.load().write("data_ptr", made.detach(), 0.5, 0)
-        x = x + layer.down(made)
-    return x
+class Written:
+    """Another extension writes, outside of ops, to what an op made; in the first steps it does not."""
+
+    def __init__(self, from_step: int = 0) -> None:
+        self._from_step = from_step
+
+    def __call__(self, model: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
+        for layer in model:
+            made = F.gelu(layer.up(layer.before(x)))
+            if self._from_step <= 0:
+                foreign_code.load().write("data_ptr", made.detach(), 0.5, 0)
+            x = x + layer.down(made)
+        self._from_step -= 1
+        return x
 
 
 @counts_exactly
 @one_thread()
 @foreign_code.needs_compiler
-@pytest.mark.parametrize("host_share", [SHARE, 4.0], ids=["full host", "by plans"])
-def test_what_another_extension_wrote_is_not_made_again_as_it_was(host_share: float) -> None:
-    begin = partial(training, written)
+def test_what_another_extension_writes_is_not_dropped_where_the_host_is_full() -> None:
+    check_bit_equal(lambda: training(Written()))
+
+
+@counts_exactly
+@one_thread()
+@foreign_code.needs_compiler
+def test_what_another_extension_begins_to_write_is_not_made_again_as_it_was() -> None:
+    def begin() -> Step:
+        return training(Written(from_step=5))
+
     expected = list(run(begin))
-    on(begin, host_share=host_share, swap=host_share == SHARE)
+    on(begin, host_share=4.0, swap=False)
     for number, (made, same) in enumerate(zip(run(begin), expected, strict=True)):
         assert made == same, f"step {number}"
-    assert torch_lms.stats().recomputed_bytes > 0
+        assert number != 4 or torch_lms.stats().recomputed_bytes > 0  # by a plan that knows nothing of it
+
+
+@counts_exactly
+@one_thread()
+@foreign_code.needs_compiler
+def test_what_another_extension_wrote_in_a_recorded_step_is_not_planned_to_be_made_again() -> None:
+    def begin() -> Step:
+        return training(Written())
+
+    expected = list(run(begin))
+    on(begin, host_share=4.0)
+    for number, (made, same) in enumerate(zip(run(begin), expected, strict=True)):
+        assert made == same, f"step {number}"
+    trace = last_trace()
+    assert trace is not None
+    taken = [one for one in trace.storages if one.why_not_recompute == "its address was taken outside of ops"]
+    assert sum(trace.ops[one.producer].name == "aten::gelu" for one in taken if one.producer is not None) >= LAYERS
+
+
+# --- a host that has been full, and is not any more -------------------------------------------------------
+
+
+@counts_exactly
+@one_thread()
+def test_a_host_with_more_room_than_before_makes_nothing_again() -> None:
+    on(training)
+    training()(0)
+    assert torch_lms.stats().recomputable_bytes > 0
+    limit_bytes, host_bytes = torch_lms.stats().limit_bytes, torch_lms.stats().host_limit_bytes
+    torch_lms.enable({"cpu": limit_bytes}, min_bytes=MIN_BYTES, host_limit=8 * host_bytes)
+    torch_lms.stats(reset=True)
+    training()(0)
+    assert torch_lms.stats().pageouts > 0
+    assert torch_lms.stats().recomputable_bytes == 0

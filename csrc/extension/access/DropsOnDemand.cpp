@@ -10,10 +10,10 @@ namespace torch_lms {
 
 void DropsOnDemand::allow(bool allowed) {
   allowed_.store(allowed, std::memory_order_relaxed);
+  end();
   if (allowed) {
     return;
   }
-  end();
   MadeByEntity forgotten; // destroyed after unlocking
   std::lock_guard<std::mutex> lock(mutex_);
   forgotten.swap(made_);

@@ -35,7 +35,7 @@ class DropsOnDemand {
   DropsOnDemand(Pager& pager, Recipes& recipes, Audition& audition)
       : pager_(pager), recipes_(recipes), audition_(audition) {}
 
-  /// Whether the user lets storages be dropped at all.
+  /// Whether the user lets storages be dropped at all, once the host fills under its present limit.
   void allow(bool allowed);
 
   /// From now on ops leave their recipes, if that is allowed; until `end`. Those that there are can

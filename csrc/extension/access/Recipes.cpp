@@ -214,9 +214,9 @@ std::vector<c10::StorageImpl*> Recipes::note_made(
                          return impl_of(input) == storage;
                        });
     storages.push_back(fresh ? storage : nullptr);
+    EntityPtr& entity = entities[storages.size() - 1];
+    entity = fresh ? entity : nullptr;
     if (looked_after) {
-      EntityPtr& entity = entities[storages.size() - 1];
-      entity = fresh ? entity : nullptr;
       known->second.made.push_back(entity);
     }
     if (fresh && looked_after) {
@@ -224,9 +224,7 @@ std::vector<c10::StorageImpl*> Recipes::note_made(
     }
   }
   lock.unlock();
-  if (looked_after) {
-    watch_writes(entities);
-  }
+  watch_writes(entities);
   return storages;
 }
 

@@ -35,8 +35,8 @@ class Recipes {
   bool finish(const std::shared_ptr<OpRecipe>& recipe, const std::vector<at::Tensor>& made);
 
   /// What the op has made, of which those are left that can be dropped: the rest is
-  /// null. Their place in the list is what `drop` takes. What `capture` has looked after has these
-  /// looked after, too: they may be written to before they are dropped.
+  /// null. Their place in the list is what `drop` takes. These are looked after from now on, too:
+  /// they may be written to before they are dropped.
   std::vector<c10::StorageImpl*> note_made(
       const std::shared_ptr<OpRecipe>& recipe,
       const std::vector<at::Tensor>& made);

@@ -5,6 +5,14 @@
 
 namespace torch_lms {
 
+/// Why an allocation finds no room.
+enum class Refusal : uint8_t {
+  kByDevice, ///< There is room within the limit; the device's allocator finds no block.
+  kPageoutsFail, ///< The host has no room, say.
+  kPageoutsTakeLong,
+  kNothingToGo,
+};
+
 /// What lower parts have to know of what the calling thread is doing. Each thread has its own.
 struct ThreadContext {
   /// An address in the frame of the outermost op whose inputs are pinned; null outside of one.
@@ -19,6 +27,8 @@ struct ThreadContext {
   size_t op_made_bytes = 0;
   /// Whether an allocation has been refused in it, or made beyond the limit for want of room.
   bool op_refused = false;
+  /// Why room was last refused.
+  Refusal refusal = Refusal::kByDevice;
   /// Allocations are for prefetches: they take what is free, push nothing out, and leave one
   /// free block of `contiguous_reserve_bytes`.
   bool for_prefetch = false;

@@ -72,7 +72,9 @@ void CountingCpuAllocator::reserve_within_limit(Room& room, size_t nbytes) {
   }
   Room::Answer answer = Room::Answer::kFits;
   for (int tries = 0; tries < kTries && answer == Room::Answer::kFits; ++tries) {
-    answer = device_.spend(nbytes) ? Room::Answer::kFits : room.make_room(device_, nbytes);
+    // Prefetches take room and spend no budget, so what is left of one may be worth nothing.
+    const bool granted = tries == 0 && device_.spend(nbytes);
+    answer = granted ? Room::Answer::kFits : room.make_room(device_, nbytes);
     if (reserve(nbytes, answer == Room::Answer::kGiveWay ? 0 : device_.limit_bytes())) {
       return;
     }

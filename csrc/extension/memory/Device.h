@@ -131,7 +131,8 @@ class Device {
   /// Note [The budget of allocations]
   /// To ask an allocator how much is in use takes its lock. So whoever has asked grants a
   /// number of bytes that may be allocated before anybody asks again: what is freed meanwhile
-  /// makes more room, never less. While automatic mode sleeps the grant is what is missing to
+  /// makes more room. (Prefetches take some, and spend none: whom the allocator refuses has the
+  /// budget looked at again.) While automatic mode sleeps the grant is what is missing to
   /// the watermark, and an allocation costs one atomic subtraction. While it is armed, large
   /// allocations ask each time, since the policy wants to know them.
   bool spend(size_t nbytes) noexcept {

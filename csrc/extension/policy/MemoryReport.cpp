@@ -15,6 +15,19 @@ size_t with_small_ones(size_t nbytes) noexcept {
   return (nbytes + nbytes / 256 + kStepBytes - 1) / kStepBytes * kStepBytes;
 }
 
+const char* text_of(Refusal why) noexcept {
+  switch (why) {
+    case Refusal::kPageoutsFail:
+      return "page-outs have failed";
+    case Refusal::kPageoutsTakeLong:
+      return "page-outs have taken too long";
+    case Refusal::kNothingToGo:
+      return "nothing was there to go, and no thread has let go of anything";
+    default:
+      return "the device's allocator has no such block";
+  }
+}
+
 } // namespace
 
 MemoryReport report_memory(Device& device, PolicyState& state, const Wakefulness& wakefulness) {
@@ -47,8 +60,10 @@ MemoryReport report_memory(Device& device, PolicyState& state, const Wakefulness
 
 std::string text_of_refusal(Device& device, size_t nbytes, const MemoryReport& held) {
   const char* op = this_thread().op_name;
+  const Refusal why = this_thread().refusal;
   std::ostringstream text;
-  const size_t stays = held.allocated_bytes - std::min(held.allocated_bytes, held.movable_bytes);
+  const size_t goes = why == Refusal::kPageoutsFail ? 0 : held.movable_bytes;
+  const size_t stays = held.allocated_bytes - std::min(held.allocated_bytes, goes);
   text << "torch_lms: expected room " << (op != nullptr ? std::string("in ") + op + " " : "")
        << "for a " << (device.device().is_cpu() ? "CPU" : "CUDA") << " tensor of " << nbytes
        << " bytes within the limit of " << held.limit_bytes << " bytes, found "
@@ -57,8 +72,9 @@ std::string text_of_refusal(Device& device, size_t nbytes, const MemoryReport& h
        << "collective: " << held.fixed_bytes << ", on their way: " << held.leaving_bytes
        << ", not seen in any op: " << held.unseen_bytes
        << ", small, in private pools, or inside of "
-       << "compiled code: " << held.other_bytes << "). Raise the limit, lower min_bytes, or use "
-       << "smaller batches; a limit of " << with_small_ones(stays + nbytes)
+       << "compiled code: " << held.other_bytes << ", free to go: " << held.movable_bytes
+       << "): " << text_of(why) << ". Raise the limit, lower "
+       << "min_bytes, or use smaller batches; a limit of " << with_small_ones(stays + nbytes)
        << " bytes would do here. ";
   return text.str();
 }

@@ -19,6 +19,7 @@ void Policy::enable(Device& device, size_t limit_bytes, size_t min_bytes) {
     state_.pager.look_for_all(); // smaller ones may be out
   }
   tracked_from_bytes_.store(min_bytes, std::memory_order_relaxed);
+  pageouts_.forget_errors(); // the host may have more room now
   wakefulness_.begin();
   state_.pager.kept_copies().keep(true);
   // What is known already, from paging by hand or from the last time.

@@ -67,6 +67,11 @@ Room::Answer RoomMaker::give_way(Device& device, size_t nbytes) {
   return Answer::kGiveWay;
 }
 
+Room::Answer RoomMaker::refuse(Refusal why) {
+  this_thread().refusal = why;
+  return Answer::kRefuse;
+}
+
 Room::Answer RoomMaker::wait_for_room(Device& device, size_t nbytes) {
   const size_t limit = device.limit_bytes();
   const auto deadline = Clock::now() + state_.options.patience_in_all;
@@ -108,16 +113,16 @@ Room::Answer RoomMaker::wait_for_room(Device& device, size_t nbytes) {
     if (now == Progress::kFailed) {
       // It may be the failure of an earlier request: once these are over, the next counts.
       if (++failures > 1) {
-        return Answer::kRefuse;
+        return refuse(Refusal::kPageoutsFail);
       }
       while (Clock::now() < deadline &&
              pageouts_.wait(&progress, deadline) != Progress::kNothingUnderWay) {
       }
     } else if (outgoing + requested == 0 && !pageouts_.others_may_let_go(moved)) {
-      return Answer::kRefuse;
+      return refuse(Refusal::kNothingToGo);
     } // else another thread has committed what this one was about to wait for
   }
-  return Answer::kRefuse;
+  return refuse(Refusal::kPageoutsTakeLong);
 }
 
 void RoomMaker::wait_for_pageouts(Device& device, size_t most_bytes) {
@@ -136,6 +141,7 @@ void RoomMaker::wait_for_pageouts(Device& device, size_t most_bytes) {
 }
 
 Room::Answer RoomMaker::after_out_of_memory(Device& device, size_t nbytes) {
+  this_thread().refusal = Refusal::kByDevice;
   if (device.limit_bytes() == 0 || this_thread().for_prefetch || device.capturing()) {
     return Answer::kRefuse;
   }

@@ -2,6 +2,7 @@
 
 #include <string>
 
+#include <extension/base/ThreadContext.h>
 #include <extension/memory/Room.h>
 #include <extension/policy/LargePieces.h>
 #include <extension/policy/Pageouts.h>
@@ -50,6 +51,7 @@ class RoomMaker final : public Room {
 
  private:
   Answer give_way(Device& device, size_t nbytes);
+  Answer refuse(Refusal why);
 
   PolicyState& state_;
   Wakefulness& wakefulness_;
