@@ -1,4 +1,4 @@
-"""Sizes of memory as people write them."""
+"""Sizes of memory as people write and read them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from fractions import Fraction
 
 from torch_lms.errors import LimitError
 
-__all__ = ["parse_bytes"]
+__all__ = ["GIB", "in_gib", "parse_bytes"]
+
+GIB = 1 << 30
 
 _UNITS_BYTES = {
     "": 1,
@@ -54,6 +56,8 @@ def parse_bytes(size: int | str, *, total_bytes: int | None = None) -> int:
         if unit == "%":
             if total_bytes is None:
                 raise LimitError(f"expected a size in bytes here, found the percentage {size!r}; name a size")
+            if Fraction(match[1]) > 100:
+                raise LimitError(f"expected at most 100% of what is there, found {size!r}; pass a smaller size")
             nbytes = int(Fraction(match[1]) * total_bytes / 100)
         else:
             nbytes = int(Fraction(match[1]) * _UNITS_BYTES[unit])
@@ -62,3 +66,8 @@ def parse_bytes(size: int | str, *, total_bytes: int | None = None) -> int:
     if nbytes > _MOST_BYTES:
         raise LimitError(f"expected a size that memory can have, found {str(size)[:40]!r}; pass a smaller size")
     return nbytes
+
+
+def in_gib(nbytes: float) -> str:
+    """A size for people: ``"1.50 GiB"``."""
+    return f"{nbytes / GIB:.2f} GiB"

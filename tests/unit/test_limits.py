@@ -118,6 +118,12 @@ def test_a_percentage_of_nothing_is_refused() -> None:
         parse_bytes("50%")
 
 
+@pytest.mark.parametrize("size", ["101%", "100.5%", "1000000%"])
+def test_more_than_there_is_is_refused(size: str) -> None:
+    with raises_saying(LimitError, found=repr(size), do="pass a smaller size"):
+        parse_bytes(size, total_bytes=2**30)
+
+
 def test_an_endless_number_is_refused() -> None:
     with raises_saying(LimitError, do="size"):
         parse_bytes("9" * 400)

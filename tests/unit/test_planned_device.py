@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -53,15 +54,33 @@ def test_of_several_the_current_one_is_planned_and_a_warning_names_the_others(pl
     assert planned == ["cuda:1"]
 
 
-def test_limits_of_an_earlier_call_hold_and_leave_the_current_device_its_plan(planned: list[str]) -> None:
+def test_a_second_device_leaves_the_current_one_its_plan(planned: list[str]) -> None:
     begin(cuda_1=200)
     with pytest.warns(UserWarning, match="cuda:0 pages on demand"):
-        begin(cuda_0=100)
+        begin(cuda_1=200, cuda_0=100)
     assert planned == ["cuda:1", "cuda:1"]
     assert (limit_of("cuda:0"), limit_of("cuda:1")) == (100, 200)
     planning.leave()
     assert planned == []
     assert limit_of("cuda:1") is None
+
+
+@pytest.mark.parametrize("plans", [True, False])
+def test_limits_of_an_earlier_call_hold(monkeypatch: pytest.MonkeyPatch, plans: bool) -> None:
+    for name in ("_enabled", "_begun", "_limits", "_options"):
+        monkeypatch.setattr(automatic, name, getattr(automatic, name))  # and is that again afterwards
+    monkeypatch.setattr(automatic, "core", core := Mock())
+    monkeypatch.setattr(automatic, "intercepts", Mock())
+    monkeypatch.setattr(automatic, "planning", planner := Mock(Wishes=Wishes))
+    monkeypatch.setattr(automatic, "optimizers", pieces := Mock())
+    monkeypatch.setattr(automatic, "parse_limits", dict)
+    automatic.enable({"one": 100})
+    automatic.enable({"other": 200}, swap=plans, recompute=plans)
+    assert pieces.install.call_args.args == ({"one": 100, "other": 200},)
+    assert automatic.present_limits() == {"one": 100, "other": 200}
+    if plans:
+        assert planner.begin.call_args.args[0].limits == {"one": 100, "other": 200}
+    assert [call.args[0] for call in core.enable.call_args_list] == ["one", "other"]
 
 
 def test_a_bare_limit_is_that_of_the_devices_that_are_used(monkeypatch: pytest.MonkeyPatch) -> None:

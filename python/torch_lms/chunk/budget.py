@@ -14,13 +14,12 @@ from torch_lms.chunk.model_data import ModelTensor
 from torch_lms.chunk.ranks import Ranks
 from torch_lms.chunk.trials import state_bytes_each
 from torch_lms.errors import ChunkError
-from torch_lms.memory_sizes import parse_bytes
+from torch_lms.memory_sizes import in_gib, parse_bytes
 from torch_lms.swap.automatic import is_enabled
 
 __all__ = ["Budget", "budget_of", "check_budget", "needed_bytes"]
 
 _HOST_SHARE = 0.8  # of the host's memory, where no limit is given; as automatic mode takes it
-_GIB = 1 << 30
 
 
 def needed_bytes(
@@ -71,8 +70,8 @@ def budget_of(device: torch.device, device_limit: int | str | None, host_limit: 
     )
     if device.type != "cpu" and budget.host_bytes > host_total_bytes:
         raise ChunkError(
-            f"expected host_limit within the host's memory of {_gib(host_total_bytes)}, found "
-            f"{_gib(budget.host_bytes)}; lower it"
+            f"expected host_limit within the host's memory of {in_gib(host_total_bytes)}, found "
+            f"{in_gib(budget.host_bytes)}; lower it"
         )
     return budget
 
@@ -89,17 +88,17 @@ def check_budget(needed: dict[str, int], device: torch.device, budget: Budget, *
     Raises:
         ChunkError: with what is needed and what there is.
     """
-    parts = ", ".join(f"{name} {_gib(nbytes)}" for name, nbytes in needed.items())
+    parts = ", ".join(f"{name} {in_gib(nbytes)}" for name, nbytes in needed.items())
     if sum(needed.values()) > budget.device_bytes + budget.host_bytes:
         raise ChunkError(
-            f"expected room for the model's data, {_gib(sum(needed.values()))} ({parts}), found "
-            f"{_gib(budget.device_bytes)} on {device} and {_gib(budget.host_bytes)} on the host; raise device_limit or "
-            "host_limit, use more ranks, or a smaller model"
+            f"expected room for the model's data, {in_gib(sum(needed.values()))} ({parts}), found "
+            f"{in_gib(budget.device_bytes)} on {device} and {in_gib(budget.host_bytes)} on the host; raise "
+            "device_limit or host_limit, use more ranks, or a smaller model"
         )
     there = needed["masters"] + needed["optimizer state"]
     if update_on in ("host", "stream") and device.type != "cpu" and there > budget.host_bytes:
         raise ChunkError(
-            f"expected room on the host for {_gib(there)} ({parts}), found {_gib(budget.host_bytes)}; raise "
+            f"expected room on the host for {in_gib(there)} ({parts}), found {in_gib(budget.host_bytes)}; raise "
             "host_limit, or leave update_on out"
         )
 
@@ -107,7 +106,3 @@ def check_budget(needed: dict[str, int], device: torch.device, budget: Budget, *
 def _limit_bytes(device: torch.device) -> int:
     """What automatic mode keeps this one device within; 0 without a limit, as on the fork, which has no such mode."""
     return core.memory_report(str(device))["limit_bytes"] if is_enabled() else 0
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / _GIB:.3g} GiB"

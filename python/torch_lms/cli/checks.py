@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch_lms.cli.run import RunResult
-from torch_lms.cli.timeline import GIB
+from torch_lms.memory_sizes import GIB
 
 __all__ = ["Check", "check_runs"]
 

@@ -15,8 +15,8 @@ from torch_lms._core import core, sees_every_access
 from torch_lms.cli.host import available_bytes, memory_bytes, spill_place
 from torch_lms.cli.link import measure_link
 from torch_lms.cli.report import section_table
-from torch_lms.cli.timeline import GIB
 from torch_lms.cli.trials import try_layers
+from torch_lms.memory_sizes import in_gib
 
 __all__ = ["Diagnosis", "diagnose", "doctor"]
 
@@ -94,10 +94,10 @@ def _host() -> dict[str, str]:
     place = spill_place()
     remark = ": in main memory, so paging CPU tensors to it spares nothing; set spill_dir=" if place.in_memory else ""
     return {
-        "memory, or control group's limit": _gib(memory_bytes()),
-        "memory available": _gib(available_bytes()),
+        "memory, or control group's limit": in_gib(memory_bytes()),
+        "memory available": in_gib(available_bytes()),
         "spill directory": f"{place.directory} ({place.filesystem}{remark})",
-        "free for spill files": _gib(place.free_bytes),
+        "free for spill files": in_gib(place.free_bytes),
     }
 
 
@@ -105,7 +105,7 @@ def _cuda_devices() -> dict[str, str]:
     devices = {}
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
-        devices[f"cuda:{index}"] = f"{properties.name}, {_gib(properties.total_memory)}"
+        devices[f"cuda:{index}"] = f"{properties.name}, {in_gib(properties.total_memory)}"
     return devices or {"devices": "none"}
 
 
@@ -124,7 +124,3 @@ def _link(device: str) -> str:
         f"{rate.to_host / 1e9:.1f} GB/s to the host, {rate.to_device / 1e9:.1f} GB/s to the device, "
         f"{rate.both / 1e9:.1f} GB/s both ways at once"
     )
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / GIB:.1f} GiB"

@@ -9,13 +9,12 @@ from rich.console import Console
 
 from torch_lms.cli.given_model import add_model, check_folders, device_to_profile, given_model, given_optimizer
 from torch_lms.fitting import DeviceRates, FitConfig, trace_step
-from torch_lms.memory_sizes import parse_bytes
+from torch_lms.memory_sizes import in_gib, parse_bytes
 from torch_lms.plan import Link, Plan, Trace, least_limit, make_plan
 from torch_lms.profile import ProfileConfig
 
 __all__ = ["add_plan", "add_wishes", "plan_under", "run_plan"]
 
-_GIB = 2**30
 _FLOPS_PER_US_OF_TFLOPS = 1e6
 _BYTES_PER_US_OF_GB_PER_S = 1e3
 _RATES = ("tflops", "memory_gb_per_s", "link_gb_per_s")
@@ -130,7 +129,7 @@ def _verdict(trace: Trace, plan: Plan, given: argparse.Namespace) -> str:
     slower = known.step_us / known.plain_us if known.plain_us else 1.0
     return (
         f"fits: a step takes {known.step_us / 1e3:.1f} ms, {slower:.2f} times the plain one; the least limit is "
-        f"{least_bytes} bytes ({least_bytes / _GIB:.2f} GiB)"
+        f"{least_bytes} bytes ({in_gib(least_bytes)})"
     )
 
 

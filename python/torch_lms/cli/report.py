@@ -11,7 +11,7 @@ from rich.table import Table
 
 from torch_lms.cli.checks import Check
 from torch_lms.cli.run import RunResult, StepDone
-from torch_lms.cli.timeline import GIB
+from torch_lms.memory_sizes import GIB
 
 __all__ = ["RunProgress", "check_table", "comparison_table", "section_table", "step_table"]
 

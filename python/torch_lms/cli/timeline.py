@@ -16,10 +16,11 @@ from types import TracebackType
 import torch
 
 import torch_lms
+from torch_lms.memory_sizes import GIB
 
-__all__ = ["GIB", "MemorySampler", "Sample", "Timeline", "anonymous_bytes", "draw_timelines"]
+__all__ = ["MemorySampler", "Sample", "Timeline", "anonymous_bytes", "draw_timelines"]
 
-GIB = 1 << 30
+
 _COLORS = {"plain": "#7a7a7a", "limited": "#1f6fb4", "limit": "#c0392b"}
 
 

@@ -18,9 +18,9 @@ from torch_lms.cli.checks import Check, check_runs
 from torch_lms.cli.given_model import check_folders
 from torch_lms.cli.report import RunProgress, check_table, comparison_table, step_table
 from torch_lms.cli.run import Paging, RunResult, run_in_fresh_process
-from torch_lms.cli.timeline import GIB, draw_timelines
+from torch_lms.cli.timeline import draw_timelines
 from torch_lms.cli.workload import Workload
-from torch_lms.memory_sizes import parse_bytes
+from torch_lms.memory_sizes import GIB, parse_bytes
 from torch_lms.plan import Plan
 from torch_lms.plan.explain import draw_plan
 from torch_lms.swap.limits import parse_limits

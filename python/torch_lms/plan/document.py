@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, ClassVar
 
 from torch_lms.errors import PlanError
+from torch_lms.memory_sizes import GIB, in_gib
 from torch_lms.plan.decision import DECISIONS, RECOMPUTE, Decision
 from torch_lms.plan.fields import Document
 from torch_lms.plan.placeholders import Placeholder
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 __all__ = ["Actions", "Measured", "MethodResult", "Plan", "PlanTimeline", "PlannedStorage", "Predicted"]
-
-_GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,23 +222,19 @@ class Plan(Document):
         """What is decided in total, and what it is predicted to cost, as a short table."""
         known = self.predicted
         lines = [
-            f"limit {_gib(self.limit_bytes)}, predicted peak {_gib(known.peak_bytes)} of "
-            f"{_gib(known.plain_peak_bytes)}, method {self.method}",
+            f"limit {in_gib(self.limit_bytes)}, predicted peak {in_gib(known.peak_bytes)} of "
+            f"{in_gib(known.plain_peak_bytes)}, method {self.method}",
             f"step {known.step_us / 1e3:.1f} ms (plain {known.plain_us / 1e3:.1f}, "
             f"bound {known.lower_bound_us / 1e3:.1f}): recompute {known.recompute_us / 1e3:.1f}, "
-            f"waits {known.waits_us / 1e3:.1f}, out {_gib(known.out_bytes)}, in {_gib(known.in_bytes)}",
+            f"waits {known.waits_us / 1e3:.1f}, out {in_gib(known.out_bytes)}, in {in_gib(known.in_bytes)}",
         ]
         if self.measured is not None:
             found = self.measured
-            lines.append(f"measured: {found.step_us / 1e3:.1f} ms, peak {_gib(found.peak_bytes)}")
+            lines.append(f"measured: {found.step_us / 1e3:.1f} ms, peak {in_gib(found.peak_bytes)}")
         lines.append(f"{'decision':<16}{'storages':>10}{'GiB':>10}{'price (ms)':>12}")
         for kind in DECISIONS:
             mine = [one for one in self.decisions if one.decision == kind]
             if mine:
                 size, price = sum(one.bytes for one in mine), sum(one.price_us for one in mine)
-                lines.append(f"{kind:<16}{len(mine):>10}{size / _GIB:>10.2f}{price / 1e3:>12.2f}")
+                lines.append(f"{kind:<16}{len(mine):>10}{size / GIB:>10.2f}{price / 1e3:>12.2f}")
         return "\n".join(lines)
-
-
-def _gib(size_bytes: int) -> str:
-    return f"{size_bytes / _GIB:.2f} GiB"

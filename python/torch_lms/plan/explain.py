@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch_lms.memory_sizes import GIB
 from torch_lms.plan.decision import KEEP
 from torch_lms.plan.timeline import IN, OUT
 
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
 
 __all__ = ["draw_plan", "plan_table"]
 
-_GIB = float(2**30)
 _MS = 1e3
 _SMALLEST_GAP = 1 / 3000  # of the cycle: bars that are closer are drawn as one
 _COLORS = {
@@ -84,8 +84,8 @@ def draw_plan(plan: Plan, path: str | Path) -> Path:
     memory, lanes = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1.4))
     known = plan.predicted
     figure.suptitle(
-        f"{plan.device}: {known.step_us / _MS:.1f} ms a step under {plan.limit_bytes / _GIB:.2f} GiB "
-        f"(plain {known.plain_us / _MS:.1f} ms with {known.plain_peak_bytes / _GIB:.2f} GiB)"
+        f"{plan.device}: {known.step_us / _MS:.1f} ms a step under {plan.limit_bytes / GIB:.2f} GiB "
+        f"(plain {known.plain_us / _MS:.1f} ms with {known.plain_peak_bytes / GIB:.2f} GiB)"
     )
     _draw_memory(memory, plan)
     _draw_lanes(lanes, plan)
@@ -100,10 +100,10 @@ def _draw_memory(axes: Any, plan: Plan) -> None:
     parts = {"in use": line.memory_bytes, "swapped": line.swapped_bytes, "dropped": line.dropped_bytes}
     below = [0.0] * len(times)
     for name, values in parts.items():
-        above = [low + size / _GIB for low, size in zip(below, (*values, values[-1]), strict=True)]
+        above = [low + size / GIB for low, size in zip(below, (*values, values[-1]), strict=True)]
         axes.fill_between(times, below, above, step="post", color=_COLORS[name], label=name, linewidth=0)
         below = above
-    axes.axhline(plan.limit_bytes / _GIB, color=_COLORS["limit"], linestyle="--", label="limit")
+    axes.axhline(plan.limit_bytes / GIB, color=_COLORS["limit"], linestyle="--", label="limit")
     axes.set_ylabel("Memory (GiB)")
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)

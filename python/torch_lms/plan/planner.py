@@ -8,6 +8,7 @@ from functools import cached_property
 from itertools import islice
 
 from torch_lms.errors import LimitError
+from torch_lms.memory_sizes import in_gib
 from torch_lms.plan.decision import KEEP, Decision
 from torch_lms.plan.document import MethodResult, Plan
 from torch_lms.plan.least import least_choices, least_limit, pressed, with_served
@@ -22,7 +23,6 @@ from torch_lms.plan.trace import Trace
 
 __all__ = ["Planner", "make_plan"]
 
-_GIB = 2**30
 _PRESSED = "pressed"
 
 
@@ -95,7 +95,7 @@ class Planner:
         )
         host = "" if self._host_limit_bytes is None else f" with {self._host_limit_bytes} bytes of host memory"
         raise LimitError(
-            f"expected a limit of at least {least} bytes ({least / _GIB:.2f} GiB){host}, found {self._limit_bytes}: no "
+            f"expected a limit of at least {least} bytes ({in_gib(least)}){host}, found {self._limit_bytes}: no "
             "plan was found that needs less; raise the limit or make the program's largest ops smaller"
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from torch_lms.memory_sizes import in_gib
 from torch_lms.plan.decision import DROP_UNCHANGED, HOST, KEEP, RECOMPUTE, Decision
 from torch_lms.plan.document import PlannedStorage
 from torch_lms.plan.problem import Problem
@@ -61,7 +62,7 @@ class _Reasons:
         storage = self._trace.storages[number]
         if self._fits:
             peak = max(self._timeline.memory_bytes)
-            return f"Everything fits: the peak is {_gib(peak)} of {_gib(self._problem.limit_bytes)}."
+            return f"Everything fits: the peak is {in_gib(peak)} of {in_gib(self._problem.limit_bytes)}."
         if not storage.movable:
             return f"It cannot leave the device: {storage.why_not_movable or 'no reason is known'}."
         one = self._able.get(number)
@@ -120,8 +121,8 @@ class _Reasons:
         storage = self._trace.storages[number]
         price_us = len(storage.uses) * self._trace.link.in_us(storage.bytes)
         return (
-            f"An op needs more than {_gib(self._problem.limit_bytes)} at once, so that {len(storage.uses)} ops read it "
-            f"from the host, {_ms(price_us)} a cycle.",
+            f"An op needs more than {in_gib(self._problem.limit_bytes)} at once, so that {len(storage.uses)} ops read "
+            f"it from the host, {_ms(price_us)} a cycle.",
             price_us,
         )
 
@@ -132,7 +133,3 @@ def _ms(time_us: float) -> str:
 
 def _mib(size_bytes: float) -> str:
     return f"{size_bytes / 2**20:.1f} MiB"
-
-
-def _gib(size_bytes: float) -> str:
-    return f"{size_bytes / 2**30:.2f} GiB"

@@ -75,7 +75,8 @@ def enable(
     limits = parse_limits(limit)
     smallest = parse_bytes(min_bytes)
     host_bytes = None if host_limit is None else parse_bytes(host_limit, total_bytes=core.total_bytes("cpu"))
-    wishes = planning.Wishes(limits=limits, host_limit_bytes=host_bytes, swap=swap, recompute=recompute)
+    all_limits = {**(_limits if _enabled else {}), **limits}
+    wishes = planning.Wishes(limits=all_limits, host_limit_bytes=host_bytes, swap=swap, recompute=recompute)
     given = None if plan is None else planning.given_plan(plan, wishes)
     _configure_host(host_limit, spill_dir)
     if any(device.startswith("cuda") for device in limits):
@@ -92,8 +93,8 @@ def enable(
         planning.leave()
     for device, limit_bytes in limits.items():
         core.enable(device, limit_bytes, smallest)
-    optimizers.install(limits)
-    _limits = {**(_limits if _enabled else {}), **limits}
+    optimizers.install(all_limits)
+    _limits = all_limits
     _options = {"min_bytes": min_bytes, "swap": swap, "recompute": recompute}
     _options["expandable_segments"] = expandable_segments
     _enabled = True

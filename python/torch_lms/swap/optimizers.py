@@ -47,14 +47,14 @@ _limits_bytes: Mapping[str, int] = {}  # replaced, never changed: steps of other
 
 
 def install(limits_bytes: Mapping[str, int]) -> None:
-    """Cuts what exceeds a limit into pieces from now on. Called again, it adds or changes limits.
+    """Cuts what exceeds a limit into pieces from now on. Called again, it changes the limits.
 
     Args:
-        limits_bytes: by the device's full name, ``cuda:0``.
+        limits_bytes: of all devices, by their full names, ``cuda:0``.
     """
     global _limits_bytes
     with _lock:
-        _limits_bytes = {**_limits_bytes, **limits_bytes}
+        _limits_bytes = limits_bytes
         for owner in _OWNERS:
             before = vars(owner).get(_GROUP_TENSORS)  # private: a version may be without it
             if before is not None and owner not in _wrapped:

@@ -129,13 +129,12 @@ def begin(wishes: Wishes, plan: Plan | None = None) -> None:
     """From now on the program on one device is recorded and planned for.
 
     Args:
-        wishes: of the user; limits of other devices that were wished for before still hold.
+        wishes: of the user, with the limits of all devices.
         plan: to carry out from the first cycle that it fits on.
     """
     global _wishes
     with _lock:
-        known = {} if _wishes is None else _wishes.limits
-        _wishes = wishes = replace(wishes, limits={**known, **wishes.limits})
+        _wishes = wishes
         _forget()
     bring_back_before_forks()
     device = _planned_device(wishes) if plan is None else plan.device
