@@ -194,26 +194,15 @@ void Recorder::note_outputs(const at::RecordFunction& record, Frame& frame, int3
     if (!records_locked(frame) || &entity->device() != device_) {
       continue;
     }
-    const bool is_new = numbers_.count(entity.get()) == 0;
-    const int32_t number = number_of(entity);
-    cycle_->ops[static_cast<size_t>(place)].outputs.push_back(number);
-    TraceStorage& storage = cycle_->storages[static_cast<size_t>(number)];
-    const bool overwritten = fresh[i] != nullptr && frame.recipe->overwrites() == fresh[i];
-    if (!is_new) {
-      if (overwritten && verdict.empty()) {
-        note_rewrite(frame, storage, place);
-      }
-      continue;
+    const int32_t number = note_output(entity, frame, place, fresh[i], verdict);
+    if (number < 0) {
+      continue; // made before
     }
-    storage.recurring = false;
-    storage.producer = place;
-    storage.why_not_recompute = (fresh[i] != nullptr && !overwritten) || !verdict.empty()
-                                    ? verdict
-                                    : "it shares memory, or is random";
+    TraceStorage& storage = cycle_->storages[static_cast<size_t>(number)];
+    std::tie(storage.module, storage.line) = where;
     if (storage.why_not_recompute.empty()) {
       remakable.push_back(number);
     }
-    std::tie(storage.module, storage.line) = where;
   }
   std::lock_guard<std::mutex> lock(mutex_);
   if (records_locked(frame)) {
@@ -221,6 +210,33 @@ void Recorder::note_outputs(const at::RecordFunction& record, Frame& frame, int3
       note_recipe(frame, cycle_->storages[static_cast<size_t>(number)]);
     }
   }
+}
+
+/// Under the mutex. `fresh`: its storage, if the op may be run again to make it, unless `verdict`
+/// says why not. Returns its number; -1 if it was there before the op.
+int32_t Recorder::note_output(
+    const EntityPtr& entity,
+    Frame& frame,
+    int32_t place,
+    const c10::StorageImpl* fresh,
+    const std::string& verdict) {
+  const bool is_new = numbers_.count(entity.get()) == 0;
+  const int32_t number = number_of(entity);
+  cycle_->ops[static_cast<size_t>(place)].outputs.push_back(number);
+  TraceStorage& storage = cycle_->storages[static_cast<size_t>(number)];
+  const bool overwritten = fresh != nullptr && frame.recipe->overwrites() == fresh;
+  if (!is_new) {
+    if (overwritten && verdict.empty()) {
+      note_rewrite(frame, storage, place);
+    }
+    return -1;
+  }
+  storage.recurring = false;
+  storage.producer = place;
+  storage.why_not_recompute = (fresh != nullptr && !overwritten) || !verdict.empty()
+                                  ? verdict
+                                  : "it shares memory, or is random";
+  return number;
 }
 
 /// Under the mutex.

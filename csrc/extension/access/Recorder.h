@@ -97,6 +97,12 @@ class Recorder {
   }
   int32_t number_of(const EntityPtr& entity);
   void note_outputs(const at::RecordFunction& record, Frame& frame, int32_t place);
+  int32_t note_output(
+      const EntityPtr& entity,
+      Frame& frame,
+      int32_t place,
+      const c10::StorageImpl* fresh,
+      const std::string& verdict);
   void note_recipe(Frame& frame, TraceStorage& storage);
   void note_rewrite(Frame& frame, TraceStorage& storage, int32_t place);
   void note_released(int32_t place);

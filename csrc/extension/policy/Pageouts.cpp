@@ -162,6 +162,11 @@ Pageouts::Progress Pageouts::wait(uint64_t* progress, Clock::time_point deadline
   return moved ? Progress::kMoved : Progress::kNothingUnderWay;
 }
 
+void Pageouts::wait_for_all(uint64_t* progress, Clock::time_point deadline) {
+  while (Clock::now() < deadline && wait(progress, deadline) != Progress::kNothingUnderWay) {
+  }
+}
+
 bool Pageouts::others_may_let_go(Clock::time_point since) {
   const bool ops = OpClock::get().running_since(UINT64_MAX);
   if (Clock::now() - since >

@@ -48,6 +48,8 @@ class Pageouts {
   /// Waits until a page-out is over and commits: until `deadline`, or `PolicyOptions::patience`.
   /// `progress`: of the queue, as far as the caller has seen it.
   Progress wait(uint64_t* progress, Clock::time_point deadline);
+  /// Until no page-out is under way that goes on.
+  void wait_for_all(uint64_t* progress, Clock::time_point deadline);
 
   /// Nothing can go out now, but other threads' ops hold their inputs only until they end, and what
   /// other threads are about to page out is in no queue yet. Waits a moment; false if that has been

@@ -72,15 +72,19 @@ Room::Answer RoomMaker::refuse(Refusal why) {
   return Answer::kRefuse;
 }
 
+/// See Note [Room in batches]. Backward frees more than it allocates, and a plan knows what goes
+/// out: they need no margin.
+size_t RoomMaker::margin_beside(Device& device, size_t nbytes) {
+  const size_t limit = device.limit_bytes();
+  return in_backward() || state_.planned.load(std::memory_order_relaxed)
+             ? 0
+             : std::min(state_.watch_of(device).margin_bytes(), limit - std::min(limit, nbytes));
+}
+
 Room::Answer RoomMaker::wait_for_room(Device& device, size_t nbytes) {
   const size_t limit = device.limit_bytes();
   const auto deadline = Clock::now() + state_.options.patience_in_all;
-  // See Note [Room in batches]. Backward frees more than it allocates, and a plan knows what goes
-  // out: they need no margin.
-  const size_t margin =
-      in_backward() || state_.planned.load(std::memory_order_relaxed)
-          ? 0
-          : std::min(state_.watch_of(device).margin_bytes(), limit - std::min(limit, nbytes));
+  const size_t margin = margin_beside(device, nbytes);
   pageouts_.forget_errors();
   state_.pager.requests().cancel_prefetches();
   uint64_t progress = state_.pager.out_queue().progress();
@@ -115,9 +119,7 @@ Room::Answer RoomMaker::wait_for_room(Device& device, size_t nbytes) {
       if (++failures > 1) {
         return refuse(Refusal::kPageoutsFail);
       }
-      while (Clock::now() < deadline &&
-             pageouts_.wait(&progress, deadline) != Progress::kNothingUnderWay) {
-      }
+      pageouts_.wait_for_all(&progress, deadline);
     } else if (outgoing + requested == 0 && !pageouts_.others_may_let_go(moved)) {
       return refuse(Refusal::kNothingToGo);
     } // else another thread has committed what this one was about to wait for

@@ -52,6 +52,7 @@ class RoomMaker final : public Room {
  private:
   Answer give_way(Device& device, size_t nbytes);
   Answer refuse(Refusal why);
+  size_t margin_beside(Device& device, size_t nbytes);
 
   PolicyState& state_;
   Wakefulness& wakefulness_;
