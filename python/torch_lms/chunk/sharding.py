@@ -24,10 +24,12 @@ from typing import Literal
 import torch
 
 from torch_lms._core import core
+from torch_lms.chunk.awaited_backwards import AwaitedBackwards
 from torch_lms.chunk.model_data import ModelData, same_bytes
 from torch_lms.chunk.occupancy import Occupancy
 from torch_lms.chunk.reduction import Reductions
 from torch_lms.chunk.states import TensorState
+from torch_lms.chunk.whole_gradients import WholeGradients
 from torch_lms.errors import ChunkError
 
 __all__ = ["ShardedOccupancy"]
@@ -74,19 +76,12 @@ class ShardedOccupancy(Occupancy):
         self._next: dict[tuple[_Phase, _Chunks], _Chunks] = {}  # what was gathered after it the last time
         self._last: tuple[_Phase, _Chunks] | None = None
         self._running: weakref.ref[Callable[[], None]] | None = None  # what the outermost backward calls at its end
-        self._is_counted = False  # the call that runs: it has a graph
-        self._awaited: Counter[int] = Counter()  # by chunk: calls of units whose backwards are to come
+        self._awaited = AwaitedBackwards()
         self._opened: Counter[int] = Counter()  # by chunk: modules that are being loaded
-        self._ended: Counter[int] = Counter()  # by chunk: calls whose backwards have, since the last one began
-        self._keeps_graph = False  # the backward that runs: it may come once more
-        self._kept: Counter[int] = Counter()  # by chunk: calls whose backwards may
-        self._kept_unhooked: Counter[_Numbers] = Counter()  # by unit: those of which a checkpoint has told
-        self._unhooked: Counter[_Numbers] = Counter()  # by unit: calls of which only a checkpoint will tell
         self._had: set[int] = set()  # gradients of backwards before the one that runs
         self._shown: dict[int, torch.Tensor] = {}  # what `parameter.grad` is, by number
-        self._whole = [number for number, one in enumerate(data.tensors) if one.wide and one.group is not None]
-        self._whole_gradients: dict[int, torch.Tensor] = {}  # by number; of those that have none here
-        self._whole_before: dict[int, torch.Tensor] = {}  # by number; of backwards before the one that runs
+        wide = {number: one for number, one in enumerate(data.tensors) if one.wide and one.group is not None}
+        self._whole = WholeGradients({number: one.parameter for number, one in wide.items()}, data.ranks)
 
     # --- modules ---
 
@@ -94,7 +89,7 @@ class ShardedOccupancy(Occupancy):
         """A unit is about to run that no other of the model has called."""
         self._settle(numbers)
         with self._lock:
-            self._is_counted = call is not None and torch.is_grad_enabled()
+            self._awaited.call_begins(call is not None and torch.is_grad_enabled())
             if call is not None:
                 self._last = None
                 self._abandon_backward()
@@ -102,15 +97,7 @@ class ShardedOccupancy(Occupancy):
     def awaits_backward(self, numbers: _Numbers) -> bool:
         """A unit that uses these is called: whether `backward_ended` is to be told, if there is a graph now."""
         with self._lock:
-            if _in_graph_task():  # a checkpoint: only what had no graph in the call has none that will tell
-                told = torch.is_grad_enabled() and self._unhooked[numbers] > 0
-                self._unhooked[numbers] -= told
-                self._kept_unhooked[numbers] += told and self._keeps_graph
-                return told
-            if self._is_counted:
-                self._awaited.update(self._cut_chunks(numbers))
-                self._unhooked[numbers] += not torch.is_grad_enabled()
-            return self._is_counted and torch.is_grad_enabled()
+            return self._awaited.note_call(numbers, self._cut_chunks(numbers), in_backward=_in_graph_task())
 
     def access(self, numbers: Iterable[int]) -> None:
         """A unit that uses these is about to run."""
@@ -174,7 +161,7 @@ class ShardedOccupancy(Occupancy):
             self._abandon_backward()
             if self._running is None:
                 self._last = None
-                self._keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+                self._awaited.begin(torch._C._autograd._get_current_graph_task_keep_graph())
                 end = partial(self._end_backward)
                 self._running = weakref.ref(end)  # a backward that fails forgets it
                 torch.autograd.Variable._execution_engine.queue_callback(end)
@@ -185,19 +172,14 @@ class ShardedOccupancy(Occupancy):
     def backward_ended(self, numbers: _Numbers) -> None:
         """That of a unit which uses these has, in one of its calls."""
         with self._lock:
-            self._ended.update(self._cut_chunks(numbers))
-            if self._keeps_graph:
-                self._kept.update(self._cut_chunks(numbers))
+            self._awaited.backward_ended(self._cut_chunks(numbers))
 
     @torch.no_grad()
     def _complete(self) -> None:
         """Units whose backwards have ended before this get no more gradients."""
-        for chunk, times in self._ended.items():
-            self._awaited[chunk] -= times
-            if self._awaited[chunk] == 0:
-                self._data.gathered.release((chunk,))
-                self._reductions.complete(chunk)
-        self._ended.clear()
+        for chunk in self._awaited.take_complete():
+            self._data.gathered.release((chunk,))
+            self._reductions.complete(chunk)
 
     def open(self, numbers: Iterable[int]) -> None:
         """Parameters have bytes until `close`. All ranks must ask for it, and write the same."""
@@ -265,7 +247,7 @@ class ShardedOccupancy(Occupancy):
         with self._lock:
             self._abandon_backward()
             self._reductions.forget()
-            self._whole_gradients.clear()
+            self._whole.forget()
             self._shown.clear()
 
     def restore_gradient(self, number: int, gradient: torch.Tensor) -> None:
@@ -311,8 +293,7 @@ class ShardedOccupancy(Occupancy):
         with self._lock:
             super().step_ended()
             self.forget_gradients()
-            self._awaited.clear()
-            self._unhooked.clear()
+            self._awaited.forget()
 
     def _make_parameters(self, chunk: int) -> None:
         """Where this rank's part of a chunk has become gradients."""
@@ -373,8 +354,7 @@ class ShardedOccupancy(Occupancy):
         """The program sees that there is one."""
         one = self._data.tensors[number]
         if number in self._whole:
-            if one.parameter.grad is None:
-                one.parameter.grad = self._whole_gradients.pop(number)
+            self._whole.show(number)
             return
         gradient = self._data.views[number].detach()
         core.take_bytes(gradient, _NO_GRADIENT.format(name=one.name))
@@ -396,12 +376,8 @@ class ShardedOccupancy(Occupancy):
         if come and not self._are_wanted(come):
             self._reductions.forget()
             return
-        for number in self._whole:
-            parameter = self._data.tensors[number].parameter
-            if parameter.grad is not None:
-                self._whole_before[number] = parameter.grad
-                parameter.grad = None
-        for number in come - set(self._whole):
+        self._whole.hide()
+        for number in self._cut(come):
             parameter = self._data.tensors[number].parameter
             if parameter.grad is None:
                 self._reductions.drop(number)
@@ -410,44 +386,25 @@ class ShardedOccupancy(Occupancy):
                 parameter.grad = None
 
     def _show_gradients(self) -> None:
-        for number in self._had | (self._reductions.have_come() - set(self._whole)):
+        for number in self._had | self._cut(self._reductions.have_come()):
             self._note_gradient(number)
         self._had.clear()
-        for number, gradient in self._whole_before.items():  # of a backward that has failed
-            self._data.tensors[number].parameter.grad = gradient
-        self._whole_before.clear()
+        self._whole.restore()  # of a backward that has failed
+
+    def _cut(self, numbers: Iterable[int]) -> set[int]:
+        return {number for number in numbers if number not in self._whole}
 
     def _end_backward(self) -> None:
         with self._lock, torch.no_grad():
             self._complete()
             self._running = None
-            self._restore_kept()
+            self._awaited.end()
             self._release_all()
             self._last = None
-            here = [number for number in self._whole if self._data.tensors[number].parameter.grad is not None]
-            self._reduce_whole()
+            here = self._whole.have_come()
+            self._whole.reduce()
             self._reductions.end_backward(here)
             self._show_gradients()
-
-    def _reduce_whole(self) -> None:
-        """Gradients of parameters that every rank has whole."""
-        if not self._whole:
-            return
-        parameters = [self._data.tensors[number].parameter for number in self._whole]
-        came = [torch.zeros_like(one) if one.grad is None else one.grad for one in parameters]
-        mean = torch.cat([one.flatten() for one in came]).div_(self._data.ranks.size)
-        self._data.ranks.sum(mean)
-        for number, one, of in zip(self._whole, parameters, mean.split([one.numel() for one in came]), strict=True):
-            gradient = of.view_as(one)
-            if (before := self._whole_before.pop(number, None)) is not None:
-                one.grad = before.add_(gradient)
-                continue
-            elsewhere = self._whole_gradients.pop(number, None)  # of backwards in which none came here
-            gradient = gradient.clone() if elsewhere is None else elsewhere.add_(gradient)
-            if one.grad is None:
-                self._whole_gradients[number] = gradient
-            else:
-                one.grad.copy_(gradient)
 
     def _is_in_backward(self) -> bool:
         return self._running is not None and self._running() is not None
@@ -458,17 +415,8 @@ class ShardedOccupancy(Occupancy):
             self._running = None
             self._release_all()
             self._reductions.abandon_backward()
-            self._ended.clear()
-            self._restore_kept()
+            self._awaited.end()
             self._show_gradients()
-
-    def _restore_kept(self) -> None:
-        """What a graph that is kept has told it will tell again."""
-        self._awaited.update(self._kept)
-        self._unhooked.update(self._kept_unhooked)
-        self._kept.clear()
-        self._kept_unhooked.clear()
-        self._keeps_graph = False
 
     def _release_all(self) -> None:
         """But what somebody computes with."""
