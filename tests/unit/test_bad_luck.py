@@ -187,6 +187,20 @@ def test_a_prefetch_that_has_taken_the_last_room_makes_room_again() -> None:
     assert torch.equal(moved, block(2))
 
 
+def test_storages_that_were_given_other_memory_are_passed_over(paged: ModuleType) -> None:
+    paged.enable({"cpu": BLOCK_BYTES}, min_bytes=4096)
+    shared = [torch.full((2048,), 1.0) + 1 for _ in range(60)]
+    for one in shared:
+        one.share_memory_()
+    paged.stats(reset=True)
+    kept = [torch.ones(128, 128)]
+    for _ in range(40):
+        kept.append(kept[-1] + 1)
+    assert paged.stats().limit_exceeded == 0
+    assert paged.stats().peak_allocated_bytes <= BLOCK_BYTES
+    assert [one[7, 7].item() for one in kept] == list(range(1, 42))
+
+
 def test_an_op_whose_result_alone_fits_reads_its_inputs_from_the_host() -> None:
     torch_lms.enable({"cpu": 10 * BLOCK_BYTES}, host_limit=64 * BLOCK_BYTES)
     torch_lms.stats(reset=True)

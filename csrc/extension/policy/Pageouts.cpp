@@ -88,15 +88,17 @@ size_t Pageouts::page_out(
 
 size_t Pageouts::request(Device& device, size_t nbytes) {
   const bool is_short = host_is_short(device);
-  const size_t dropped = is_short ? drop(device, nbytes) : 0;
-  if (dropped >= nbytes) {
-    return dropped;
+  size_t going = is_short ? drop(device, nbytes) : 0;
+  bool others = true;
+  while (going < nbytes && others) {
+    const std::vector<EntityPtr> victims = state_.watch_of(device).choose_victims(
+        state_.cycles, wakefulness_.eligible_from(), nbytes - going);
+    going += page_out(device, victims, is_short);
+    // Some may have been given other memory, which only shows when they are to go.
+    others = std::any_of(
+        victims.begin(), victims.end(), [](const EntityPtr& entity) { return entity->gone(); });
   }
-  return dropped + page_out(
-                       device,
-                       state_.watch_of(device).choose_victims(
-                           state_.cycles, wakefulness_.eligible_from(), nbytes - dropped),
-                       is_short);
+  return going;
 }
 
 /// Whether a page-out has failed since the last call.
