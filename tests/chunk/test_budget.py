@@ -52,8 +52,8 @@ NEEDED = {"parameters": 2 << 30, "masters": 4 << 30, "optimizer state": 8 << 30}
 @pytest.mark.parametrize(
     ("device_limit", "host_limit", "update_on", "error"),
     [
-        ("1GiB", "2GiB", "device", "expected room for the model's data, 14 GiB"),
-        ("1TiB", "2GiB", "host", "expected room on the host for 12 GiB"),
+        ("1GiB", "2GiB", "device", "expected room for the model's data, 14.00 GiB"),
+        ("1TiB", "2GiB", "host", "expected room on the host for 12.00 GiB"),
         ("1GiB", "1000TiB", "device", "expected host_limit within the host's memory"),
     ],
 )
