@@ -26,12 +26,16 @@ std::string attention() {
 py::dict memory_report(const std::string& device_name) {
   check_not_forked();
   MemoryReport report;
+  HostPoolStats host;
   {
     const py::gil_scoped_release no_gil;
-    report = runtime().policy.report(device_named(device_name));
+    Device& device = device_named(device_name);
+    report = runtime().policy.report(device);
+    host = device.pool()->stats();
   }
   py::dict values;
   values["limit_bytes"] = report.limit_bytes;
+  values["host_limit_bytes"] = host.limit_bytes;
   values["allocated_bytes"] = report.allocated_bytes;
   values["reserved_bytes"] = report.reserved_bytes;
   values["movable_bytes"] = report.movable_bytes;

@@ -449,3 +449,35 @@ def start_a_thread_in_a_child() -> int:
 
 def test_threads_begin_in_a_forked_child() -> None:
     assert in_fresh_process(start_a_thread_in_a_child) == 0
+
+
+class Listing(torch.autograd.Function):
+    """Saves a list of tensors, which its node refuses to show once its backward has run."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, x + 1)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 2
+
+
+def known_beside_a_graph_that_has_run() -> tuple[int, int]:
+    begin(64 << 20)
+    for _ in range(OPS_IN_CYCLE + 2):
+        torch.zeros(1).add_(1)
+    assert core.attention() == "asleep"
+    leaf = torch.ones(MIN_BYTES, requires_grad=True)
+    loss = Listing.apply(leaf)[torch.arange(MIN_BYTES // 2)].sum()
+    loss.backward()
+    held = [torch.zeros(MIN_BYTES) for _ in range(8)]
+    before = torch_lms.stats().tracked_storages
+    discovery.make_known()
+    return torch_lms.stats().tracked_storages - before, len(held)
+
+
+def test_the_search_goes_on_beside_a_graph_that_has_run() -> None:
+    found, held = in_fresh_process(known_beside_a_graph_that_has_run)
+    assert found >= held

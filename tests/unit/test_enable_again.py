@@ -10,6 +10,8 @@ import torch
 
 import torch_lms
 from tests.unit.fresh_process import in_fresh_process
+from tests.unit.test_attention import OPS_IN_CYCLE
+from torch_lms._core import core
 
 LIMIT_BYTES = 64 << 10
 
@@ -95,3 +97,28 @@ def test_watching_that_fails_to_begin_begins_once(chaos: bool) -> None:
     if chaos:
         pytest.skip("chaos watches from the import on")
     assert in_fresh_process(layers_around_numpy) == 1
+
+
+def sums_within_less_than_was_held(asleep: bool) -> list[float]:
+    """Tensors that nobody has seen being made take more than a limit; how they are used within it."""
+    torch_lms.swap.count_cpu_allocations()  # as the allocator of a GPU does, whatever is on
+    if asleep:
+        torch_lms.enable({"cpu": 64 * LIMIT_BYTES}, min_bytes=512)
+        tensor = torch.zeros(512)
+        for _ in range(2 * OPS_IN_CYCLE + 4):
+            tensor.add_(1)
+        assert core.attention() == "asleep"
+    held = [torch.full((1024,), float(number)) for number in range(64)]  # four times the limit
+    torch_lms.enable({"cpu": LIMIT_BYTES}, min_bytes=512)
+    found = [float((one + 1).sum()) for one in held]
+    assert torch_lms.stats().limit_exceeded == 0
+    assert torch_lms.stats().allocated_bytes <= LIMIT_BYTES
+    return found
+
+
+@pytest.mark.parametrize("asleep", [False, True])
+def test_a_limit_of_less_than_is_held_already_lets_it_go_out(asleep: bool, chaos: bool) -> None:
+    if chaos:
+        pytest.skip("chaos knew storages before, and nothing sleeps")
+    found = in_fresh_process(sums_within_less_than_was_held, asleep)
+    assert found == [1024.0 * (number + 1) for number in range(64)]

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from torch_lms.swap import automatic, limits, mlms, planning
+from torch_lms._core import core
+from torch_lms.swap import SwapEnv, automatic, limits, mlms, planning
 from torch_lms.swap.limits import parse_limits
 from torch_lms.swap.planning import Wishes
 
@@ -70,6 +71,7 @@ def test_limits_of_an_earlier_call_hold(monkeypatch: pytest.MonkeyPatch, plans: 
     for name in ("_enabled", "_begun", "_limits", "_options"):
         monkeypatch.setattr(automatic, name, getattr(automatic, name))  # and is that again afterwards
     monkeypatch.setattr(automatic, "core", core := Mock())
+    core.memory_report.return_value = {"allocated_bytes": 0}
     monkeypatch.setattr(automatic, "intercepts", Mock())
     monkeypatch.setattr(automatic, "planning", planner := Mock(Wishes=Wishes))
     monkeypatch.setattr(automatic, "optimizers", pieces := Mock())
@@ -134,6 +136,28 @@ def test_a_limit_that_is_set_again_while_a_plan_is_made_has_a_plan_all_the_same(
             break
     assert again == 2
     assert paged.current_plan() is not None
+
+
+def test_plans_keep_to_the_hosts_limit_of_an_earlier_call(
+    paged: ModuleType, monkeypatch: pytest.MonkeyPatch, chaos: bool
+) -> None:
+    if chaos:
+        pytest.skip("what goes out at random fits no plan")
+    asked: list[int] = []
+    monkeypatch.setattr(planning, "_answers", lambda request, _: iter(asked.append(request["host_limit_bytes"]) or ()))
+    step = training()
+    before = core.memory_report("cpu")["host_limit_bytes"]
+    try:
+        paged.enable({"cpu": 24 * MIB}, min_bytes="16KiB", host_limit="100MB")
+        paged.enable({"cpu": 24 * MIB}, min_bytes="16KiB")
+        for _ in range(60):
+            step()
+            if asked:
+                break
+    finally:
+        paged.disable()
+        SwapEnv(host_limit=before)
+    assert asked == [85_000_000]
 
 
 def test_a_changed_limit_leaves_what_was_asked_for(paged: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

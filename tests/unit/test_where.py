@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+import weakref
 from types import ModuleType
 
 import pytest
+import torch
+from torch import nn
 
 import torch_lms
 from tests.unit.markers import counts_exactly
@@ -69,3 +73,31 @@ def test_what_a_signal_raises_in_our_own_code_reaches_the_program(
     with pytest.raises(raised):
         traced("training")
     assert asked == [name]
+
+
+class Looking(nn.Module):
+    """Asks where it is while it has something that it lets go of."""
+
+    def forward(self, x: torch.Tensor) -> bool:
+        gone = weakref.ref(x)
+        where.here()
+        del x
+        return gone() is None
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="this Python's frames keep what they are asked for")
+def test_to_ask_where_a_program_is_holds_nothing_of_it() -> None:
+    assert Looking()(torch.ones(1).clone())
+
+
+class Captured(nn.Module):
+    """A function inside of it uses it, too."""
+
+    def forward(self) -> tuple[str, str]:
+        return (lambda: (self.training, where.here())[1])()
+
+
+def test_a_module_that_a_function_inside_captures_does_no_harm() -> None:
+    path, line = Captured()()
+    assert path == ""
+    assert line.startswith(__file__)

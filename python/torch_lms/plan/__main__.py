@@ -57,6 +57,8 @@ def answers(given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     if (given_plan := rest.pop("followed", None)) is not None:
         followed = priced_again(Plan.from_json(given_plan.decode()), trace)
         yield {"priced": told_of(followed)}
+    if (rest.get("host_limit_bytes") or 0) >= sum(storage.bytes for storage in trace.storages):
+        rest["host_limit_bytes"] = None  # all that there is has room
     rest |= margins(trace, rest["limit_bytes"], is_crowded=rest.pop("is_crowded", False))
     last = yield from _plans(Request(trace=trace, **rest))
     if followed is None or followed.placeholders != last.placeholders:

@@ -91,7 +91,7 @@ _VIEWS = frozenset(
 )
 _VIEWS_OF_ALL = frozenset(["broadcast_tensors", "meshgrid", "atleast_1d", "atleast_2d", "atleast_3d"])
 _TENSOR_ATTRIBUTES = frozenset(["T", "H", "mT", "mH", "data", "real", "imag", "grad"])
-_DROPOUTS = frozenset(
+DROPOUTS = frozenset(
     ["dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout", "feature_alpha_dropout"]
 )
 _WITH_STATISTICS = frozenset(
@@ -139,7 +139,7 @@ def written(node: fx.Node, modules: Modules) -> tuple[fx.Node, ...]:
         found = [_nodes(node.kwargs.get("out"))] if node.op == "call_function" else []
         if _is_in_place(node, modules):
             found.append(_nodes(node.args[0] if node.args else node.kwargs.get("input")))
-    if _name(node.target) in _WITH_STATISTICS and _option(node, ("training", "use_input_stats"), True) is not False:
+    if name_of(node.target) in _WITH_STATISTICS and option_of(node, ("training", "use_input_stats"), True) is not False:
         found.append(
             tuple(
                 source
@@ -160,7 +160,7 @@ def may_share(node: fx.Node, modules: Modules) -> tuple[fx.Node, ...]:
         return tuple(dict.fromkeys(value for place in memory.shared for value in _nodes(node.args[place])))
     if node.op == "call_module":
         return inputs[:1] if _module_may_share(modules.get(str(node.target))) else ()
-    name = _name(node.target)
+    name = name_of(node.target)
     if name in _VIEWS_OF_ALL:
         return inputs
     if name in _WITH_STATISTICS:
@@ -172,8 +172,8 @@ def may_share(node: fx.Node, modules: Modules) -> tuple[fx.Node, ...]:
         return inputs[:1] if not _copies(node.args[1]) else ()
     if node.target is getattr:
         return inputs[:1] if node.args[1] in _TENSOR_ATTRIBUTES else ()
-    if name in _DROPOUTS:
-        on = _option(node, ("training", "train"), True) is True and _option(node, ("p",), 0.5) != 0
+    if name in DROPOUTS:
+        on = option_of(node, ("training", "train"), True) is True and option_of(node, ("p",), 0.5) != 0
         return () if on else inputs[:1]
     return inputs[:1] if name in _VIEWS or _is_view_by_schema(node) else ()
 
@@ -199,7 +199,7 @@ def attribute_of(node: fx.Node, modules: Modules) -> Any:
     return value if value is not None else node.target
 
 
-def _name(target: Any) -> str:
+def name_of(target: Any) -> str:
     packet = getattr(target, "overloadpacket", None)
     return str(getattr(packet or target, "__name__", target)).rpartition(".")[2]
 
@@ -242,13 +242,13 @@ def _is_in_place(node: fx.Node, modules: Modules) -> bool:
         return bool(getattr(modules.get(str(node.target)), "inplace", False))
     if node.op not in ("call_function", "call_method"):
         return False
-    if node.target is operator.setitem or node.target in _OPERATORS_IN_PLACE or _option(node, ("inplace",), False):
+    if node.target is operator.setitem or node.target in _OPERATORS_IN_PLACE or option_of(node, ("inplace",), False):
         return True
-    name = _name(node.target)
+    name = name_of(node.target)
     return (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
 
 
-def _option(node: fx.Node, names: tuple[str, ...], missing: Any) -> Any:
+def option_of(node: fx.Node, names: tuple[str, ...], missing: Any) -> Any:
     """An argument by any of its names, also where it is given by place."""
     for name in names:
         if name in node.kwargs:

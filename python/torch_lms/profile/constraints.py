@@ -16,6 +16,9 @@ And where R comes after W:
 What writes to a buffer or a parameter must be seen in the next step as well: all that reads it is in one stage, unless
 it reads what W gives. So are all calls of a module that changes its own buffers, such as a batch norm.
 
+What draws random numbers draws others if it does so earlier or later: so each that does is in no later stage than the
+next one of the program.
+
 At last, an object that the graph makes to return it cannot cross a border: it is made in the last stage.
 """
 
@@ -24,15 +27,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 from torch import fx, nn
 
 from torch_lms.profile.aliases import Memory, Modules, attribute_of, lineages, written
+from torch_lms.profile.random_draws import draws
 
 __all__ = ["Constraint", "find_constraints", "find_writes", "written_attributes"]
 
 COMPUTED = ("call_function", "call_method", "call_module")
-IN_PLACE, STATISTICS, RETURNED = "in place", "running statistics", "returned"
+IN_PLACE, STATISTICS, RETURNED, RANDOM = "in place", "running statistics", "returned", "random numbers"
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,7 @@ class Constraint:
     Attributes:
         first: must be in the same or an earlier stage.
         then: must be in the same or a later stage.
-        why: ``in place``, ``running statistics`` or ``returned``.
+        why: ``in place``, ``running statistics``, ``returned`` or ``random numbers``.
         writer: what changes the memory; None where that is not the reason.
     """
 
@@ -59,7 +64,14 @@ def find_constraints(graph: fx.Graph, modules: Modules) -> list[Constraint]:
         graph: in the order of the program.
         modules: by path, the root under the empty one.
     """
-    found = dict.fromkeys([*_one_stage_for_statistics(graph, modules), *_made_last(graph), *_in_place(graph, modules)])
+    found = dict.fromkeys(
+        [
+            *_one_stage_for_statistics(graph, modules),
+            *_made_last(graph),
+            *_in_place(graph, modules),
+            *_drawn_in_turn(graph, modules),
+        ]
+    )
     return [one for one in found if one.first is not one.then and one.first not in one.then.all_input_nodes]
 
 
@@ -118,6 +130,11 @@ def _made_last(graph: fx.Graph) -> Iterator[Constraint]:
     for node in graph.nodes:
         if node.op == "call_function" and isinstance(node.target, type):
             yield from (Constraint(sink, node, RETURNED) for sink in _sinks(graph))
+
+
+def _drawn_in_turn(graph: fx.Graph, modules: Modules) -> Iterator[Constraint]:
+    for first, then in pairwise(node for node in graph.nodes if draws(node, modules)):
+        yield Constraint(first, then, RANDOM)
 
 
 def _one_stage_for_statistics(graph: fx.Graph, modules: Modules) -> Iterator[Constraint]:

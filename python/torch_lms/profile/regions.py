@@ -9,6 +9,7 @@ from torch import fx, nn
 
 from torch_lms.profile.aliases import memory_of
 from torch_lms.profile.graph_code import Generated, generate
+from torch_lms.profile.random_draws import draws
 
 __all__ = ["Region", "is_assertion", "is_region"]
 
@@ -35,6 +36,7 @@ class Region(Generated):
 
     Attributes:
         memory: what the part does to the memory of what it is given.
+        draws: whether it draws random numbers.
     """
 
     def __init__(self, graph_module: fx.GraphModule, mode: Any, arguments: tuple[Any, ...]) -> None:
@@ -50,7 +52,9 @@ class Region(Generated):
         for node in list(graph.nodes):
             if node.op == "get_attr":
                 self._keep(node, graph_module)
-        self.memory = memory_of(graph, dict(self.named_modules()))
+        modules = dict(self.named_modules())
+        self.memory = memory_of(graph, modules)
+        self.draws = any(draws(node, modules) for node in graph.nodes)
         self.set_code(generate(graph, f"a part under {mode}"))
 
     @classmethod

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from torch import fx, nn
 
 from torch_lms.errors import PartitionError
-from torch_lms.profile.constraints import RETURNED, STATISTICS, Constraint, find_constraints
+from torch_lms.profile.constraints import RANDOM, RETURNED, STATISTICS, Constraint, find_constraints
 
 __all__ = ["check_order"]
 
@@ -40,6 +40,11 @@ def _explain(one: Constraint, stage_of: Mapping[fx.Node, int]) -> str:
         return (
             f"expected all calls of {one.then.target!r}, which updates running statistics or other buffers, in one "
             f"stage, found {first} and {then}; put them into one stage"
+        )
+    if one.why == RANDOM:
+        return (
+            f"expected {one.first.name!r} in no later stage than {one.then.name!r}, since both draw random numbers and "
+            f"it does so first, found {first} and {then}; keep what draws in the order of the program"
         )
     assert one.writer is not None
     return (

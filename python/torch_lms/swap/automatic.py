@@ -13,7 +13,7 @@ from torch_lms._core import core, need_extension
 from torch_lms.errors import EnvError, LimitError
 from torch_lms.memory_sizes import parse_bytes
 from torch_lms.plan.document import Plan
-from torch_lms.swap import intercepts, optimizers, planning
+from torch_lms.swap import discovery, intercepts, optimizers, planning
 from torch_lms.swap.limits import Limit, parse_limits
 
 __all__ = ["change_limit", "count_cpu_allocations", "disable", "enable", "is_enabled", "present_limits"]
@@ -74,9 +74,8 @@ def enable(
     need_extension("automatic mode", "page with torch_lms.SwapEnv, or use stock PyTorch 2.11 or later")
     limits = parse_limits(limit)
     smallest = parse_bytes(min_bytes)
-    host_bytes = None if host_limit is None else parse_bytes(host_limit, total_bytes=core.total_bytes("cpu"))
     all_limits = {**(_limits if _enabled else {}), **limits}
-    wishes = planning.Wishes(limits=all_limits, host_limit_bytes=host_bytes, swap=swap, recompute=recompute)
+    wishes = planning.Wishes(limits=all_limits, swap=swap, recompute=recompute)
     given = None if plan is None else planning.given_plan(plan, wishes)
     _configure_host(host_limit, spill_dir)
     if any(device.startswith("cuda") for device in limits):
@@ -93,6 +92,8 @@ def enable(
         planning.leave()
     for device, limit_bytes in limits.items():
         core.enable(device, limit_bytes, smallest)
+        if core.memory_report(device)["allocated_bytes"] > limit_bytes:
+            discovery.make_known()  # nobody has watched what was made until now
     optimizers.install(all_limits)
     _limits = all_limits
     _options = {"min_bytes": min_bytes, "swap": swap, "recompute": recompute}

@@ -26,7 +26,8 @@ def make_known() -> None:
     with torch._C.DisableTorchFunction():
         held = core.tensors_of_program()
         held += [gradient for tensor in held if tensor.is_leaf and (gradient := tensor.grad) is not None]
-        core.discover([tensor for tensor in (*held, *_saved_in(held)) if core.movable(tensor)])
+        core.discover([tensor for tensor in held if core.movable(tensor)])
+        core.discover([tensor for tensor in _saved_in(held) if core.movable(tensor)])
 
 
 def _saved_in(roots: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -37,11 +38,18 @@ def _saved_in(roots: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
         node = nodes.pop()
         for name in dir(node):
             if name.startswith("_raw_saved_"):
-                yield from _tensors_of(getattr(node, name))
+                yield from _tensors_of(_saved_as(node, name))
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)
                 nodes.append(following)
+
+
+def _saved_as(node: Any, name: str) -> Any:
+    try:
+        return getattr(node, name)
+    except RuntimeError:  # its backward has run, and it has let go of them
+        return []
 
 
 def _tensors_of(saved: Any) -> Iterator[torch.Tensor]:

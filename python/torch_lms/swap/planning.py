@@ -43,13 +43,11 @@ class Wishes:
 
     Attributes:
         limits: of each device, in bytes.
-        host_limit_bytes: of the host's memory; None for the core's own limit.
         swap: whether storages may be copied out.
         recompute: whether they may be dropped and made again.
     """
 
     limits: Mapping[str, int]
-    host_limit_bytes: int | None = None
     swap: bool = True
     recompute: bool = True
 
@@ -219,17 +217,17 @@ def start() -> None:
         return
     if recording is not None:
         name = ""
-        request = {"recording": recording, "limit_bytes": wishes.limits[recording["device"]]}
-        request["link"] = asdict(measure_link(recording["device"]))
+        device = recording["device"]
+        request: dict[str, Any] = {"recording": recording, "link": asdict(measure_link(device))}
     elif followed is not None and followed.trace is not None:
         # A processor's ops are over when they return: their time is the host's.
         host = None if followed.device.startswith("cpu") else times
         request = {"trace": followed.trace, "times_us": times["times_us"], "host": host, "followed": followed.document}
-        request["limit_bytes"] = wishes.limits[followed.device]
+        device = followed.device
     else:
         return
-    host_bytes = None if wishes.host_limit_bytes is None else int(_HOST_SHARE * wishes.host_limit_bytes)
-    request |= {"is_crowded": is_crowded, "host_limit_bytes": host_bytes}
+    request |= {"limit_bytes": wishes.limits[device], "is_crowded": is_crowded}
+    request["host_limit_bytes"] = int(_HOST_SHARE * core.memory_report(device)["host_limit_bytes"])
     request |= {"swap": wishes.swap, "recompute": wishes.recompute}
     planner = threading.Thread(target=_plan_beside, args=(request, wishes, name), daemon=True, name="torch_lms planner")
     with _lock:

@@ -6,9 +6,11 @@ of a node belongs to the first op of the recorded forward that ended with a high
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 from bisect import bisect_right
+from collections.abc import Callable
 from itertools import pairwise
 from operator import itemgetter
 from types import FrameType
@@ -21,6 +23,11 @@ __all__ = ["forget", "here"]
 
 _NOT_THE_USERS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
 
+_GET_VARIABLE: Callable[[FrameType, bytes], object] | None = None
+if (3, 12) <= sys.version_info < (3, 13):
+    _GET_VARIABLE = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.py_object, ctypes.c_char_p)(
+        ("PyFrame_GetVarString", ctypes.pythonapi)
+    )
 
 _forwards: list[tuple[int, tuple[str, str]]] = []  # autograd's number after an op, and its place
 _names: WeakKeyDictionary[nn.Module, dict[int, str]] = WeakKeyDictionary()
@@ -58,11 +65,25 @@ def _in_frames() -> tuple[list[nn.Module], str]:
         filename = frame.f_code.co_filename
         if not line and not filename.startswith(_NOT_THE_USERS):
             line = f"{filename}:{frame.f_lineno}"
-        owner = frame.f_locals.get("self") if frame.f_code.co_name == "forward" else None
+        owner = _self_of(frame) if frame.f_code.co_name == "forward" else None
         if isinstance(owner, nn.Module) and (not modules or modules[-1] is not owner):
             modules.append(owner)
         frame = frame.f_back
     return modules[::-1], line
+
+
+def _self_of(frame: FrameType) -> object:
+    """Its variable ``self``.
+
+    Until Python 3.12 a frame that is asked for its locals keeps them all as they are then until it is asked again: what
+    one op has used last is held for one op longer. Python 3.12 can be asked for one alone, and later ones keep nothing.
+    """
+    if _GET_VARIABLE is None:
+        return frame.f_locals.get("self")
+    try:
+        return _GET_VARIABLE(frame, b"self")
+    except NameError:
+        return None
 
 
 def _path(modules: list[nn.Module]) -> str:
