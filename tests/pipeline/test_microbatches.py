@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from torch_lms.errors import PipelineError
+from torch_lms.pipeline.boundary import Microbatch
 from torch_lms.pipeline.config import PipelineConfig
+from torch_lms.pipeline.liveness import in_words
 from torch_lms.pipeline.microbatches import cut_batch, name_arguments, to_device
 from torch_lms.pipeline.training import _first_microbatch
 from torch_lms.stages.arguments import Argument
@@ -101,3 +103,50 @@ def test_arguments_that_the_graph_has_not_are_refused(
 ) -> None:
     with pytest.raises(PipelineError, match=message):
         name_arguments(ARGUMENTS, args, kwargs)
+
+
+def test_a_microbatch_that_is_written_to_leaves_the_others_as_they_were_saved() -> None:
+    batch = torch.ones(4, 2)
+    weight = torch.ones(2, requires_grad=True)
+    losses = []
+    for part in cut_batch({"x": batch}, 2):
+        part["x"].mul_(2)
+        losses.append((part["x"] * weight).sum())
+    sum(losses).backward()
+    assert torch.equal(batch, torch.full((4, 2), 2.0))
+    assert torch.equal(weight.grad, torch.full((2,), 8.0))
+
+
+def test_a_batch_with_gradients_has_them_from_all_microbatches() -> None:
+    batch = torch.ones(4, 2, requires_grad=True)
+    sum((part["x"] * 3).sum() for part in cut_batch({"x": batch}, 2)).backward()
+    assert torch.equal(batch.grad, torch.full((4, 2), 3.0))
+
+
+def test_a_text_is_no_list_of_names() -> None:
+    with pytest.raises(ValueError, match=r"take \('mask',\)"):
+        PipelineConfig(microbatches=2, whole="mask")  # type: ignore[arg-type]
+
+
+def test_a_run_before_all_others_writes_to_tensors_of_its_own() -> None:
+    feeds, target = {"x": torch.ones(2), "nest": [torch.ones(2), 5]}, torch.ones(2)
+    early = Microbatch(feeds, target, None, number=0).before_all()
+    early.feeds["x"].mul_(2)
+    early.feeds["nest"][0].mul_(2)
+    early.target.mul_(2)
+    assert early.feeds["nest"][1] == 5
+    assert all(torch.equal(one, torch.ones(2)) for one in (feeds["x"], feeds["nest"][0], target))
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (ValueError("in a loss,\n  here"), "ValueError: in a loss, here"),
+        (PipelineError("expected one"), "PipelineError: expected one"),
+    ],
+)
+def test_other_ranks_are_told_what_an_error_began_with(error: Exception, words: str) -> None:
+    outer = RuntimeError("[Stage 1] failed to run forward:\n args")
+    outer.__cause__ = error
+    error.__cause__ = KeyError("x") if isinstance(error, PipelineError) else None
+    assert in_words(outer) == words

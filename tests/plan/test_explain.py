@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from io import StringIO
 from pathlib import Path
 
@@ -81,6 +84,7 @@ def test_explain_plans_a_trace_first(trace_file: Path, capsys: pytest.CaptureFix
         (["plan", "{trace}", "--limit=much"], "expected a size such as"),
         (["plan", "{trace}", "--limit=1", "--host-limit=1", "--no-recompute"], "bytes of host memory"),
         (["plan", "{picture}", "--limit=1GiB"], "expected torch_lms.trace as JSON"),
+        (["explain", "{plan}", "--limit=1GiB"], "expected a trace beside --limit"),
     ],
 )
 def test_wrong_words_are_told(
@@ -88,6 +92,30 @@ def test_wrong_words_are_told(
 ) -> None:
     picture = tmp_path / "picture.json"
     picture.write_text("<svg>")
-    given = [word.format(trace=trace_file, missing=tmp_path / "none.json", picture=picture) for word in words]
+    assert main(["plan", str(trace_file), f"--limit={LIMIT}", f"--output={tmp_path / 'plan.json'}"]) == 0
+    files = {"missing": tmp_path / "none.json", "picture": picture, "plan": tmp_path / "plan.json"}
+    given = [word.format(trace=trace_file, **files) for word in words]
     assert main(given) == 1
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("word", "message"), [("--output=plan", "expected a picture that ends in"), ("--most=-1", "expected a number of")]
+)
+def test_words_without_sense_are_told_before_anything_runs(
+    word: str, message: str, trace_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["explain", str(trace_file), f"--limit={LIMIT}", word])
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_plan_is_written_also_where_nobody_reads_it_to_its_end(trace_file: Path, tmp_path: Path) -> None:
+    written = tmp_path / "plan.json"
+    command = [sys.executable, "-m", "torch_lms", "plan", str(trace_file), f"--limit={LIMIT}", f"--output={written}"]
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "wb") as unread:
+        ended = subprocess.run(command, stdout=unread, stderr=subprocess.PIPE, text=True, check=False)
+    assert Plan.load(written).limit_bytes == LIMIT
+    assert "Traceback" not in ended.stderr

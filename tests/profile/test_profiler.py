@@ -97,6 +97,27 @@ def test_nodes_are_in_topological_order_and_timed(build: Any, args: Any, pieces:
     assert Profile.from_json(found.to_json()) == found
 
 
+class Writing(nn.Module):
+    """Changes what it is called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        x.mul_(2)
+        return self.layer(x) * mask
+
+
+@pytest.mark.parametrize("pieces", [False, True])
+def test_the_sample_is_left_as_it_was(pieces: bool) -> None:
+    x, mask = torch.rand(4, 8), torch.ones(1, 8).expand(4, 8)  # to the latter nobody could write
+    before, version = x.clone(), mask._version
+    profile(Writing(), x, mask, config=replace(QUICK, pieces=pieces))
+    assert torch.equal(x, before)
+    assert mask._version == version
+
+
 @pytest.mark.parametrize(("build", "args", "pieces"), CASES)
 def test_model_is_left_as_it_was(build: Any, args: Any, pieces: bool, chaos: bool) -> None:
     model = build()

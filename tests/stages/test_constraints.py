@@ -11,12 +11,18 @@ import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from torch import fx
+from torch import fx, nn
+from torch.nn import functional as F  # noqa: N812  # PyTorch's own name for it
 
 from tests.partition.random_writes import ROWS, WIDTH, Root, assert_same, outcome, problem_of, random_writes
+from tests.stages.test_balanced import QUICK
+from torch_lms.balanced import create_balanced_partition
 from torch_lms.errors import PartitionError
 from torch_lms.partition import algorithm_names, partition
+from torch_lms.profile.random_draws import draws
+from torch_lms.profile.tracing import trace
 from torch_lms.stages.cutting import split
+from torch_lms.stages.mutations import check_order
 from torch_lms.stages.running import run_stages
 from torch_lms.stages.stage import Stage
 
@@ -160,3 +166,43 @@ def test_a_residual_stream_that_is_added_to_in_place_can_still_be_cut_everywhere
     program = fx.GraphModule(Root(0), graph)
     problem = problem_of(program, 2, 0)
     assert len(problem.units) == sum(node.op.startswith("call_") for node in graph.nodes)
+
+
+class Noisy(nn.Module):
+    """Draws beside what it draws for, and in branches that do not know of each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x
+        for layer in self.layers[:3]:
+            x = F.dropout(layer(x), 0.3) + torch.rand(8)
+        for layer in self.layers[3:]:
+            y = self.dropout(layer(y)) * torch.ones(8).bernoulli_(0.5)
+        return x + y
+
+
+@pytest.mark.parametrize("algorithm", algorithm_names())
+def test_stages_draw_the_random_numbers_of_the_model(algorithm: str) -> None:
+    torch.manual_seed(0)
+    model, x = Noisy(), torch.randn(4, 8)
+    for stages in (2, 3):
+        made = create_balanced_partition(model, ["cpu"] * stages, x, algorithm=algorithm, config=QUICK)
+        torch.manual_seed(1)
+        expected = model(x)
+        torch.manual_seed(1)
+        assert torch.equal(made(x), expected)
+
+
+def test_what_draws_first_is_not_put_into_a_later_stage() -> None:
+    traced = trace(Noisy(), (torch.randn(4, 8),))
+    nodes = [node for node in traced.graph_module.graph.nodes if node.op.startswith("call_")]
+    drawing = [node for node in nodes if draws(node, dict(traced.graph_module.named_modules()))]
+    assert len(drawing) == 12
+    stage_of = dict.fromkeys(traced.graph_module.graph.nodes, 1)
+    stage_of[drawing[5]] = 0
+    with pytest.raises(PartitionError, match="both draw random numbers"):
+        check_order(traced.graph_module.graph, dict(traced.graph_module.named_modules()), stage_of)

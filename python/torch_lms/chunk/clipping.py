@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from torch_lms.chunk.model_data import ModelData
 from torch_lms.chunk.occupancy import Occupancy
+from torch_lms.errors import ChunkError
 
 __all__ = ["clip_grad_norm_"]
 
@@ -19,7 +20,14 @@ def clip_grad_norm_(data: ModelData, occupancy: Occupancy, max_norm: float, norm
 
     Returns:
         The norm before.
+
+    Raises:
+        ChunkError: over several ranks, for a norm that is not of their parts' norms.
     """
+    if data.ranks.group is not None and not norm_type > 0:
+        raise ChunkError(
+            f"expected a positive norm_type, or inf, over several ranks, found {norm_type}; take one, such as 2"
+        )
     occupancy.settle_gradients()
     if data.ranks.group is None:
         return torch.nn.utils.clip_grad_norm_([one.parameter for one in data.tensors], max_norm, norm_type)

@@ -196,7 +196,10 @@ class ChunkedOptimizer(Optimizer):
             norm_type: which norm; may be ``inf``.
 
         Returns:
-            The norm before, a 32-bit number.
+            The norm before: in the gradients' type, as PyTorch's own; over several ranks in 32 bits.
+
+        Raises:
+            ChunkError: over several ranks, for a norm that is not positive.
         """
         return clip_grad_norm_(self._data, self._occupancy, max_norm, norm_type)
 

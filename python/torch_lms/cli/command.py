@@ -20,6 +20,7 @@ from torch_lms.errors import LmsError
 __all__ = ["run"]
 
 _STOPPED = 130  # as shells have it for SIGINT
+_UNREAD = 141  # and for SIGPIPE
 _COMMANDS = {"explain": run_explain, "partition": run_partition, "plan": run_plan, "profile": run_profile}
 
 
@@ -27,6 +28,8 @@ def run(arguments: Sequence[str] | None) -> int:
     """Runs a command and returns the exit status."""
     try:
         return _run_command(arguments)
+    except BrokenPipeError:
+        return _UNREAD
     except OSError as error:
         return _tell(f"expected files that can be read and written, found {error}; name others")
     except KeyboardInterrupt:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from torch_lms.cli.given_model import check_folders
+from torch_lms.cli.given_model import check_folders, check_picture
 from torch_lms.cli.plan import add_wishes, plan_under
 from torch_lms.errors import PlanError
 from torch_lms.memory_sizes import parse_bytes
@@ -35,16 +35,22 @@ def run_explain(given: argparse.Namespace, console: Console) -> int:
         LmsError: for a file that is no plan, or a trace without a limit.
     """
     check_folders(given.output)
+    check_picture(given.output)
+    if given.most < 0:
+        raise ValueError(f"expected a number of storages for --most, found {given.most}; take 0 for none")
     text = read_text(given.file)
     if _is_trace(text):
         if given.limit is None:
             raise PlanError(f"expected a plan, or a trace and --limit, found the trace {given.file}; add --limit")
         plan = plan_under(Trace.from_json(text), parse_bytes(given.limit), given)
+    elif given.limit is not None:
+        raise PlanError(f"expected a trace beside --limit, found the plan {given.file}; leave --limit out")
     else:
         plan = Plan.from_json(text)
+    if given.output:
+        draw_plan(plan, given.output)  # first: who reads the table may stop to
     console.print(plan.table(given.most))
     if given.output:
-        draw_plan(plan, given.output)
         console.print(f"wrote {given.output}", markup=False, highlight=False, soft_wrap=True)
     return 0
 

@@ -15,9 +15,10 @@ from torch.utils._pytree import tree_map
 from torch_lms.cli.workload import MODELS, Workload
 from torch_lms.errors import ProfileError
 
-__all__ = ["add_model", "check_folders", "device_to_profile", "given_model", "given_optimizer"]
+__all__ = ["add_model", "check_folders", "check_picture", "device_to_profile", "given_model", "given_optimizer"]
 
 _BATCH = 4
+_PICTURES = (".png", ".svg", ".pdf")
 
 
 def add_model(parser: argparse.ArgumentParser, *, default: str | None) -> None:
@@ -72,6 +73,16 @@ def check_folders(*paths: Path | None) -> None:
             raise ValueError(f"expected a folder for {str(path)!r}, found none; create it first")
         if path is not None and path.is_dir():
             raise ValueError(f"expected a file to write, found the folder {str(path)!r}; name a file in it")
+
+
+def check_picture(path: Path | None) -> None:
+    """Before anything runs: whether a file's name says how it is to be drawn.
+
+    Raises:
+        ValueError: if not.
+    """
+    if path is not None and path.suffix not in _PICTURES:
+        raise ValueError(f"expected a picture that ends in {', '.join(_PICTURES)}, found {str(path)!r}")
 
 
 def given_optimizer(given: argparse.Namespace) -> type[torch.optim.Optimizer] | None:

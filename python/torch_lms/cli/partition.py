@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from torch_lms.cli.given_model import check_folders
+from torch_lms.cli.given_model import check_folders, check_picture
 from torch_lms.errors import ProfileError
 from torch_lms.memory_sizes import parse_bytes
 from torch_lms.partition import (
@@ -67,6 +67,7 @@ def run_partition(given: argparse.Namespace, console: Console) -> int:
         LmsError: for a file that is no profile, words that make no sense, or caps that nothing meets.
     """
     check_folders(given.output, given.json)
+    check_picture(given.output)
     problem = _problem(given)
     find_algorithm(given.algorithm)  # a wrong name is told before anything runs
     comparison = compare(problem) if given.compare or given.output else None
@@ -75,13 +76,12 @@ def run_partition(given: argparse.Namespace, console: Console) -> int:
     if comparison is not None and given.output:
         comparison.draw(given.output)
     made = partition(problem, given.algorithm)
+    if given.json:
+        document = _document(made, comparison.to_json() if comparison else None)
+        given.json.write_text(json.dumps(document, indent=1) + "\n")
     console.print(f"{made.algorithm}: {made.reason}", markup=False, highlight=False)
     for stage, line in enumerate(_lines(problem, made)):
         console.print(f"stage {stage}: {line}", markup=False, highlight=False)
-    if given.json:
-        given.json.write_text(
-            json.dumps(_document(made, comparison.to_json() if comparison else None), indent=1) + "\n"
-        )
     return 0
 
 
@@ -96,8 +96,13 @@ def _add_prices(group: argparse._ArgumentGroup) -> None:
 def _problem(given: argparse.Namespace) -> PartitionProblem:
     profile = _read(given.profile)
     names = given.devices.split(",") if given.devices else [f"stage{index}" for index in range(given.stages or 0)]
-    if not names:
+    if given.stages is None and not given.devices:
         raise ValueError("expected --devices or --stages, found neither; say into how many stages to cut")
+    if not names or not all(names):
+        raise ValueError(
+            f"expected at least one stage, and a name for each device, found --stages {given.stages} and --devices "
+            f"{given.devices!r}; correct them"
+        )
     caps = _each(given.cap, names, "--cap") if given.cap else [None] * len(names)
     speeds = _each(given.speed, names, "--speed")
     devices = tuple(

@@ -55,10 +55,11 @@ def run_plan(given: argparse.Namespace, console: Console) -> int:
         trace.save(given.save_trace)
         _tell(console, f"wrote {given.save_trace}")
     plan = plan_under(trace, limit_bytes, given)
+    if given.output:
+        plan.save(given.output)  # first: who reads the plan may stop to
     _tell(console, str(plan))
     _tell(console, _verdict(trace, plan, given))
     if given.output:
-        plan.save(given.output)
         _tell(console, f"wrote {given.output}")
     return 0
 

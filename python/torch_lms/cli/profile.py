@@ -47,8 +47,9 @@ def run_profile(given: argparse.Namespace, console: Console) -> int:
     optimizer = given_optimizer(given)
     model, args, kwargs = given_model(given)
     found = profile(model, *args, optimizer=optimizer, config=config, **kwargs)
+    if given.json is not None:
+        found.save(given.json)  # first: who reads the table may stop to
     console.print(found.table(given.limit))
     if given.json is not None:
-        found.save(given.json)
         console.print(f"wrote {given.json}", markup=False, highlight=False)
     return 0

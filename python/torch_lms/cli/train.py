@@ -15,7 +15,7 @@ from rich.console import Console
 
 import torch_lms
 from torch_lms.cli.checks import Check, check_runs
-from torch_lms.cli.given_model import check_folders
+from torch_lms.cli.given_model import check_folders, check_picture
 from torch_lms.cli.report import RunProgress, check_table, comparison_table, step_table
 from torch_lms.cli.run import Paging, RunResult, run_in_fresh_process
 from torch_lms.cli.timeline import draw_timelines
@@ -26,8 +26,6 @@ from torch_lms.plan.explain import draw_plan
 from torch_lms.swap.limits import parse_limits
 
 __all__ = ["TrainOptions", "train"]
-
-_PICTURES = (".png", ".svg", ".pdf")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,8 +55,7 @@ class TrainOptions:
     def __post_init__(self) -> None:
         parse_bytes(self.limit, total_bytes=GIB)
         parse_limits({self.workload.device: GIB})
-        if self.output is not None and self.output.suffix not in _PICTURES:
-            raise ValueError(f"expected a picture that ends in {', '.join(_PICTURES)}, found {str(self.output)!r}")
+        check_picture(self.output)
         check_folders(self.output, self.json)
 
 
@@ -83,20 +80,21 @@ def train(options: TrainOptions, console: Console) -> int:
     if options.output is not None:
         timelines = {name: run.timeline for name, run in runs.items()}
         draw_timelines(timelines, limit_bytes=limit_bytes, title=options.workload.describe(), path=options.output)
-        console.print(f"wrote {options.output}")
+        console.print(f"wrote {options.output}", markup=False, highlight=False)
     if limited.plan:
         _show_plan(Plan.from_json(limited.plan), options.output, console)
     if options.json is not None:
         document = _document(options, runs, limit_bytes, checks)
         options.json.write_text(json.dumps(document, indent=1) + "\n")
-        console.print(f"wrote {options.json}")
+        console.print(f"wrote {options.json}", markup=False, highlight=False)
     return 0 if all(check.ok for check in checks) else 1
 
 
 def _show_plan(plan: Plan, output: Path | None, console: Console) -> None:
     console.print(str(plan), markup=False, highlight=False, soft_wrap=True)
     if output is not None:
-        console.print(f"wrote {draw_plan(plan, output.with_name(f'plan{output.suffix}'))}")
+        drawn = draw_plan(plan, output.with_name(f"plan{output.suffix}"))
+        console.print(f"wrote {drawn}", markup=False, highlight=False)
 
 
 def _run(options: TrainOptions, paging: Paging | None, console: Console) -> RunResult:

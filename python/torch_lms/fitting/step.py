@@ -66,7 +66,7 @@ def record_step(traced: TracedModel, device: torch.device, optimizer: Any, *, fa
     """
     trained = [] if optimizer is None else list(trained_parameters(traced.model, optimizer))
     with ExitStack() as stack:
-        stack.enter_context(preserved(traced.model))
+        stack.enter_context(preserved(traced.model, traced.sample.tensors))
         stack.enter_context(contents_kept(written_parameters(traced)))
         if device.type == "cuda":
             stack.enter_context(torch.cuda.device(device))

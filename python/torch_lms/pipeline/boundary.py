@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_lms._torch_compat import storage_key
+from torch_lms._torch_compat import storage_key, tree_map
 from torch_lms.errors import PipelineError
 from torch_lms.pipeline.borders import Number, carrier_metas, describe, has_numbers, pack, unpack
 from torch_lms.pipeline.host_values import HostValues
@@ -94,8 +94,15 @@ class Microbatch:
         self.number = number
 
     def before_all(self) -> Microbatch:
-        """The same for a run before those of the step."""
-        return Microbatch(self.feeds, self.target, self.seed, number=-1)
+        """The same for a run before those of the step, with tensors of its own: a stage may write to them."""
+        feeds, target = tree_map(_own, (dict(self.feeds), self.target))
+        return Microbatch(feeds, target, self.seed, number=-1)
+
+
+def _own(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.detach().clone().requires_grad_(value.requires_grad)
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,8 @@ class PipelineConfig:
             raise ValueError(
                 f"expected torch.float16, torch.bfloat16 or None for autocast, found {self.autocast!r}; take one"
             )
+        if isinstance(self.whole, str):
+            raise ValueError(f"expected names in whole, found the text {self.whole!r}; take ({self.whole!r},)")
         if self.microbatches < 1 or self.bucket_bytes < 1 or self.heartbeat_timeout_s <= 0:
             raise ValueError(
                 f"expected positive microbatches, bucket_bytes and heartbeat_timeout_s, found {self}; give at least 1"

@@ -255,8 +255,10 @@ class Liveness:
 
 
 def in_words(error: BaseException) -> str:
-    """An error in one line, for other ranks."""
-    return f"{type(error).__name__}: {error}"
+    """An error in one line, for other ranks: what others were raised from, as far as they say less."""
+    while error.__cause__ is not None and not isinstance(error, LmsError):
+        error = error.__cause__
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def _store_failure() -> Failure:

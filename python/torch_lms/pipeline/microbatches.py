@@ -56,9 +56,14 @@ def cut_batch(values: Mapping[str, Any], microbatches: int, whole: Sequence[str]
     def cut(name: str, value: Any, index: int) -> Any:
         if name in whole:
             return value
-        return _map(value, lambda tensor: tensor[index * step : (index + 1) * step])
+        return _map(value, lambda tensor: _apart(tensor[index * step : (index + 1) * step]))
 
     return [{name: cut(name, value, index) for name, value in values.items()} for index in range(microbatches)]
+
+
+def _apart(part: torch.Tensor) -> torch.Tensor:
+    """The same bytes: where a stage writes to one microbatch, autograd need not think that it has to the others."""
+    return part if part.requires_grad else part.data
 
 
 def _map(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:

@@ -112,19 +112,44 @@ def contents_kept(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 @contextmanager
-def preserved(model: nn.Module) -> Iterator[None]:
-    """Puts back buffers, tensors that are plain attributes, gradients and the state of random numbers."""
+def preserved(model: nn.Module, sample: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Puts back buffers, tensors that are plain attributes, gradients and the state of random numbers.
+
+    Args:
+        model: that runs.
+        sample: what it runs with, and may write to; tensors that it cannot write to are left alone.
+    """
     kept = [*model.buffers(), *(tensor for tensor in plain_tensors(model).values() if tensor.is_leaf)]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     devices = sorted({tensor.device.index or 0 for tensor in _tensors(model) if tensor.is_cuda})
     for parameter, _ in gradients:
         parameter.grad = None
     try:
-        with torch.random.fork_rng(devices=devices), contents_kept(kept):
+        with torch.random.fork_rng(devices=devices), contents_kept(kept), _unwritten(sample):
             yield
     finally:
         for parameter, gradient in gradients:
             parameter.grad = gradient
+
+
+@contextmanager
+def _unwritten(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Puts back what tensors hold that are written to; the others may be part of somebody's graph."""
+    before = [(tensor, tensor._version, tensor.detach().clone()) for tensor in tensors if _may_be_written(tensor)]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, version, value in before:
+                if tensor._version != version:
+                    tensor.copy_(value)
+
+
+def _may_be_written(tensor: torch.Tensor) -> bool:
+    """In place, outside of inference mode: no element is at the place of another."""
+    if tensor.layout != torch.strided or tensor.is_inference():
+        return False
+    return all(stride != 0 or size <= 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def forget_gradients(module: nn.Module) -> None:

@@ -175,7 +175,7 @@ def _profile_on(
             stack.enter_context(placed_on(whole, device))
             if traced is not None and traced.graph_module is not None:  # it has constants of its own
                 stack.enter_context(placed_on(traced.graph_module, device))
-        stack.enter_context(preserved(whole))
+        stack.enter_context(preserved(whole, sample.tensors))
         progress = stack.enter_context(Progress(config.progress, type(whole).__name__))
         run = _ProfileRun(whole, sample.to(home if config.pieces else device), device, config, progress)
         run.notes += [note] if note else []

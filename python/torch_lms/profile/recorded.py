@@ -80,7 +80,7 @@ def record_graph(model: nn.Module, sample: Sample) -> fx.Graph:
     attributes = Attributes(model)
     try:
         with torch.enable_grad(), ExitStack() as stack:
-            stack.enter_context(preserved(model))
+            stack.enter_context(preserved(model, sample.tensors))
             recording = _Recording(model, sample, stack)
             with recording.modules_told(), function_mode(recording.call), recording.modes.watched():
                 output = sample.call(model, sample.tensors)

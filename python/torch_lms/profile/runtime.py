@@ -171,6 +171,6 @@ class _NoWatcher:
 def record_ops(model: nn.Module, sample: Sample) -> list[NodeFacts]:
     """The ops of one run, which keeps nothing for a backward and leaves buffers and random numbers as they were."""
     recorder = OpRecorder(model, sample, _NoWatcher())
-    with preserved(model), torch.no_grad():
+    with preserved(model, sample.tensors), torch.no_grad():
         run_or_explain(model, sample, lambda: recorder.run(tuple(tensor.detach() for tensor in sample.tensors)))
     return recorder.ops
