@@ -468,6 +468,7 @@ def test_what_cannot_be_in_chunks_is_refused_before_anything_changes() -> None:
     refused(linear, "found LBFGS", torch.optim.LBFGS)
     refused(linear, "found 2 others", ADAMW(nn.Linear(3, 3).parameters()))
     refused(linear, "expected chunks of at least 128 elements", chunk_numel=64)
+    refused(linear, "expected chunks of at least 128 elements", chunk_numel=0)
     refused(nn.Linear(8, 8, dtype=torch.float64), "of torch.float64")
     refused(nn.Linear(8, 8, device="meta"), "expected device= for a model on the meta device")
     refused(nn.Embedding(8, 8, sparse=True), "sparse=True", torch.optim.SparseAdam)

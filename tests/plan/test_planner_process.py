@@ -62,6 +62,15 @@ def test_a_plan_is_told_with_what_the_core_needs_of_it() -> None:
     assert answer["compiled"] == marshal.loads(marshal.dumps(compile_plan(plan)))
 
 
+def test_a_host_with_room_for_all_that_may_go_out_is_no_limit() -> None:
+    free, roomy, short = (
+        plans_of(PlannerProcess().answers({**request(PEAK_BYTES // 2), "host_limit_bytes": host_bytes}))[-1]
+        for host_bytes in (None, PEAK_BYTES, PEAK_BYTES // 8)
+    )
+    assert roomy.decisions == free.decisions
+    assert short.predicted.host_peak_bytes <= PEAK_BYTES // 8 < free.predicted.host_peak_bytes
+
+
 def test_the_plan_that_was_followed_is_priced_in_the_new_times() -> None:
     *_, latest = PlannerProcess().answers(request(PEAK_BYTES // 2))
     followed = Plan.from_json(latest["priced"]["document"].decode())

@@ -136,7 +136,7 @@ def chunked(
 
 def _layout_of(runs: list[list[ModelTensor]], chunk_numel: int | None, ranks: Ranks) -> Layout:
     sizes = [[one.parameter.numel() for one in run] for run in runs]
-    numel = chunk_numel or best_chunk_numel(sizes)
+    numel = best_chunk_numel(sizes) if chunk_numel is None else chunk_numel
     if ranks.group is not None:  # for parts that are alike
         numel = -(-numel // (ALIGNMENT * ranks.size)) * ALIGNMENT * ranks.size
     return pack(sizes, numel)

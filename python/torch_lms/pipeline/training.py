@@ -103,7 +103,7 @@ def train(
     )
     members = find_members(group, "group")
     own_device = find_own_device(members, device)
-    count = stages or members.count * (1 if schedule in ONE_STAGE_EACH else 2)
+    count = members.count * (1 if schedule in ONE_STAGE_EACH else 2) if stages is None else stages
     args, kwargs = _first_microbatch(model, sample_input, config)
     balance = BalanceConfig(
         profile=replace(profile or ProfileConfig(device=own_device, progress=False), autocast=autocast),

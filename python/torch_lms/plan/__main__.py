@@ -16,6 +16,7 @@ from torch_lms.plan.messages import read_message, write_message
 from torch_lms.plan.pieces import Request, bounded, plan_in_pieces
 from torch_lms.plan.predict import priced_again
 from torch_lms.plan.recording import compile_plan, timed_again, told_of, trace_of
+from torch_lms.plan.simulator import simulate
 from torch_lms.plan.trace import Link, Trace
 
 __all__ = ["answers", "main"]
@@ -57,8 +58,8 @@ def answers(given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     if (given_plan := rest.pop("followed", None)) is not None:
         followed = priced_again(Plan.from_json(given_plan.decode()), trace)
         yield {"priced": told_of(followed)}
-    if (rest.get("host_limit_bytes") or 0) >= sum(storage.bytes for storage in trace.storages):
-        rest["host_limit_bytes"] = None  # all that there is has room
+    if (rest.get("host_limit_bytes") or 0) >= simulate(trace, []).peak_bytes:
+        rest["host_limit_bytes"] = None  # whatever goes out has room
     rest |= margins(trace, rest["limit_bytes"], is_crowded=rest.pop("is_crowded", False))
     last = yield from _plans(Request(trace=trace, **rest))
     if followed is None or followed.placeholders != last.placeholders:
