@@ -397,6 +397,15 @@ def test_disable_brings_everything_back(paged: ModuleType, cleaned: None) -> Non
     assert [tensor.max().item() for tensor in tensors] == list(range(8))
 
 
+def test_a_limit_below_what_is_held_already_lets_it_go_out(paged: ModuleType, cleaned: None) -> None:
+    held = [filled(16, float(number)) for number in range(8)]
+    limit_bytes = torch.cuda.memory_allocated() - 96 * MIB
+    paged.enable(limit_bytes)
+    assert [extremes(one + 1) for one in held] == [(number + 1.0, number + 1.0) for number in range(8)]
+    assert torch.cuda.memory_allocated() <= limit_bytes
+    assert paged.stats().limit_exceeded == 0
+
+
 # --- last, since what it leaves may stay in the allocator ---------------------------------------------
 
 
@@ -410,12 +419,3 @@ def test_storage_of_a_private_pool_keeps_its_bytes(paged: ModuleType, cleaned: N
     except PageoutError:
         assert tensor.data_ptr() == address
     assert tensor.eq(3).all()
-
-
-def test_a_limit_below_what_is_held_already_lets_it_go_out(paged: ModuleType, cleaned: None) -> None:
-    held = [filled(16, float(number)) for number in range(8)]
-    limit_bytes = torch.cuda.memory_allocated() - 96 * MIB
-    paged.enable(limit_bytes)
-    assert [extremes(one + 1) for one in held] == [(number + 1.0, number + 1.0) for number in range(8)]
-    assert torch.cuda.memory_allocated() <= limit_bytes
-    assert paged.stats().limit_exceeded == 0

@@ -20,6 +20,7 @@ from torch_lms.plan.pieces import Request, plan_in_pieces
 from torch_lms.plan.predict import priced_again
 from torch_lms.plan.recording import compile_plan, timed_again
 from torch_lms.plan.simulator import simulate
+from torch_lms.swap import planner_process
 from torch_lms.swap.planner_process import PlannerProcess
 
 TRACE = gpt_trace(layers=4)
@@ -60,6 +61,12 @@ def test_a_plan_is_told_with_what_the_core_needs_of_it() -> None:
     assert (told["signature"], told["device"]) == (plan.signature, plan.device)
     assert told["step_us"] == plan.predicted.step_us
     assert answer["compiled"] == marshal.loads(marshal.dumps(compile_plan(plan)))
+
+
+def test_an_answer_that_takes_too_long_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner_process, "_PATIENCE_SECONDS", 0.01)
+    with pytest.raises(PlanError, match=r"expected a plan within 0.01 s, found none"):
+        list(PlannerProcess().answers(request(PEAK_BYTES // 2, trace=gpt_trace(layers=40))))
 
 
 def test_a_host_with_room_for_all_that_may_go_out_is_no_limit() -> None:

@@ -28,6 +28,7 @@ class PlannerProcess:
         environment = {key: value for key, value in os.environ.items() if key != "TORCH_LMS_CHAOS"}
         environment["PYTHONSAFEPATH"] = "1"  # the folder that the program runs in may have modules of any name
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package, environment.get("PYTHONPATH")]))
+        self._took_too_long = False
         # A file in memory: a pipe that nobody reads while answers are waited for would fill, and hold the planner up.
         self._words = os.fdopen(os.memfd_create("torch_lms planner"), "w+b")
         self._process = subprocess.Popen(
@@ -47,7 +48,7 @@ class PlannerProcess:
         Raises:
             PlanError: if no plan keeps the limit, or the process has ended or been killed; it says why.
         """
-        patience = threading.Timer(_PATIENCE_SECONDS, self.kill)
+        patience = threading.Timer(_PATIENCE_SECONDS, self._give_up)
         patience.daemon = True
         patience.start()
         with self._words, self._process as process:
@@ -77,12 +78,18 @@ class PlannerProcess:
     def _reason(self, status: int) -> str:
         self._words.seek(0)
         lines = self._words.read().decode(errors="replace").strip().splitlines()
-        if status < 0:
+        if self._took_too_long:
+            lines.append(f"expected a plan within {_PATIENCE_SECONDS} s, found none; give the machine less other work")
+        elif status < 0:
             lines.append(
                 f"expected answers of the planner's process, found it ended by {signal.Signals(-status).name}; where "
-                f"memory was short, give the machine more; an answer may take {_PATIENCE_SECONDS} s"
+                "memory was short, give the machine more"
             )
         return lines[-1] if lines else f"expected answers of the planner's process, found it ended with status {status}"
+
+    def _give_up(self) -> None:
+        self._took_too_long = True
+        self.kill()
 
     def kill(self) -> None:
         """Ends it now; nothing happens if it has ended."""
