@@ -147,7 +147,7 @@ def _unwritten(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
 
 def _may_be_written(tensor: torch.Tensor) -> bool:
     """In place, outside of inference mode: no element is at the place of another."""
-    if tensor.layout != torch.strided or tensor.is_inference():
+    if tensor.layout != torch.strided or tensor.is_inference() or getattr(tensor, "is_nested", False):
         return False
     return all(stride != 0 or size <= 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
