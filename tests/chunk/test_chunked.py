@@ -466,12 +466,17 @@ def test_what_cannot_be_in_chunks_is_refused_before_anything_changes() -> None:
     refused(linear, "expected dtype to be", dtype=torch.float64)
     refused(linear, "expected update_on to be 'auto', 'device', 'host' or 'stream', found 'disk'", update_on="disk")
     refused(linear, "found LBFGS", torch.optim.LBFGS)
+    refused(linear, "expected an optimizer of the model's parameters, found NoneType", None)
+    with torch.inference_mode():
+        refused(linear, "found torch.inference_mode on")
     refused(linear, "found 2 others", ADAMW(nn.Linear(3, 3).parameters()))
     refused(linear, "expected chunks of at least 128 elements", chunk_numel=64)
     refused(linear, "expected chunks of at least 128 elements", chunk_numel=0)
     refused(nn.Linear(8, 8, dtype=torch.float64), "of torch.float64")
     refused(nn.Linear(8, 8, device="meta"), "expected device= for a model on the meta device")
     refused(nn.Embedding(8, 8, sparse=True), "sparse=True", torch.optim.SparseAdam)
+    with pytest.raises(torch_lms.errors.ChunkError, match="expected parameters with sizes, found weight without"):
+        torch_lms.chunked(lazy := nn.LazyLinear(8), ADAMW(lazy.parameters()))
     linear(torch.randn(2, 8)).sum().backward()
     refused(linear, "expected no gradients yet")
     model = nn.Linear(8, 8)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -16,7 +17,7 @@ from torch_lms.chunk.trials import treats_each_element_alone
 from torch_lms.errors import ChunkError
 from torch_lms.shared_bytes import pairs_that_share
 
-__all__ = ["check_model", "check_options", "check_ranks", "device_of", "note_in_chunks"]
+__all__ = ["check_arguments", "check_model", "check_options", "check_ranks", "device_of", "note_in_chunks"]
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -27,6 +28,24 @@ def note_in_chunks(tensors: Iterable[ModelTensor]) -> None:
     """These are in chunks from now on."""
     for one in tensors:
         _in_chunks[one.parameter] = True
+
+
+def check_arguments(model: nn.Module, optimizer: Optimizer) -> None:
+    """Refuses what is no optimizer, or no model that can be looked at yet.
+
+    Raises:
+        ChunkError: if so.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise ChunkError(
+            f"expected an optimizer of the model's parameters, found {type(optimizer).__name__}; make one of "
+            "model.parameters()"
+        )
+    lazy = next((name for name, one in model.named_parameters() if is_lazy(one)), None)
+    if lazy is not None:
+        raise ChunkError(f"expected parameters with sizes, found {lazy} without; call the model once before")
+    if torch.is_inference_mode_enabled():
+        raise ChunkError("expected a model to train, found torch.inference_mode on; call chunked outside of it")
 
 
 def check_options(dtype: torch.dtype, update_on: str, *, step_in_backward: bool) -> None:
@@ -103,7 +122,7 @@ def device_of(model: nn.Module, tensors: Sequence[ModelTensor], device: torch.de
                 f"expected a model on one device, found its parameters on {names}; move it to the device that it is to "
                 "run on"
             )
-        if device is not None and torch.empty(0, device=device).device not in there:
+        if device is not None and _find_device(device) not in there:
             raise ChunkError(f"expected a model on {device}, found it on {names}; move it there, or leave device out")
         return there.pop()
     if device is None:
@@ -114,7 +133,15 @@ def device_of(model: nn.Module, tensors: Sequence[ModelTensor], device: torch.de
                 f"expected buffers with values, found {name} on the meta device; make only the parameters there, or "
                 "give the module another buffer"
             )
-    return torch.empty(0, device=device).device
+    return _find_device(device)
+
+
+def _find_device(device: torch.device | str) -> torch.device:
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:
+        why = str(error).splitlines()[0]
+        raise ChunkError(f"expected a device that is there, found {device!r} ({why}); name another") from error
 
 
 def _check_parameter(one: ModelTensor) -> None:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from torch_lms.chunk.budget import budget_of, check_budget, needed_bytes
 from torch_lms.chunk.checkpointing import StateDictHooks
-from torch_lms.chunk.checks import check_model, check_options, check_ranks, device_of, note_in_chunks
+from torch_lms.chunk.checks import check_arguments, check_model, check_options, check_ranks, device_of, note_in_chunks
 from torch_lms.chunk.hooks import ModuleHooks
 from torch_lms.chunk.layout import ALIGNMENT, Layout, best_chunk_numel, pack
 from torch_lms.chunk.model_data import ModelData, ModelTensor
@@ -95,6 +95,7 @@ def chunked(
         ChunkError: for a model or an optimizer that cannot be held in chunks. Nothing has changed then.
         LimitError: for a limit that cannot be understood.
     """
+    check_arguments(model, optimizer)
     tensors = _tensors_of(model, optimizer)
     check_model(model, optimizer, tensors)
     check_options(dtype, update_on, step_in_backward=step_in_backward)
