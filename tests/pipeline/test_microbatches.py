@@ -150,3 +150,9 @@ def test_other_ranks_are_told_what_an_error_began_with(error: Exception, words: 
     outer.__cause__ = error
     error.__cause__ = KeyError("x") if isinstance(error, PipelineError) else None
     assert in_words(outer) == words
+
+
+@pytest.mark.parametrize("sample", [{"y": torch.ones(2)}, (torch.ones(2), torch.ones(2))])
+def test_a_sample_of_other_arguments_is_refused(sample: Any) -> None:
+    with pytest.raises(PipelineError, match=r"expected a sample of the arguments of Linear.forward\(input"):
+        _first_microbatch(nn.Linear(2, 2), sample, PipelineConfig(microbatches=2))

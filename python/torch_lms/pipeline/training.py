@@ -219,7 +219,14 @@ def _first_microbatch(
     named = isinstance(sample, Mapping)  # a dict, or such as a BatchEncoding of transformers
     args = () if named else sample if isinstance(sample, tuple) else (sample,)
     kwargs = dict(sample) if named else {}
-    bound = inspect.signature(model.forward).bind_partial(*args, **kwargs)
+    signature = inspect.signature(model.forward)
+    try:
+        bound = signature.bind_partial(*args, **kwargs)
+    except TypeError as error:
+        raise PipelineError(
+            f"expected a sample of the arguments of {type(model).__name__}.forward{signature}, found another: {error}; "
+            "pass what a step is to be called with"
+        ) from error
     names = list(bound.arguments)[: len(args)] if args else []
     if len(names) < len(args):  # the last name takes several
         names = [*names[:-1], *(f"{names[-1]}_{place}" for place in range(len(args) - len(names) + 1))]
@@ -231,4 +238,5 @@ def _device_of(own: torch.device, place: int) -> str:
     """A device like this rank's for another one; on CUDA by the number that it has on its host, as a rule."""
     if own.type != "cuda":
         return str(own)
-    return f"cuda:{place % torch.cuda.device_count()}" if dist.get_world_size() > 1 else str(own)
+    there = max(torch.cuda.device_count(), 1)  # where there is none, who uses it says so
+    return f"cuda:{place % there}" if dist.get_world_size() > 1 else str(own)
