@@ -15,6 +15,7 @@ _MIB = 1 << 20
 # bytes.
 _TOTALS = {
     "limit_bytes": "limit",
+    "host_limit_bytes": "limit of what is paged out to the host",
     "reserved_bytes": "reserved by PyTorch's allocator",
     "allocated_bytes": "allocated by tensors, of which",
 }
