@@ -86,8 +86,8 @@ def test_a_device_that_cannot_be_is_refused() -> None:
         torch_lms.chunked(*with_optimizer(without_bytes(nn.Linear(8, 8))))
     with pytest.raises(ChunkError, match="expected a model on meta, found it on cpu"):
         torch_lms.chunked(*with_optimizer(nn.Linear(8, 8)), device="meta")
-    for device in ("nonsense", "cuda:77"):
-        with pytest.raises(ChunkError, match=f"expected a device that is there, found '{device}'"):
+    for device, expected in (("nonsense", "such as 'cuda:0'"), ("cuda:77", "that is here")):
+        with pytest.raises(ChunkError, match=f"expected a device {expected}, found '{device}'"):
             torch_lms.chunked(*with_optimizer(nn.Linear(8, 8)), device=device)
     with torch.device("meta"):
         model = nn.BatchNorm1d(8)

@@ -15,8 +15,8 @@ copy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ from torch_lms.pipeline.borders import Number, carrier_metas, describe, has_numb
 from torch_lms.pipeline.host_values import HostValues
 from torch_lms.pipeline.randomness import RandomStream
 from torch_lms.pipeline.transfers import sendable
+from torch_lms.profile.preserving import contents_kept
 from torch_lms.stages.stage import Stage
 
 __all__ = ["Boundary", "Crossing", "Microbatch"]
@@ -208,7 +209,7 @@ class Boundary(nn.Module):
             The carriers of its outputs; none for the last stage.
         """
         self.crossing = Crossing(incoming)
-        with _Unchanged(self.stage, self.device), torch.enable_grad():
+        with _unchanged(self.stage, self.device), torch.enable_grad():
             _, values, state = self._enter([carrier.requires_grad_() for carrier in carriers], microbatch)
             result, state = self._run(values, microbatch, state)
             if self.is_last:
@@ -331,18 +332,9 @@ def _changing(stage: Stage) -> list[torch.Tensor]:
     return [*stage.buffers(), *(tensor for name, tensor in stage.named_parameters() if name in stage.writes)]
 
 
-class _Unchanged:
-    """Puts what the stage's forward changes and random generators back as they were."""
-
-    def __init__(self, stage: Stage, device: torch.device) -> None:
-        self._before = [(tensor, tensor.detach().clone()) for tensor in _changing(stage)]
-        self._fork = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
-
-    def __enter__(self) -> None:
-        self._fork.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._fork.__exit__(*error)
-        with torch.no_grad():
-            for tensor, value in self._before:
-                tensor.copy_(value)
+@contextmanager
+def _unchanged(stage: Stage, device: torch.device) -> Iterator[None]:
+    """Puts back what the stage's forward changes, and random generators."""
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices), contents_kept(_changing(stage)):
+        yield

@@ -20,6 +20,7 @@ from torch_lms.pipeline.boundary import LossFunction
 from torch_lms.pipeline.config import PipelineConfig
 from torch_lms.pipeline.microbatches import cut_batch
 from torch_lms.pipeline.runner import Pipeline
+from torch_lms.profile.devices import find_device
 from torch_lms.profile.profiler import ProfileConfig
 from torch_lms.ranks.members import find_members, find_own_device
 from torch_lms.schedules.rules import ONE_STAGE_EACH
@@ -93,7 +94,7 @@ def train(
         init_fn: as for `Pipeline`.
 
     Raises:
-        PipelineError: for an unknown optimizer, or as `Pipeline` does.
+        PipelineError: for an unknown optimizer or a device that is not there, or as `Pipeline` does.
         PartitionError: as `create_balanced_partition` does.
         LimitError: for a cap that is no size.
     """
@@ -102,7 +103,7 @@ def train(
         schedule=schedule, microbatches=microbatches, executor=executor, seed=seed, whole=whole, autocast=autocast
     )
     members = find_members(group, "group")
-    own_device = find_own_device(members, device)
+    own_device = find_device(find_own_device(members, device), PipelineError)
     count = members.count * (1 if schedule in ONE_STAGE_EACH else 2) if stages is None else stages
     args, kwargs = _first_microbatch(model, sample_input, config)
     balance = BalanceConfig(
@@ -238,5 +239,4 @@ def _device_of(own: torch.device, place: int) -> str:
     """A device like this rank's for another one; on CUDA by the number that it has on its host, as a rule."""
     if own.type != "cuda":
         return str(own)
-    there = max(torch.cuda.device_count(), 1)  # where there is none, who uses it says so
-    return f"cuda:{place % there}" if dist.get_world_size() > 1 else str(own)
+    return f"cuda:{place % torch.cuda.device_count()}" if dist.get_world_size() > 1 else str(own)
