@@ -12,9 +12,10 @@ from torch import fx, nn
 
 from tests.profile.models import Branching, Convolutions, Fresh, OneBranching, TiedLM, Unseen
 from torch_lms._torch_compat import has_dispatch_modes, has_export
+from torch_lms.devices import find_device
 from torch_lms.errors import ProfileError
 from torch_lms.profile import Profile, ProfileConfig, interpreter, profile, profiler, trace
-from torch_lms.profile.devices import find_device, made_on
+from torch_lms.profile.devices import made_on
 from torch_lms.profile.piecewise import PieceByPiece, Pieces
 from torch_lms.profile.regions import Region
 from torch_lms.profile.sizes import SizeWatcher
@@ -235,7 +236,7 @@ def test_a_device_that_is_not_there_is_refused(device: str) -> None:
     with pytest.raises(ProfileError, match=f"expected a device.*{device}"):
         profile(TiedLM(), IDS, config=ProfileConfig(device=device))
     with pytest.raises(ProfileError, match=device):
-        find_device(device)
+        find_device(device, ProfileError)
 
 
 def test_a_model_on_two_devices_is_refused() -> None:

@@ -33,7 +33,7 @@ PUBLIC_NAMES = [
 
 # Each may import those in front of it, never those behind it.
 LAYERS = [
-    *("errors", "memory_sizes", "ranks", "plan", "_torch_compat", "shared_bytes", "_fork", "_core"),
+    *("errors", "memory_sizes", "ranks", "plan", "_torch_compat", "shared_bytes", "devices", "_fork", "_core"),
     *("swap", "chunk", "profile", "fitting", "schedules", "partition"),
     *("stages", "device_links", "balanced", "pipeline", "cli"),
 ]

@@ -14,6 +14,7 @@ from torch_lms.chunk.model_data import ModelTensor
 from torch_lms.chunk.optimizer import ChunkedOptimizer
 from torch_lms.chunk.ranks import Ranks
 from torch_lms.chunk.trials import treats_each_element_alone
+from torch_lms.devices import find_device
 from torch_lms.errors import ChunkError
 from torch_lms.shared_bytes import pairs_that_share
 
@@ -138,8 +139,6 @@ def device_of(model: nn.Module, tensors: Sequence[ModelTensor], device: torch.de
 
 def _find_device(device: torch.device | str) -> torch.device:
     """As tensors there have it."""
-    from torch_lms.profile.devices import find_device  # most programs name none, and need no profiler
-
     return torch.empty(0, device=find_device(device, ChunkError)).device
 
 

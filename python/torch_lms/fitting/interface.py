@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from torch_lms.devices import find_device
 from torch_lms.errors import ProfileError
 from torch_lms.fitting.assembly import assemble_trace
 from torch_lms.fitting.durations import DeviceRates, profiled_us, rated_us
@@ -17,7 +18,7 @@ from torch_lms.memory_sizes import parse_bytes
 from torch_lms.plan.planner import make_plan
 from torch_lms.plan.trace import Link, Trace
 from torch_lms.profile.arguments import Sample, bind_sample
-from torch_lms.profile.devices import device_of, find_device, fits
+from torch_lms.profile.devices import device_of, fits
 from torch_lms.profile.links import measure_link
 from torch_lms.profile.profiler import ProfileConfig, profile
 from torch_lms.profile.tracing import TracedModel, trace_sample
@@ -103,7 +104,7 @@ def trace_step(
     bound = bind_sample(model, sample, sample_kwargs)
     if config.rates is not None:
         return _rated(model, bound, optimizer, config, config.rates)
-    device = device_of(model) if config.profile.device is None else find_device(config.profile.device)
+    device = device_of(model) if config.profile.device is None else find_device(config.profile.device, ProfileError)
     if "meta" in (device.type, device_of(model).type):
         raise ProfileError(
             f"expected a model with values to time it, found {type(model).__name__} on the meta device; say what the "

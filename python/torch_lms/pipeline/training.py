@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torch_lms.balanced import BalanceConfig, create_balanced_partition
+from torch_lms.devices import find_device
 from torch_lms.errors import PipelineError
 from torch_lms.memory_sizes import parse_bytes
 from torch_lms.partition.costs import OPTIMIZER_MULTIPLIERS, CostModel, DataParallel
@@ -20,7 +21,6 @@ from torch_lms.pipeline.boundary import LossFunction
 from torch_lms.pipeline.config import PipelineConfig
 from torch_lms.pipeline.microbatches import cut_batch
 from torch_lms.pipeline.runner import Pipeline
-from torch_lms.profile.devices import find_device
 from torch_lms.profile.profiler import ProfileConfig
 from torch_lms.ranks.members import find_members, find_own_device
 from torch_lms.schedules.rules import ONE_STAGE_EACH

@@ -15,11 +15,12 @@ import torch
 from torch import fx, nn
 
 from torch_lms._torch_compat import named_parameters_with_ties
+from torch_lms.devices import find_device
 from torch_lms.errors import ProfileError
 from torch_lms.profile.alone import NodesAlone, nodes_of_weights
 from torch_lms.profile.alone_figures import AloneFigures, measure_alone
 from torch_lms.profile.arguments import Sample, bind_sample
-from torch_lms.profile.devices import device_of, find_device, fits, made_on
+from torch_lms.profile.devices import device_of, fits, made_on
 from torch_lms.profile.document import LinkProfile, NodeProfile, Profile
 from torch_lms.profile.fused_attention import fused_attention
 from torch_lms.profile.huggingface import as_in_training
@@ -129,7 +130,7 @@ def profile(
     whole = model.model if isinstance(model, TracedModel) else model
     if not isinstance(whole, nn.Module):
         raise ProfileError(f"expected an nn.Module, found {type(whole).__name__}; wrap functions in a module")
-    device = find_device(config.device) if config.device is not None else device_of(whole)
+    device = find_device(config.device, ProfileError) if config.device is not None else device_of(whole)
     if config.device is not None and device_of(whole).type == "meta" and device.type != "meta":
         raise ProfileError(
             f"expected a model with values to run on {device}, found {type(whole).__name__} on the meta device; "

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torch_lms import devices
 from torch_lms.errors import PartitionError
-from torch_lms.profile import devices
 
 __all__ = ["Placement", "find_device", "own_rank", "parse_placement"]
 
