@@ -10,6 +10,7 @@ from rich.console import Console
 from torch_lms.cli.arguments import make_parser, train_options
 from torch_lms.cli.doctor import doctor
 from torch_lms.cli.explain import run_explain
+from torch_lms.cli.lines import print_line
 from torch_lms.cli.partition import run_partition
 from torch_lms.cli.pipeline import run_pipeline
 from torch_lms.cli.plan import run_plan
@@ -67,5 +68,5 @@ def _run(given: argparse.Namespace, parser: argparse.ArgumentParser, console: Co
 
 
 def _tell(error: LmsError | str) -> int:
-    Console(stderr=True).print(f"torch_lms: {error}", markup=False, highlight=False)
+    print_line(Console(stderr=True), f"torch_lms: {error}")
     return 1

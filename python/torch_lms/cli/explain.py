@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from torch_lms.cli.given_model import check_folders, check_picture
+from torch_lms.cli.lines import print_line
 from torch_lms.cli.plan import add_wishes, plan_under
 from torch_lms.errors import PlanError
 from torch_lms.memory_sizes import parse_bytes
@@ -51,7 +52,7 @@ def run_explain(given: argparse.Namespace, console: Console) -> int:
         draw_plan(plan, given.output)  # first: who reads the table may stop to
     console.print(plan.table(given.most))
     if given.output:
-        console.print(f"wrote {given.output}", markup=False, highlight=False, soft_wrap=True)
+        print_line(console, f"wrote {given.output}")
     return 0
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from torch_lms.cli.given_model import check_folders, check_picture
+from torch_lms.cli.lines import print_line
 from torch_lms.errors import ProfileError
 from torch_lms.memory_sizes import parse_bytes
 from torch_lms.partition import (
@@ -79,9 +80,9 @@ def run_partition(given: argparse.Namespace, console: Console) -> int:
     if given.json:
         document = _document(made, comparison.to_json() if comparison else None)
         given.json.write_text(json.dumps(document, indent=1) + "\n")
-    console.print(f"{made.algorithm}: {made.reason}", markup=False, highlight=False)
+    print_line(console, f"{made.algorithm}: {made.reason}")
     for stage, line in enumerate(_lines(problem, made)):
-        console.print(f"stage {stage}: {line}", markup=False, highlight=False)
+        print_line(console, f"stage {stage}: {line}")
     return 0
 
 

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
+from torch_lms.cli.lines import print_line
 from torch_lms.cli.models import GPT, GPTShape
 from torch_lms.cli.text import VOCABULARY, TextBatches, read_text
 from torch_lms.errors import LmsError
@@ -123,7 +124,7 @@ def _train(given: argparse.Namespace, device: torch.device) -> None:
         measured = pipeline.measured(*batches.draw())
         console.print(_measured_table(pipeline.partition.figures, measured, given.microbatches, device))
         if given.output is not None and dist.get_rank() == 0:
-            console.print(f"wrote {_draw(given.output, pipeline, measured.events)}")
+            print_line(console, f"wrote {_draw(given.output, pipeline, measured.events)}")
 
 
 def _write_code(folder: Path, pipeline: TrainingPipeline) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from torch_lms.cli.given_model import add_model, check_folders, device_to_profile, given_model, given_optimizer
+from torch_lms.cli.lines import print_line
 from torch_lms.fitting import DeviceRates, FitConfig, trace_step
 from torch_lms.memory_sizes import in_gib, parse_bytes
 from torch_lms.plan import Link, Plan, Trace, least_limit, make_plan
@@ -53,14 +54,14 @@ def run_plan(given: argparse.Namespace, console: Console) -> int:
     trace = Trace.load(given.trace) if given.trace is not None else _traced(given)
     if given.save_trace is not None:
         trace.save(given.save_trace)
-        _tell(console, f"wrote {given.save_trace}")
+        print_line(console, f"wrote {given.save_trace}")
     plan = plan_under(trace, limit_bytes, given)
     if given.output:
         plan.save(given.output)  # first: who reads the plan may stop to
-    _tell(console, str(plan))
-    _tell(console, _verdict(trace, plan, given))
+    print_line(console, str(plan))
+    print_line(console, _verdict(trace, plan, given))
     if given.output:
-        _tell(console, f"wrote {given.output}")
+        print_line(console, f"wrote {given.output}")
     return 0
 
 
@@ -136,7 +137,3 @@ def _verdict(trace: Trace, plan: Plan, given: argparse.Namespace) -> str:
 
 def _host_limit_bytes(given: argparse.Namespace) -> int | None:
     return None if given.host_limit is None else parse_bytes(given.host_limit)
-
-
-def _tell(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from torch_lms.cli.given_model import add_model, check_folders, device_to_profile, given_model, given_optimizer
+from torch_lms.cli.lines import print_line
 from torch_lms.profile import ProfileConfig, profile
 
 __all__ = ["add_profile", "run_profile"]
@@ -51,5 +52,5 @@ def run_profile(given: argparse.Namespace, console: Console) -> int:
         found.save(given.json)  # first: who reads the table may stop to
     console.print(found.table(given.limit))
     if given.json is not None:
-        console.print(f"wrote {given.json}", markup=False, highlight=False)
+        print_line(console, f"wrote {given.json}")
     return 0

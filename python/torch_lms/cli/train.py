@@ -16,6 +16,7 @@ from rich.console import Console
 import torch_lms
 from torch_lms.cli.checks import Check, check_runs
 from torch_lms.cli.given_model import check_folders, check_picture
+from torch_lms.cli.lines import print_line
 from torch_lms.cli.report import RunProgress, check_table, comparison_table, step_table
 from torch_lms.cli.run import Paging, RunResult, run_in_fresh_process
 from torch_lms.cli.timeline import draw_timelines
@@ -80,21 +81,21 @@ def train(options: TrainOptions, console: Console) -> int:
     if options.output is not None:
         timelines = {name: run.timeline for name, run in runs.items()}
         draw_timelines(timelines, limit_bytes=limit_bytes, title=options.workload.describe(), path=options.output)
-        console.print(f"wrote {options.output}", markup=False, highlight=False)
+        print_line(console, f"wrote {options.output}")
     if limited.plan:
         _show_plan(Plan.from_json(limited.plan), options.output, console)
     if options.json is not None:
         document = _document(options, runs, limit_bytes, checks)
         options.json.write_text(json.dumps(document, indent=1) + "\n")
-        console.print(f"wrote {options.json}", markup=False, highlight=False)
+        print_line(console, f"wrote {options.json}")
     return 0 if all(check.ok for check in checks) else 1
 
 
 def _show_plan(plan: Plan, output: Path | None, console: Console) -> None:
-    console.print(str(plan), markup=False, highlight=False, soft_wrap=True)
+    print_line(console, str(plan))
     if output is not None:
         drawn = draw_plan(plan, output.with_name(f"plan{output.suffix}"))
-        console.print(f"wrote {drawn}", markup=False, highlight=False)
+        print_line(console, f"wrote {drawn}")
 
 
 def _run(options: TrainOptions, paging: Paging | None, console: Console) -> RunResult:

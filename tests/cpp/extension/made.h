@@ -9,6 +9,16 @@
 
 // Storages that ops have made, with their recipes.
 
+/// Ops are observed from before anything is dropped.
+struct Observed {
+  Settled settled;
+  torch_lms::OpCallbacks::Request request{lms().callbacks};
+};
+
+inline int64_t recomputations() {
+  return lms().pager.stats().recomputations.load();
+}
+
 struct Made {
   at::Tensor tensor;
   torch_lms::EntityPtr entity;
@@ -92,4 +102,10 @@ Made made_by(Op&& op) {
     made.recipe = nullptr;
   }
   return made;
+}
+
+/// What its op made, then written by another op in place.
+template <typename Op>
+Made then(const Made& made, Op&& op) {
+  return made_by([&] { return op(made.tensor); });
 }
