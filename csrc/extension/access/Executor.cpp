@@ -280,17 +280,27 @@ void Executor::end_op(const at::RecordFunction& record, Frame& frame) {
     const int32_t number = at < op.outputs.size() ? op.outputs[at] : -1;
     // A recipe holds what it reads: nobody keeps one of what stays.
     const bool dropped = std::count(op.remade.begin(), op.remade.end(), number) != 0;
-    Bound bound{entity, fresh[i] != nullptr && dropped ? recipe : nullptr, i};
-    std::lock_guard<std::mutex> lock(mutex_); // `bound` is destroyed after unlocking
-    if (number >= 0 && plan == plan_) {
-      Bound& known = bound_[static_cast<size_t>(number)];
-      const bool same = !known.entity.owner_before(entity) && !entity.owner_before(known.entity);
-      // What an op gives out may be another's, as with _unsafe_view: that one makes it again.
-      if (!same || bound.recipe != nullptr) {
-        std::swap(known, bound);
-      }
-    }
+    bind_output(plan, number, Bound{entity, fresh[i] != nullptr && dropped ? recipe : nullptr, i});
     ++at;
+  }
+}
+
+/// Unless another plan is carried out by now, or the plan does not know it: `number` is below 0
+/// then.
+void Executor::bind_output(
+    const std::shared_ptr<const CompiledPlan>& plan,
+    int32_t number,
+    Bound bound) {
+  std::lock_guard<std::mutex> lock(mutex_); // arguments are destroyed after unlocking
+  if (number < 0 || plan != plan_) {
+    return;
+  }
+  Bound& known = bound_[static_cast<size_t>(number)];
+  const bool same =
+      !known.entity.owner_before(bound.entity) && !bound.entity.owner_before(known.entity);
+  // What an op gives out may be another's, as with _unsafe_view: that one makes it again.
+  if (!same || bound.recipe != nullptr) {
+    std::swap(known, bound);
   }
 }
 
@@ -360,47 +370,52 @@ void Executor::prefetch() {
   }
 }
 
+/// Under the mutex. What is to leave after an op; what is to come in is noted.
+Executor::Leaving Executor::leaving_after_locked(const PlannedOp& op) {
+  Leaving leaving;
+  for (const int32_t number : op.drops) {
+    Bound& bound = bound_[static_cast<size_t>(number)];
+    leaving.drops.push_back(bound);
+    if (!std::count(op.drops_again.begin(), op.drops_again.end(), number)) {
+      bound.recipe = nullptr; // what it needs may go with the storage
+    }
+  }
+  for (const int32_t number : op.pageouts) {
+    if (EntityPtr entity = bound_[static_cast<size_t>(number)].entity.lock()) {
+      leaving.pageouts.push_back(std::move(entity));
+    }
+  }
+  for (const int32_t number : op.prefetches) {
+    if (EntityPtr entity = bound_[static_cast<size_t>(number)].entity.lock()) {
+      prefetches_.push_back(std::move(entity));
+      has_prefetches_.store(true, std::memory_order_relaxed);
+    }
+  }
+  return leaving;
+}
+
 void Executor::after_op(Frame& frame) {
   const int32_t place = std::exchange(frame.place, -1);
   if (place < 0 || !frame.acts) {
     return;
   }
-  std::vector<Bound> drops;
-  std::vector<EntityPtr> pageouts;
+  Leaving leaving; // destroyed after unlocking
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (plan_ == nullptr || static_cast<size_t>(place) >= plan_->ops.size()) {
       return;
     }
-    const PlannedOp& op = plan_->ops[static_cast<size_t>(place)];
-    for (const int32_t number : op.drops) {
-      Bound& bound = bound_[static_cast<size_t>(number)];
-      drops.push_back(bound);
-      if (!std::count(op.drops_again.begin(), op.drops_again.end(), number)) {
-        bound.recipe = nullptr; // what it needs may go with the storage
-      }
-    }
-    for (const int32_t number : op.pageouts) {
-      if (EntityPtr entity = bound_[static_cast<size_t>(number)].entity.lock()) {
-        pageouts.push_back(std::move(entity));
-      }
-    }
-    for (const int32_t number : op.prefetches) {
-      if (EntityPtr entity = bound_[static_cast<size_t>(number)].entity.lock()) {
-        prefetches_.push_back(std::move(entity));
-        has_prefetches_.store(true, std::memory_order_relaxed);
-      }
-    }
+    leaving = leaving_after_locked(plan_->ops[static_cast<size_t>(place)]);
   }
   // The stack is looked at only where something leaves: that takes longer than the rest of an op.
-  if (!(drops.empty() && pageouts.empty()) && !in_foreign_call()) {
-    for (const Bound& bound : drops) {
+  if (!(leaving.drops.empty() && leaving.pageouts.empty()) && !in_foreign_call()) {
+    for (const Bound& bound : leaving.drops) {
       const EntityPtr entity = bound.entity.lock();
       if (entity != nullptr && bound.recipe != nullptr) {
         recipes_.drop(entity, bound.recipe, bound.output);
       }
     }
-    for (const EntityPtr& entity : pageouts) {
+    for (const EntityPtr& entity : leaving.pageouts) {
       pager_.requests().evict(entity);
     }
   }

@@ -110,8 +110,15 @@ class Executor {
     size_t output = 0;
   };
 
+  struct Leaving {
+    std::vector<Bound> drops;
+    std::vector<EntityPtr> pageouts;
+  };
+
   int32_t place_of_locked(uint64_t key, std::vector<Bound>* garbage);
   void bind_inputs_locked(const PlannedOp& op, Frame& frame, std::vector<Bound>* garbage);
+  void bind_output(const std::shared_ptr<const CompiledPlan>& plan, int32_t number, Bound bound);
+  Leaving leaving_after_locked(const PlannedOp& op);
   void take_plan_locked(std::shared_ptr<const CompiledPlan> plan);
   void start_cycle_locked(std::vector<Bound>& before);
   void expect_locked(size_t place);

@@ -134,20 +134,7 @@ void Planning::end_cycle() {
   }
   const bool was_recorded = recorder_.recording();
   if (was_recorded) {
-    auto recorded = recorder_.end();
-    bool certain = false; // that it is what the program repeats
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      std::lock_guard<SpinLock> finding(finding_);
-      certain = recorded != nullptr && (segments_ == 0 || finder_.certain());
-      if (certain) {
-        recording_ = std::move(recorded);
-        waiting_ = true;
-      }
-    }
-    if (certain && interpreter().make_plan != nullptr) {
-      interpreter().make_plan();
-    }
+    end_recording();
   }
   const bool wanted = executor_.end_cycle();
   const std::shared_ptr<const CompiledPlan> followed = executor_.followed();
@@ -171,6 +158,23 @@ void Planning::end_cycle() {
   policy_.set_planned(executor_.active() && !records);
   if (records) {
     recorder_.begin(*device, [this, device] { return policy_.take_recent_peak(*device); });
+  }
+}
+
+/// A plan is asked for if the recording is certain to be what the program repeats.
+void Planning::end_recording() {
+  auto recorded = recorder_.end();
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    std::lock_guard<SpinLock> finding(finding_);
+    if (recorded == nullptr || !(segments_ == 0 || finder_.certain())) {
+      return;
+    }
+    recording_ = std::move(recorded);
+    waiting_ = true;
+  }
+  if (interpreter().make_plan != nullptr) {
+    interpreter().make_plan();
   }
 }
 

@@ -145,6 +145,7 @@ class Planning final : public PolicyListener {
   void follow_plan(Frame& frame);
   void look_for_cycle(const char* name);
   void end_cycle();
+  void end_recording();
   void compare(
       Device& device,
       const std::shared_ptr<const CompiledPlan>& followed,
