@@ -61,6 +61,7 @@ std::shared_ptr<PageinTransfer> EntityStorageImpl::submit_pagein_locked(Lock& lo
   try {
     if (recipe != nullptr) {
       transfer->block = recipe->make(&transfer->fence);
+      binding_->keep_block_for_streams(*transfer->block);
     } else {
       auto block = binding_->allocate(nbytes_);
       binding_->keep_block_for_streams(*block);

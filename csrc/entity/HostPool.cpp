@@ -67,7 +67,7 @@ void* HostPool::allocate(size_t nbytes) {
   }
   try {
     return grow(rounded);
-  } catch (const HostPoolFull&) {
+  } catch (const Error&) { // the limit is reached, or the source has no more
     if (void* data = take_reclaimed(rounded, Urgency::kNeeded)) {
       return data;
     }

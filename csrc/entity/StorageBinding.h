@@ -68,8 +68,9 @@ class StorageBinding {
     return backend.submitted_work();
   }
 
-  /// A block from `allocate` is about to be the storage's: any stream may use it from now on, where
-  /// that has to be told. Until then it can go back and is free at once. Called without a lock.
+  /// A block from `allocate`, or from a recipe, is about to be the storage's: any stream may use it
+  /// from now on, where that has to be told. Until then it can go back and is free at once. Called
+  /// without a lock.
   virtual void keep_block_for_streams(const DeviceBlock& /*block*/) {}
 
   /// Points the storage, which holds the host copy, at `block`, and takes it. Cannot fail.

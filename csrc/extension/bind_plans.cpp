@@ -13,9 +13,9 @@
 
 #include <entity/Error.h>
 #include <extension/OwnPython.h>
-#include <extension/Runtime.h>
 #include <extension/base/Fork.h>
 #include <extension/base/Interpreter.h>
+#include <extension/bind_common.h>
 
 namespace py = pybind11;
 
@@ -55,7 +55,7 @@ py::dict as_dict(const TraceStorage& storage) {
 }
 
 py::object take_recording() {
-  const std::unique_ptr<RecordedCycle> cycle = Runtime::get().planning.take_recording();
+  const std::unique_ptr<RecordedCycle> cycle = runtime().planning.take_recording();
   if (cycle == nullptr) {
     return py::none();
   }
@@ -166,7 +166,7 @@ void add_plan(const py::dict& plan) {
     compiled->placeholders.push_back({held.first, held.second});
   }
   const py::gil_scoped_release no_gil;
-  Runtime::get().planning.add(std::move(compiled));
+  runtime().planning.add(std::move(compiled));
 }
 
 int start_planning(void*) {
@@ -180,10 +180,8 @@ int start_planning(void*) {
 /// The main thread does it between two of its instructions. Others cannot, and the main thread may
 /// wait for one of them to end.
 void make_plan() {
-  if (interpreter().on_main_thread()) {
-    Py_AddPendingCall(&start_planning, nullptr);
-  } else {
-    const py::gil_scoped_acquire gil;
+  if (!interpreter().on_main_thread() || Py_AddPendingCall(&start_planning, nullptr) != 0) {
+    const py::gil_scoped_acquire gil; // also where others have as many calls pending as may be
     start_planning(nullptr);
   }
 }
@@ -201,12 +199,13 @@ void bind_plans(py::module_& module) {
   interpreter().make_plan = &make_plan;
   interpreter().where = &where;
   module.def("plan_program", [](const std::string& device, bool may_drop) {
-    Runtime::get().planning.enable(*Runtime::get().devices.find(c10::Device(device)), may_drop);
+    check_not_forked();
+    runtime().planning.enable(device_named(device), may_drop);
   });
-  module.def("plan_no_program", [] { Runtime::get().planning.disable(); });
+  module.def("plan_no_program", [] { runtime().planning.disable(); });
   module.def("take_recording", &take_recording);
   module.def("take_times", [] {
-    PlanTimes found = Runtime::get().planning.take_times();
+    PlanTimes found = runtime().planning.take_times();
     py::dict values;
     values["times_us"] = std::move(found.cycle.device_us);
     values["host_us"] = std::move(found.cycle.host_us);
@@ -221,17 +220,17 @@ void bind_plans(py::module_& module) {
       "make_dropped_again",
       [] {
         if (!in_forked_child()) {
-          Runtime::get().pager.make_dropped_again();
+          runtime().pager.make_dropped_again();
         }
       },
       py::call_guard<py::gil_scoped_release>());
   module.def("measured_plan", [] {
-    const MeasuredPlan found = Runtime::get().planning.measured();
+    const MeasuredPlan found = runtime().planning.measured();
     return std::make_tuple(found.signature, found.step_us, found.peak_bytes);
   });
-  module.def("share_in_step", [] { return Runtime::get().planning.share_in_step(); });
-  module.def("pages_on_demand", [] { return Runtime::get().planning.on_demand(); });
-  module.def("follows_timed_plan", [] { return Runtime::get().planning.follows_timed_plan(); });
+  module.def("share_in_step", [] { return runtime().planning.share_in_step(); });
+  module.def("pages_on_demand", [] { return runtime().planning.on_demand(); });
+  module.def("follows_timed_plan", [] { return runtime().planning.follows_timed_plan(); });
 }
 
 } // namespace torch_lms

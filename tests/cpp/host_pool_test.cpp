@@ -171,6 +171,17 @@ TEST(needed_blocks_are_asked_for_before_an_allocation_fails) {
   CHECK(holder.asked.empty());
 }
 
+TEST(needed_blocks_are_asked_for_where_the_source_has_no_more) {
+  Fixture fixture;
+  Holder holder(fixture.pool);
+  char* block = fixture.take(kSlab);
+  fixture.record.most_bytes = 0;
+  holder.needed = {block};
+  CHECK_EQ(fixture.take(kSlab), block);
+  CHECK_THROWS(fixture.take(kSlab), TransferFailed, "");
+  CHECK(holder.asked.back() == HostPool::Urgency::kNeeded);
+}
+
 TEST(many_threads_allocate_what_others_can_do_without) {
   Fixture fixture(2 * kMiB, 2 * kMiB);
   std::mutex mutex;

@@ -78,9 +78,32 @@ print(json.dumps(losses))
 """
 
 
-def test_chaos_does_not_change_a_training() -> None:
-    def losses(**environment: str) -> Any:
-        program = "import torch_lms\n" + CHAOS_PROGRAM
+# What a stream has made comes back on that stream, after what it is made from, which others use, too.
+STREAMS_PROGRAM = """
+import json, torch
+side, main = torch.cuda.Stream(), torch.cuda.current_stream()
+small = torch.zeros(1, device="cuda")
+sums = []
+for i in range(40):
+    one = torch.full((1 << 24,), float(i), device="cuda")
+    side.wait_stream(main)
+    with torch.cuda.stream(side):
+        other = one * 2
+        last = other + 1
+    main.wait_stream(side)
+    for _ in range(8):
+        small.add_(1)  # whatever goes out, does so here
+    sums += [last.sum().item(), other.max().item(), one.min().item()]
+    last.record_stream(main)
+    del one, other, last
+print(json.dumps(sums))
+"""
+
+
+@pytest.mark.parametrize("body", [CHAOS_PROGRAM, STREAMS_PROGRAM], ids=["training", "streams"])
+def test_chaos_changes_no_result(body: str) -> None:
+    def results(**environment: str) -> Any:
+        program = "import torch_lms\n" + body
         done = subprocess.run(
             [sys.executable, "-c", program],
             env={**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", **environment},
@@ -91,4 +114,4 @@ def test_chaos_does_not_change_a_training() -> None:
         )
         return json.loads(done.stdout.splitlines()[-1])
 
-    assert losses() == losses(TORCH_LMS_CHAOS="1", TORCH_LMS_CHAOS_PERIOD="3")
+    assert results() == results(TORCH_LMS_CHAOS="1", TORCH_LMS_CHAOS_PERIOD="3")

@@ -361,6 +361,17 @@ def another_directory_while_one_is_in_use(directory: str) -> None:
     round_trip(block(4))
 
 
+def another_directory_has_a_limit_of_its_own(directory: str) -> None:
+    os.environ["TMPDIR"] = directory
+    torch_lms.swap.count_cpu_allocations()
+    for found in (directory, "/dev/shm"):
+        if found != directory:
+            SwapEnv(spill_dir=found)
+        room = os.statvfs(found)
+        expected = pytest.approx(0.9 * room.f_bavail * room.f_frsize, rel=0.1)  # others use it, too
+        assert core.memory_report("cpu")["host_limit_bytes"] == expected
+
+
 def spill_files_have_no_names(directory: str) -> None:
     with SwapEnv(spill_dir=directory) as env:
         tensor = block(3)
@@ -413,6 +424,7 @@ def relative_directory_after_a_change_of_directory(directory: str) -> None:
         directory_that_cannot_be_written_to,
         directory_for_temporary_files_that_is_not_there,
         another_directory_while_one_is_in_use,
+        another_directory_has_a_limit_of_its_own,
         spill_files_have_no_names,
         directory_named_with_automatic_mode,
         directory_named_with_a_host_limit,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812  # PyTorch's own name for it
 
@@ -52,3 +55,46 @@ def test_what_an_op_needs_is_known_once_it_has_run() -> None:
     assert served[0] > 0
     assert set(served[1:]) == {0}
     assert set(exceeded) == {0}  # also in the step that is recorded, whose ops are run again
+
+
+LARGE_BYTES = 3 << 20
+
+
+def served_by(op: Callable[[], torch.Tensor]) -> int:
+    """Inputs that an op has read from the host."""
+    torch_lms.stats(reset=True)
+    op()
+    return torch_lms.stats().host_served
+
+
+def enable_above(more_bytes: int) -> None:
+    torch_lms.swap.count_cpu_allocations()
+    torch_lms.enable(more_bytes + torch_lms.stats().allocated_bytes, min_bytes=MIN_BYTES)
+
+
+def refused_outside_of_ops() -> None:
+    one, other = torch.ones(LARGE_BYTES // 4), torch.ones(LARGE_BYTES // 4)
+    enable_above(5 * LARGE_BYTES)
+    assert served_by(lambda: one + other) == 0
+    with pytest.raises(RuntimeError):
+        torch.ones(4).untyped_storage().resize_(1000 * LARGE_BYTES)
+    assert [served_by(lambda: one + other) for _ in range(3)] == [0, 0, 0]
+
+
+def refused_within_a_lower_limit() -> None:
+    enable_above(3 * LARGE_BYTES)
+    part = torch.ones(LARGE_BYTES // 4)
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.cat([part] * 4)
+    torch_lms.disable()
+    assert served_by(lambda: torch.cat([part] * 2)) == 0
+    enable_above(7 * LARGE_BYTES)
+    assert [served_by(lambda: torch.cat([part] * 4)) for _ in range(3)][1:] == [0, 0]  # the first by a guess
+
+
+@pytest.mark.parametrize(
+    "program", [refused_outside_of_ops, refused_within_a_lower_limit], ids=lambda one: one.__name__
+)
+@counts_exactly
+def test_what_was_refused_once_says_nothing_of(program: Callable[[], None]) -> None:
+    in_fresh_process(program)

@@ -81,7 +81,7 @@ void* CudaTransferBackend::allocate_host(size_t nbytes) {
   reclaim(false);
   try {
     return pool_->allocate(nbytes);
-  } catch (const HostPoolFull&) {
+  } catch (const Error&) {
     reclaim(true); // copies that are under way still hold host memory
   }
   return pool_->allocate(nbytes);

@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include <c10/core/StreamGuard.h>
 #include <c10/util/Exception.h>
 #include <entity/Recipe.h>
 
@@ -36,6 +37,7 @@ class DroppedOutput final : public Recipe {
   std::unique_ptr<DeviceBlock> make(FencePtr* done) override {
     ActionTimes::Timer timer(pager_.action_times(), Action::kRecompute);
     timer.count();
+    const c10::OptionalStreamGuard on_stream(op_->stream()); // which waits for what comes in, too
     Ingredients ingredients(pager_);
     for (const c10::Storage& input : op_->inputs()) {
       const EntityPtr entity = input ? pager_.find(*input.unsafeGetStorageImpl()) : nullptr;

@@ -271,9 +271,7 @@ void Executor::end_op(const at::RecordFunction& record, Frame& frame) {
   const PlannedOp& op = plan->ops[place];
   size_t at = 0;
   for (size_t i = 0; i < made.size(); ++i) {
-    const EntityPtr entity = made[i].defined() && made[i].has_storage()
-                                 ? pager_.find(*made[i].storage().unsafeGetStorageImpl())
-                                 : nullptr;
+    const EntityPtr entity = pager_.find(made[i]);
     if (entity == nullptr || entity->device().device() != plan->device) {
       continue;
     }

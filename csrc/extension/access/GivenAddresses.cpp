@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include <c10/util/ScopeExit.h>
+
 #include <extension/access/OpInputs.h>
 #include <extension/base/ThreadContext.h>
 
@@ -82,6 +84,7 @@ void GivenAddresses::take_back_returned(Frame& frame) {
 }
 
 void GivenAddresses::hold(const std::vector<c10::Storage>& storages, Pinned& held) {
+  auto if_refused = c10::make_scope_exit([&] { held.release(); });
   for (const c10::Storage& storage : storages) {
     if (const EntityPtr entity = lookup_.find_for_address(*storage.unsafeGetStorageImpl())) {
       held.pinned.push_back(entity.get());
@@ -97,6 +100,7 @@ void GivenAddresses::hold(const std::vector<c10::Storage>& storages, Pinned& hel
   for (const c10::Storage& storage : storages) {
     before_raw_access(*storage.unsafeGetStorageImpl());
   }
+  if_refused.release();
 }
 
 } // namespace torch_lms

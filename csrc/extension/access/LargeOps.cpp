@@ -4,6 +4,7 @@
 #include <chrono>
 #include <set>
 #include <string_view>
+#include <unordered_set>
 #include <utility>
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -18,6 +19,7 @@ namespace torch_lms {
 namespace {
 
 constexpr auto kPatience = std::chrono::seconds(30);
+constexpr size_t kRefused = SIZE_MAX / 8; // what an op needs that was refused: more than there is
 
 /// The same value without bytes.
 c10::IValue without_bytes(const c10::IValue& value) {
@@ -77,12 +79,18 @@ LargeOps::Key LargeOps::key_of(const at::RecordFunction& record, size_t input_by
   return std::hash<std::string_view>()(record.name()) ^ (input_bytes * 0x9E3779B97F4A7C15);
 }
 
-size_t LargeOps::needed_bytes(const at::RecordFunction& record, size_t input_bytes) {
+size_t LargeOps::needed_bytes(
+    const at::RecordFunction& record,
+    size_t input_bytes,
+    size_t limit_bytes) {
   const Key key = key_of(record, input_bytes);
   {
     std::lock_guard<std::mutex> lock(mutex_);
     const auto at = needs_.find(key);
-    if (at != needs_.end()) {
+    if (at != needs_.end() && at->second.nbytes == kRefused &&
+        at->second.refused_limit_bytes < limit_bytes) {
+      needs_.erase(at); // what it needs was never seen
+    } else if (at != needs_.end()) {
       return at->second.nbytes;
     }
   }
@@ -93,18 +101,22 @@ size_t LargeOps::needed_bytes(const at::RecordFunction& record, size_t input_byt
   }
   // Twice: many kernels need as much for themselves.
   std::lock_guard<std::mutex> lock(mutex_);
-  return needs_.emplace(key, Need{2 * nbytes, false}).first->second.nbytes;
+  return needs_.emplace(key, Need{2 * nbytes, false, 0}).first->second.nbytes;
 }
 
 void LargeOps::note_made(const at::RecordFunction& record, size_t input_bytes, size_t made_bytes) {
   std::lock_guard<std::mutex> lock(mutex_);
   Need& need = needs_[key_of(record, input_bytes)];
-  need = {need.known ? std::max(need.nbytes, made_bytes) : made_bytes, true};
+  need.nbytes = need.known ? std::max(need.nbytes, made_bytes) : made_bytes;
+  need.known = true;
 }
 
-void LargeOps::note_refused(const at::RecordFunction& record, size_t input_bytes) {
+void LargeOps::note_refused(
+    const at::RecordFunction& record,
+    size_t input_bytes,
+    size_t limit_bytes) {
   std::lock_guard<std::mutex> lock(mutex_);
-  needs_[key_of(record, input_bytes)] = {SIZE_MAX / 8, true};
+  needs_[key_of(record, input_bytes)] = {kRefused, true, limit_bytes};
 }
 
 /// Waits until it is out. False if it stays on the device: other threads use it, or the host is
@@ -143,18 +155,18 @@ bool LargeOps::serve_from_host(Frame& frame, const EntityPtr& entity) {
 }
 
 bool LargeOps::make_fit(const at::RecordFunction& record, Frame& frame, size_t first) {
-  std::vector<EntityPtr> inputs;
+  const auto own = frame.pinned.begin() + static_cast<std::ptrdiff_t>(first);
+  Device& device = (*own)->device();
+  std::vector<Entity*> inputs;
+  std::unordered_set<const Entity*> seen;
   size_t input_bytes = 0;
-  Device& device = frame.pinned[first]->device();
-  for (size_t i = first; i < frame.pinned.size(); ++i) {
-    EntityPtr entity = entity_of(frame.pinned[i]->shared_from_this());
-    if (&entity->device() == &device &&
-        std::find(inputs.begin(), inputs.end(), entity) == inputs.end()) {
+  std::for_each(own, frame.pinned.end(), [&](Entity* entity) {
+    if (&entity->device() == &device && seen.insert(entity).second) {
       input_bytes += entity->nbytes();
-      inputs.push_back(std::move(entity));
+      inputs.push_back(entity);
     }
-  }
-  const size_t made = needed_bytes(record, input_bytes);
+  });
+  const size_t made = needed_bytes(record, input_bytes, device.limit_bytes());
   if (device.capturing() || input_bytes + made <= device.limit_bytes() / 2) {
     return false;
   }
@@ -165,20 +177,19 @@ bool LargeOps::make_fit(const at::RecordFunction& record, Frame& frame, size_t f
     return false;
   }
   // Ops around this one have their addresses: those stay.
-  const auto own = frame.pinned.begin() + static_cast<std::ptrdiff_t>(first);
-  const auto stays_there = [&](const EntityPtr& entity) {
-    return std::find(frame.pinned.begin(), own, entity.get()) != own;
+  const auto stays_there = [&](Entity* entity) {
+    return std::find(frame.pinned.begin(), own, entity) != own;
   };
   inputs.erase(std::remove_if(inputs.begin(), inputs.end(), stays_there), inputs.end());
   const WithoutGil no_gil;
-  std::sort(inputs.begin(), inputs.end(), [](const EntityPtr& a, const EntityPtr& b) {
+  std::sort(inputs.begin(), inputs.end(), [](const Entity* a, const Entity* b) {
     return a->nbytes() > b->nbytes();
   });
-  for (const EntityPtr& entity : inputs) {
+  for (Entity* entity : inputs) {
     if (input_bytes + made <= left) {
       break;
     }
-    if (serve_from_host(frame, entity)) {
+    if (serve_from_host(frame, entity_of(entity->shared_from_this()))) {
       input_bytes -= entity->nbytes();
     }
   }

@@ -19,7 +19,7 @@ namespace torch_lms {
 /// (`EntityStorageImpl::serve`). How much an op makes is asked of PyTorch's own shape functions,
 /// which run it on tensors without bytes; many kernels need as much again for themselves. Once an
 /// op of the kind has run with inputs as large, what it has allocated is known. One that is refused
-/// all the same reads all of its inputs from the host the next time.
+/// all the same reads all of its inputs from the host the next time, until there is a higher limit.
 /// That is for inputs of more than an eighth of the limit. Where Python code inside of an op with
 /// smaller ones (a hook on what is saved, a kernel in Python) is refused memory, the limit gives
 /// way each time: an op that was refused once, before there was a plan, would read from the host in
@@ -45,18 +45,19 @@ class LargeOps {
 
   /// The op that has run on the calling thread has allocated so much in all.
   void note_made(const at::RecordFunction& record, size_t input_bytes, size_t made_bytes);
-  /// The op that ran on the calling thread was refused memory.
-  void note_refused(const at::RecordFunction& record, size_t input_bytes);
+  /// The op that ran on the calling thread was refused memory under such a limit.
+  void note_refused(const at::RecordFunction& record, size_t input_bytes, size_t limit_bytes);
 
  private:
   using Key = size_t; // of an op's name and the bytes of its inputs
   struct Need {
     size_t nbytes = 0; // besides the inputs
     bool known = false; // else a guess
+    size_t refused_limit_bytes = 0; // under which it was refused, if it was
   };
 
   static Key key_of(const at::RecordFunction& record, size_t input_bytes);
-  size_t needed_bytes(const at::RecordFunction& record, size_t input_bytes);
+  size_t needed_bytes(const at::RecordFunction& record, size_t input_bytes, size_t limit_bytes);
   bool send_out(const Frame& frame, const EntityPtr& entity);
   bool serve_from_host(Frame& frame, const EntityPtr& entity);
 

@@ -187,7 +187,10 @@ void OpInputs::refuse_dropped(const at::RecordFunction& record, const std::excep
 }
 
 void OpInputs::note_refused(const at::RecordFunction& record, const Frame& frame) {
-  large_ops_.note_refused(record, frame.timed ? input_bytes_of(frame) : 0);
+  const size_t input_bytes = frame.timed ? input_bytes_of(frame) : 0;
+  if (input_bytes != 0) {
+    large_ops_.note_refused(record, input_bytes, frame.pinned.front()->device().limit_bytes());
+  }
 }
 
 void OpInputs::note_made(const at::RecordFunction& record, const Frame& frame) {

@@ -77,7 +77,7 @@ class OpKinds {
   struct Known {
     const char* address = nullptr;
     OpTraits traits;
-    std::array<char, 48> name{};
+    std::array<char, 80> name{}; // PyTorch's own have up to 63
   };
 
   Known& known_of(const char* name) noexcept {

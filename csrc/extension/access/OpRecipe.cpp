@@ -324,10 +324,6 @@ std::vector<at::Tensor> OpRecipe::run() const {
   if (earlier_ == nullptr) {
     return run_op(c10::Storage());
   }
-  c10::OptionalStreamGuard on_stream; // where the earlier op had none
-  if (stream_.has_value()) {
-    on_stream.reset_stream(*stream_);
-  }
   const std::vector<at::Tensor> made = earlier_->run();
   TORCH_CHECK(
       earlier_output_ < made.size() && made[earlier_output_].defined(),
@@ -339,10 +335,7 @@ std::vector<at::Tensor> OpRecipe::run_op(const c10::Storage& overwritten) const 
   const BelowAutograd ours;
   const Replaying scope;
   const WithNumericState as_then(state_);
-  c10::OptionalStreamGuard on_stream;
-  if (stream_.has_value()) {
-    on_stream.reset_stream(*stream_);
-  }
+  const c10::OptionalStreamGuard on_stream(stream_);
   TORCH_INTERNAL_ASSERT(!drawn_ || storages_.size() == 2, "it would draw other numbers");
   std::vector<c10::IValue> stack;
   size_t next = 0;

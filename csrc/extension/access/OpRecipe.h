@@ -86,11 +86,17 @@ class OpRecipe {
   }
 
   /// All tensors that the op makes, in order, those in lists too; undefined ones as they are.
-  /// Throws what the op throws. Its inputs are on the device, and pinned.
+  /// Throws what the op throws. Its inputs are on the device, and pinned; `stream` is the current
+  /// one.
   std::vector<at::Tensor> run() const;
 
   /// The same for the op alone, which writes to `overwritten` if it writes in place.
   std::vector<at::Tensor> run_op(const c10::Storage& overwritten) const;
+
+  /// On which the op, and those before it, are run; none where all is on the processor.
+  const c10::optional<c10::Stream>& stream() const noexcept {
+    return stream_;
+  }
 
   /// Never another recipe's, as its address may be one day.
   uint64_t id() const noexcept {

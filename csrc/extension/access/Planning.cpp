@@ -144,7 +144,7 @@ void Planning::end_cycle() {
   const double cycle_us =
       meter_.end_cycle(followed, policy_.take_cycle_peak(*device), StepMeter::Clock::now());
   time_ops(*device, followed);
-  if (!was_recorded && policy_.attention() == Attention::kArmed) {
+  if (!was_recorded && cycle_us > 0 && policy_.attention() == Attention::kArmed) {
     compare(*device, followed, cycle_us);
   }
   std::lock_guard<std::mutex> lock(mutex_);

@@ -28,12 +28,10 @@ bool is_same(const std::weak_ptr<Entity>& one, const EntityPtr& other) {
   return !one.owner_before(other) && !other.owner_before(one);
 }
 
-/// From now on raw writes to them are noticed, where PyTorch can tell of them.
-void watch_writes(const std::vector<EntityPtr>& entities) {
-  for (const EntityPtr& entity : entities) {
-    if (compat::kHasMaterializer && entity != nullptr) {
-      entity->watch_writes();
-    }
+/// From now on raw writes to it are noticed, where PyTorch can tell of them.
+void watch_writes(const EntityPtr& entity) {
+  if (compat::kHasMaterializer && entity != nullptr) {
+    entity->watch_writes();
   }
 }
 
@@ -109,11 +107,7 @@ bool Recipes::reads_only_ours(const OpRecipe& recipe) {
 /// From now on raw writes to what it reads are noticed, where PyTorch can tell of them.
 void Recipes::look_after(const OpRecipe& recipe) {
   for (const c10::Storage& input : recipe.inputs()) {
-    const EntityPtr entity =
-        compat::kHasMaterializer && input ? pager_.find(*impl_of(input)) : nullptr;
-    if (entity != nullptr) {
-      entity->watch_writes();
-    }
+    watch_writes(input ? pager_.find(*impl_of(input)) : nullptr);
   }
 }
 
@@ -136,7 +130,9 @@ std::shared_ptr<OpRecipe> Recipes::capture(const at::RecordFunction& record, boo
   forget_dead_locked();
   known_[recipe->id()].recipe = recipe;
   for (const c10::Storage& input : recipe->inputs()) {
-    by_storage_.emplace(impl_of(input), Use{recipe->id(), false, input.getWeakStorageImpl()});
+    if (input) {
+      by_storage_.emplace(impl_of(input), Use{recipe->id(), false, input.getWeakStorageImpl()});
+    }
   }
   count_.store(known_.size(), std::memory_order_release);
   return recipe;
@@ -197,8 +193,7 @@ std::vector<c10::StorageImpl*> Recipes::note_made(
   std::vector<c10::StorageImpl*> storages;
   std::vector<EntityPtr> entities;
   for (const at::Tensor& tensor : made) {
-    const bool there = tensor.defined() && tensor.has_storage();
-    entities.push_back(there ? pager_.find(*impl_of(tensor.storage())) : nullptr);
+    entities.push_back(pager_.find(tensor));
   }
   std::unique_lock<std::mutex> lock(mutex_);
   const auto known = known_.find(recipe->id());
@@ -224,7 +219,7 @@ std::vector<c10::StorageImpl*> Recipes::note_made(
     }
   }
   lock.unlock();
-  watch_writes(entities);
+  std::for_each(entities.begin(), entities.end(), &watch_writes);
   return storages;
 }
 

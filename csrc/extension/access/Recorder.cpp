@@ -5,6 +5,7 @@
 #include <numeric>
 #include <utility>
 
+#include <c10/util/ScopeExit.h>
 #include <c10/util/hash.h>
 #include <entity/OpClock.h>
 
@@ -143,10 +144,11 @@ size_t Recorder::leaving_bytes_locked() {
 
 void Recorder::end_op(const at::RecordFunction& record, Frame& frame, bool backward) {
   const int32_t place = std::exchange(frame.place, -1);
+  // Whose storages may need Python's lock to go, which who waits for the mutex may have.
+  const auto after_unlocking = c10::make_scope_exit([&] { frame.recipe = nullptr; });
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (place < 0 || !records_locked(frame)) {
-      frame.recipe = nullptr;
       return;
     }
     TraceOp& op = cycle_->ops[static_cast<size_t>(place)];
@@ -166,7 +168,6 @@ void Recorder::end_op(const at::RecordFunction& record, Frame& frame, bool backw
     thread_ = thread != 0 ? thread : thread_;
   }
   note_outputs(record, frame, place);
-  frame.recipe = nullptr;
 }
 
 void Recorder::note_outputs(const at::RecordFunction& record, Frame& frame, int32_t place) {
@@ -181,9 +182,7 @@ void Recorder::note_outputs(const at::RecordFunction& record, Frame& frame, int3
   bool asked = interpreter().where == nullptr;
   std::vector<int32_t> remakable; // one may be made from another, so all get their numbers first
   for (size_t i = 0; i < made.size(); ++i) {
-    const EntityPtr entity = made[i].defined() && made[i].has_storage()
-                                 ? pager_.find(*made[i].storage().unsafeGetStorageImpl())
-                                 : nullptr;
+    const EntityPtr entity = pager_.find(made[i]);
     if (entity == nullptr) {
       continue;
     }

@@ -13,6 +13,9 @@ double StepMeter::end_cycle(
     Clock::time_point now) {
   std::lock_guard<std::mutex> lock(mutex_);
   const auto began = std::exchange(ended_, now);
+  if (began == Clock::time_point()) {
+    return 0;
+  }
   const double step_us = std::chrono::duration<double, std::micro>(now - began).count();
   if (followed == nullptr) {
     in_step_ = false;
@@ -42,6 +45,7 @@ void StepMeter::clear() {
   cycles_.clear();
   at_ = 0;
   in_step_ = false;
+  ended_ = Clock::time_point();
 }
 
 MeasuredPlan StepMeter::measured() const {

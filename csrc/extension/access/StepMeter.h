@@ -25,7 +25,8 @@ class StepMeter {
  public:
   using Clock = std::chrono::steady_clock;
 
-  /// A cycle has ended that has followed a plan; null: none. Returns what it took, in microseconds.
+  /// A cycle has ended that has followed a plan; null: none. Returns what it took, in microseconds;
+  /// 0 for the first one, whose beginning nobody has seen.
   double end_cycle(
       const std::shared_ptr<const CompiledPlan>& followed,
       size_t peak_bytes,
@@ -48,7 +49,7 @@ class StepMeter {
   std::vector<Cycle> cycles_; // the latest, in any order
   size_t at_ = 0; // where the next goes
   bool in_step_ = false; // the cycle before followed the same plan
-  Clock::time_point ended_;
+  Clock::time_point ended_; // the last one; the epoch if none has
 };
 
 } // namespace torch_lms

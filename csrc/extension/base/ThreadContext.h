@@ -39,6 +39,11 @@ struct ThreadContext {
   bool auditions = false;
   /// All that has been dropped is made again: nothing may be dropped for it.
   bool undropping = false;
+
+  /// Whether what is allocated now is an op's own: it takes as much each time.
+  bool is_own() const noexcept {
+    return op != nullptr && !for_prefetch && !auditions;
+  }
 };
 
 inline ThreadContext& this_thread() noexcept {

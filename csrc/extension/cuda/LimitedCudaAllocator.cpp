@@ -113,14 +113,12 @@ auto LimitedCudaAllocator::again_with_more_room(
     } catch (const c10::OutOfMemoryError&) {
     }
   }
-  if (!this_thread().for_prefetch) {
-    TORCH_WARN_ONCE(
-        "torch_lms: expected room within the limit for ",
-        nbytes,
-        " bytes, found too little with everything else paged out. A library that can do "
-        "without (cuDNN takes another algorithm) rounds differently from then on: raise the "
-        "limit if results have to be those of a run without one.");
-  }
+  TORCH_WARN_ONCE(
+      "torch_lms: expected room within the limit for ",
+      nbytes,
+      " bytes, found too little with everything else paged out. A library that can do "
+      "without (cuDNN takes another algorithm) rounds differently from then on: raise the "
+      "limit if results have to be those of a run without one.");
   TORCH_CHECK_WITH(
       OutOfMemoryError,
       false,
@@ -151,6 +149,9 @@ auto LimitedCudaAllocator::with_room(size_t nbytes, Allocate&& allocate) {
   try {
     return beside_op(room, *device, allocate);
   } catch (const c10::OutOfMemoryError& error) {
+    if (this_thread().for_prefetch) {
+      throw; // it can do without, and nobody asks why
+    }
     return again_with_more_room(room, *device, nbytes, error, allocate);
   }
 }

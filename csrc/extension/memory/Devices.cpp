@@ -119,7 +119,7 @@ void Devices::configure_host(const HostOptions& requested) {
   std::lock_guard<std::mutex> lock(mutex_);
   const std::string in_use = spill_dir_of(options_);
   if (!requested.spill_dir.empty() && requested.spill_dir != in_use) {
-    default_spill_limit_bytes(requested.spill_dir); // throws if it is not there
+    const size_t limit_bytes = default_spill_limit_bytes(requested.spill_dir); // if it is there
     auto files = std::make_unique<FileSlabSource>(requested.spill_dir, kSpillSlabBytes);
     if (spill_pool_ != nullptr && !spill_pool_->replace_source(std::move(files))) {
       throw SpillFailed(
@@ -127,6 +127,9 @@ void Devices::configure_host(const HostOptions& requested) {
           requested.spill_dir + "'; name another when nothing is paged out");
     }
     options_.spill_dir = requested.spill_dir;
+    if (spill_pool_ != nullptr && options_.limit_bytes == 0) {
+      spill_pool_->set_limit(limit_bytes);
+    }
   }
   if (requested.limit_bytes != 0) {
     options_.limit_bytes = requested.limit_bytes;

@@ -21,7 +21,7 @@ using Progress = Pageouts::Progress;
 } // namespace
 
 Room::Answer RoomMaker::make_room(Device& device, size_t nbytes) {
-  this_thread().op_made_bytes += this_thread().auditions ? 0 : nbytes;
+  this_thread().op_made_bytes += this_thread().is_own() ? nbytes : 0;
   if (device.limit_bytes() == 0 || this_thread().for_prefetch || device.capturing() ||
       wakefulness_.fill_budget(device, nbytes)) {
     return Answer::kFits;
@@ -40,7 +40,7 @@ Room::Answer RoomMaker::make_room(Device& device, size_t nbytes) {
   const OpWaits waits(*state_.listener, device);
   const Answer answer = wait_for_room(device, nbytes);
   const size_t inputs = this_thread().op_input_bytes;
-  if (answer == Answer::kRefuse && !this_thread().auditions &&
+  if (answer == Answer::kRefuse && this_thread().is_own() &&
       device.use().allocated_bytes + nbytes <= device.limit_bytes() + inputs) {
     this_thread().op_refused = true; // See Note [Ops larger than the limit]: once.
     return give_way(device, nbytes);
@@ -196,7 +196,7 @@ void RoomMaker::before_capture() {
 }
 
 std::string RoomMaker::explain(Device& device, size_t nbytes) {
-  this_thread().op_refused |= !this_thread().auditions;
+  this_thread().op_refused |= this_thread().is_own();
   const MemoryReport held = report_memory(device, state_, wakefulness_);
   return text_of_refusal(device, nbytes, held) + pageouts_.last_error();
 }

@@ -163,9 +163,7 @@ void Pager::make_dropped_again() {
   state_.table.for_each([&](const EntityPtr& entity) {
     const KeepAlive keep = entity->hold();
     if (keep != nullptr && entity->state() == EntityState::kDropped) {
-      entity->pin();
-      const auto at_end = c10::make_scope_exit([&] { entity->unpin(); });
-      use(entity);
+      bring_in(entity);
     }
   });
 }

@@ -5,6 +5,7 @@
 #include <string>
 #include <utility>
 
+#include <ATen/core/TensorBase.h>
 #include <c10/core/Storage.h>
 #include <entity/OpClock.h>
 
@@ -50,6 +51,12 @@ class Pager final : public StorageEvents {
   /// The entity of a storage, null if it has none.
   EntityPtr find(const c10::StorageImpl& storage) {
     return state_.table.find(storage);
+  }
+  /// That of a tensor's storage; null if the tensor has none, or is none.
+  EntityPtr find(const at::TensorBase& tensor) {
+    return tensor.defined() && tensor.has_storage()
+               ? find(*tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl())
+               : nullptr;
   }
   /// The same, or a new one; null if the storage cannot move. `by_hand`: smaller storages than
   /// automatic mode looks for may be entities from now on.

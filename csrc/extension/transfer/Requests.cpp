@@ -131,6 +131,7 @@ bool Requests::enqueue_prefetch(const EntityPtr& entity) {
     state_.in.enqueue(entity);
   } catch (const Error&) {
     entity->cancel_pagein(); // Somebody is waiting for the queue: not now.
+    state_.whereabouts.stays_out(entity);
     return false;
   }
   return true;

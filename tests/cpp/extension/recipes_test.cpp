@@ -384,6 +384,22 @@ TEST(who_drops_it_holds_it_until_the_mutex_is_free) {
   CHECK(holds(made.tensor, 15));
 }
 
+/// Its block is a new one, of which no stream but the recipe's is known to use it.
+TEST(what_is_made_again_is_kept_for_the_streams_that_may_use_it) {
+  AsyncDevice* device = Program::get().async;
+  if (device == nullptr) {
+    SKIP("it does not tell");
+  }
+  const Observed observed;
+  const at::Tensor input = tensor_of(3);
+  const Made made = made_by([&] { return input.mul(5); });
+  REQUIRE(made.drop());
+  bool kept = false;
+  device->when_used_by_streams = [&] { kept = true; };
+  CHECK(holds(made.tensor, 15));
+  CHECK(kept);
+}
+
 TEST(what_runs_inside_of_an_op_finds_it) {
   const Observed observed;
   const at::Tensor input = tensor_of(3);
