@@ -30,9 +30,33 @@ inline void pass_on(pybind11::error_already_set& error, const char* module) {
   error.discard_as_unraisable(module);
 }
 
+/// torch.compile takes no interest in the Python code that the calling thread runs while one of
+/// these lives: where it has given up on a function of the program it looks at each one that this
+/// calls, and what it runs to compile that are ops, inside of an op.
+class WithoutDynamo {
+ public:
+  WithoutDynamo()
+      : exchange_(pybind11::module_::import("torch._C._dynamo.eval_frame").attr("set_eval_frame")),
+        before_(exchange_(pybind11::none())) {}
+  ~WithoutDynamo() {
+    try {
+      exchange_(before_);
+    } catch (pybind11::error_already_set& error) {
+      error.discard_as_unraisable("torch_lms");
+    }
+  }
+  WithoutDynamo(const WithoutDynamo&) = delete;
+  WithoutDynamo& operator=(const WithoutDynamo&) = delete;
+
+ private:
+  const pybind11::object exchange_;
+  const pybind11::object before_;
+};
+
 /// What the module's function returns; no object if it raises. Called with the GIL.
 inline pybind11::object call_own(const char* module, const char* function) {
   try {
+    const WithoutDynamo as_it_is;
     return pybind11::module_::import(module).attr(function)();
   } catch (pybind11::error_already_set& error) {
     pass_on(error, module);

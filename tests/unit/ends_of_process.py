@@ -18,6 +18,7 @@ import torch
 import torch._inductor.output_code  # a second, once
 
 import torch_lms
+from tests.unit.late_at_exit import late
 from torch_lms.swap import SwapEnv, mlms
 
 kept: list[object] = []  # lives until the interpreter is torn down
@@ -65,6 +66,12 @@ def automatic_mode() -> None:
     kept.extend(tensor + 1 for tensor in tensors())
 
 
+def ops_at_exit() -> None:
+    """Of who has registered before paging did: all of the tensors are to be there, and have room."""
+    automatic_mode()
+    late.append(lambda: [one * 2 for one in kept[1:]])  # type: ignore[operator]
+
+
 def an_op_that_never_ends() -> None:
     """Of a thread that is not waited for. Ops are observed when it begins, and what goes out then is new to it."""
     page_outs_under_way()
@@ -87,6 +94,7 @@ PROGRAMS: list[Callable[[], None]] = [
     page_ins_on_hold,
     a_page_out_that_fails,
     automatic_mode,
+    ops_at_exit,
     an_op_that_never_ends,
 ]
 

@@ -11,7 +11,7 @@ import torch
 import torch_lms
 from tests.unit.fresh_process import in_fresh_process
 from tests.unit.markers import counts_exactly
-from tests.unit.test_plans import limit_for, on, plain_training, run
+from tests.unit.test_plans import digest, limit_for, on, plain_training, run, wait_for_planner
 from tests.unit.trainings import one_thread
 from torch_lms.swap.planning import last_trace
 
@@ -50,3 +50,72 @@ def test_a_program_that_sets_the_precision_of_one_backend_is_planned(backend: st
     assert can_be_made
     assert kept
     assert "Exception in" not in said
+
+
+def seen_precisions() -> list[str]:
+    """Of 32-bit floats, by each kind of op of each backend."""
+    backends = torch.backends
+    return [
+        one.fp32_precision
+        for one in (backends.mkldnn.matmul, backends.mkldnn.conv, backends.cuda.matmul, backends.cudnn.conv)
+    ]
+
+
+@one_thread()
+def precisions_after_recomputation(paged: bool) -> tuple[bool, list[list[str]]]:
+    """Of a program that sets one for forward and another for backward, and then each for all."""
+    torch.manual_seed(0)
+    layers = [torch.randn(128, 128, requires_grad=True) for _ in range(6)]
+    if paged:
+        torch_lms.enable("2500KiB", min_bytes=4096, swap=False)
+    for _ in range(16):
+        torch.backends.fp32_precision = "ieee"  # type: ignore[attr-defined]
+        x = torch.randn(256, 128)
+        for layer in layers:
+            rectified = torch.relu(x @ layer + 1)
+            x = x + rectified * torch.sigmoid(rectified)
+        torch.backends.fp32_precision = "tf32"  # type: ignore[attr-defined]
+        torch.autograd.grad(x.square().mean(), layers)
+        wait_for_planner()
+    seen = []
+    for precision in ("tf32", "ieee", "none"):
+        torch.backends.fp32_precision = precision  # type: ignore[attr-defined]
+        seen.append(seen_precisions())
+    return torch_lms.stats().recomputations > 0, seen
+
+
+@counts_exactly
+def test_a_precision_that_is_set_for_all_reaches_all_ops_after_some_were_run_again() -> None:
+    recomputed, seen = in_fresh_process(precisions_after_recomputation, True)
+    assert recomputed
+    assert seen == in_fresh_process(precisions_after_recomputation, False)[1]
+
+
+@one_thread()
+def with_other_convolutions() -> tuple[bool, bool]:
+    """Whether gradients are the same where forward's convolutions are not those that backward would choose."""
+
+    def train() -> list[str]:
+        torch.manual_seed(0)
+        kernels = [torch.randn(16, 16, 3, 3).mul_(0.1).requires_grad_() for _ in range(8)]
+        made: list[str] = []
+        for _ in range(14):
+            x = torch.randn(16, 16, 16, 16)
+            with torch.backends.mkldnn.flags(enabled=False), torch.backends.nnpack.flags(enabled=False):
+                for kernel in kernels:
+                    image = torch.conv2d(x, kernel, padding=1)
+                    x = x + torch.relu(image) * torch.sigmoid(image)
+            made += digest(list(torch.autograd.grad(x.square().mean(), kernels)))
+            wait_for_planner()
+        return made
+
+    expected = train()
+    torch_lms.enable("5MiB", min_bytes=4096, swap=False)
+    made = train()
+    return made == expected, torch_lms.stats().recomputations > 0
+
+
+@counts_exactly
+@pytest.mark.skipif(not torch.backends.nnpack.is_available(), reason="this PyTorch has no NNPACK")
+def test_convolutions_are_run_again_by_the_library_of_their_first_time() -> None:
+    assert in_fresh_process(with_other_convolutions) == (True, True)

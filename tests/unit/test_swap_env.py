@@ -200,6 +200,7 @@ def endings() -> dict[str, tuple[int, str]]:
         "page_ins_under_way",
         "page_ins_on_hold",
         "automatic_mode",
+        "ops_at_exit",
         "an_op_that_never_ends",
     ],
 )

@@ -30,20 +30,62 @@ void set_processor(uint32_t wanted) {
 #endif
 }
 
-/// Whose precision `NumericState::float32` holds, in its order.
-constexpr std::pair<at::Float32Backend, at::Float32Op> kFloat32[] = {
-    {at::Float32Backend::CUDA, at::Float32Op::CONV},
-    {at::Float32Backend::CUDA, at::Float32Op::RNN},
-    {at::Float32Backend::CUDA, at::Float32Op::MATMUL},
-    {at::Float32Backend::MKLDNN, at::Float32Op::CONV},
-    {at::Float32Backend::MKLDNN, at::Float32Op::RNN},
-    {at::Float32Backend::MKLDNN, at::Float32Op::MATMUL}};
+using at::Float32Backend;
+using at::Float32Op;
+using at::Float32Precision;
+
+/// Whose precision `NumericState::float32` holds, in its order; and from which of them each
+/// inherits.
+struct Float32Level {
+  Float32Backend backend;
+  Float32Op op;
+  size_t parent;
+};
+constexpr Float32Level kFloat32[] = {
+    {Float32Backend::GENERIC, Float32Op::ALL, 0},
+    {Float32Backend::CUDA, Float32Op::ALL, 0},
+    {Float32Backend::MKLDNN, Float32Op::ALL, 0},
+    {Float32Backend::CUDA, Float32Op::CONV, 1},
+    {Float32Backend::CUDA, Float32Op::RNN, 1},
+    {Float32Backend::CUDA, Float32Op::MATMUL, 1},
+    {Float32Backend::MKLDNN, Float32Op::CONV, 2},
+    {Float32Backend::MKLDNN, Float32Op::RNN, 2},
+    {Float32Backend::MKLDNN, Float32Op::MATMUL, 2}};
+
+/// See Note [Inherited precisions].
+void set_float32(const NumericState::Float32& wanted) {
+  at::Context& context = at::globalContext();
+  for (size_t i = 0; i < wanted.size(); ++i) {
+    const auto [backend, op, parent] = kFloat32[i];
+    if (context.float32Precision(backend, op) != wanted[i]) {
+      const bool inherits = parent != i && wanted[i] == wanted[parent];
+      context.setFloat32Precision(backend, op, inherits ? Float32Precision::NONE : wanted[i]);
+    }
+  }
+}
+
+void set_reduction(
+    at::CuBLASReductionOption option,
+    void (at::Context::*set)(bool allow_reduced_precision, bool allow_splitk)) {
+  using Option = at::CuBLASReductionOption;
+  (at::globalContext().*set)(
+      option == Option::AllowReducedPrecisionWithSplitK,
+      option != Option::DisallowReducedPrecisionDisallowSplitK);
+}
 
 auto tied(const NumericState& state) {
   return std::make_tuple(
       static_cast<int>(state.default_dtype),
       state.float32,
+      state.fp16_reduction,
+      state.bf16_reduction,
+      state.fp16_accumulation,
+      state.fp16_reduction_on_cpu,
+      state.blas,
+      state.linalg,
+      state.nnpack,
       state.mkldnn,
+      state.mkldnn_deterministic,
       state.cudnn,
       state.cudnn_deterministic,
       state.cudnn_benchmark,
@@ -58,9 +100,9 @@ size_t hash_of(const Value& value) {
   return static_cast<size_t>(value);
 }
 
-size_t hash_of(const std::array<at::Float32Precision, 6>& precisions) {
+size_t hash_of(const NumericState::Float32& precisions) {
   size_t hash = 0;
-  for (const at::Float32Precision precision : precisions) {
+  for (const Float32Precision precision : precisions) {
     hash = c10::hash_combine(hash, static_cast<size_t>(precision));
   }
   return hash;
@@ -69,13 +111,21 @@ size_t hash_of(const std::array<at::Float32Precision, 6>& precisions) {
 } // namespace
 
 NumericState NumericState::now() {
-  const at::Context& context = at::globalContext();
+  at::Context& context = at::globalContext();
   NumericState state;
   state.default_dtype = c10::get_default_dtype_as_scalartype();
   for (size_t i = 0; i < state.float32.size(); ++i) {
-    state.float32[i] = context.float32Precision(kFloat32[i].first, kFloat32[i].second);
+    state.float32[i] = context.float32Precision(kFloat32[i].backend, kFloat32[i].op);
   }
+  state.fp16_reduction = context.allowFP16ReductionCuBLAS();
+  state.bf16_reduction = context.allowBF16ReductionCuBLAS();
+  state.fp16_accumulation = context.allowFP16AccumulationCuBLAS();
+  state.fp16_reduction_on_cpu = context.allowFP16ReductionCPU();
+  state.blas = context.blasPreferredBackend();
+  state.linalg = context.linalgPreferredBackend();
+  state.nnpack = context.userEnabledNNPACK();
   state.mkldnn = context.userEnabledMkldnn();
+  state.mkldnn_deterministic = context.deterministicMkldnn();
   state.cudnn = context.userEnabledCuDNN();
   state.cudnn_deterministic = context.deterministicCuDNN();
   state.cudnn_benchmark = context.benchmarkCuDNN();
@@ -101,13 +151,25 @@ size_t NumericState::hash() const {
 void NumericState::set() const {
   at::Context& context = at::globalContext();
   c10::set_default_dtype(c10::scalarTypeToTypeMeta(default_dtype));
-  for (size_t i = 0; i < float32.size(); ++i) {
-    const auto [backend, op] = kFloat32[i];
-    if (context.float32Precision(backend, op) != float32[i]) {
-      context.setFloat32Precision(backend, op, float32[i]);
-    }
+  set_float32(float32);
+  set_reduction(fp16_reduction, &at::Context::setAllowFP16ReductionCuBLAS);
+  set_reduction(bf16_reduction, &at::Context::setAllowBF16ReductionCuBLAS);
+  // These say that a processor or a build has none, or that they are experimental.
+  if (context.allowFP16AccumulationCuBLAS() != fp16_accumulation) {
+    context.setAllowFP16AccumulationCuBLAS(fp16_accumulation);
   }
+  if (context.allowFP16ReductionCPU() != fp16_reduction_on_cpu) {
+    context.setAllowFP16ReductionCPU(fp16_reduction_on_cpu);
+  }
+  if (context.blasPreferredBackend() != blas) {
+    context.setBlasPreferredBackend(blas);
+  }
+  if (context.linalgPreferredBackend() != linalg) {
+    context.setLinalgPreferredBackend(linalg);
+  }
+  context.setUserEnabledNNPACK(nnpack);
   context.setUserEnabledMkldnn(mkldnn);
+  context.setDeterministicMkldnn(mkldnn_deterministic);
   context.setUserEnabledCuDNN(cudnn);
   context.setDeterministicCuDNN(cudnn_deterministic);
   context.setBenchmarkCuDNN(cudnn_benchmark);

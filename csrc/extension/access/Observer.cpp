@@ -237,7 +237,8 @@ void Observer::end(const at::RecordFunction& record) {
   if (frame.depth == 0) {
     return; // It is none of those that are counted.
   }
-  if (--frame.depth != 0) {
+  if (frame.depth > 1) {
+    --frame.depth;
     return;
   }
   std::exception_ptr failed;
@@ -249,6 +250,8 @@ void Observer::end(const at::RecordFunction& record) {
     }
   }
   release_pinned(frame);
+  frame.depth =
+      0; // what Python code has run until now (a signal's, the garbage collector's) is inside
   if (failed != nullptr) {
     std::rethrow_exception(failed); // PyTorch logs it
   }

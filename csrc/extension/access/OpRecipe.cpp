@@ -7,6 +7,7 @@
 #include <ATen/core/enum_tag.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/TensorImpl.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/hash.h>
 
@@ -132,7 +133,7 @@ std::shared_ptr<const OpRecipe> OpRecipe::held(const std::shared_ptr<const OpRec
 std::shared_ptr<OpRecipe> OpRecipe::capture(const at::RecordFunction& record) {
   const auto name = record.operator_name();
   const auto op = name.has_value() ? c10::Dispatcher::singleton().findOp(*name) : c10::nullopt;
-  if (!op.has_value() || !can_run_again(*op) ||
+  if (!op.has_value() || c10::impl::dispatch_mode_enabled() || !can_run_again(*op) ||
       op->schema().arguments().size() != inputs_of(record).size()) {
     return nullptr;
   }
