@@ -203,7 +203,7 @@ class Plan(Document):
         return dict(sorted(found.items()))
 
     def room_bytes(self) -> list[int]:
-        """By place, what copies out that have not ended may have in use. See Note [Copies out that have not ended]."""
+        """By place, what copies out that have not ended may have in use. See Note [Copies out in a plan's peak]."""
         peak, line = self.predicted.peak_bytes, self.timeline
         pairs = zip(line.memory_bytes, line.leaving_bytes, strict=True)
         return [max(0, peak - used + leaving) for used, leaving in pairs]

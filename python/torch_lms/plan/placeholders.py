@@ -1,8 +1,8 @@
 """Blocks that are held until the ops that need them in one piece.
 
-Note [Placeholders]: memory that is free lies in pieces once storages of many sizes have come and gone, and an allocator
-that has no piece large enough maps other memory, for which the device waits. What a cycle's largest storages will need
-is in one piece when the cycle begins. So it is held from then on, and what is held counts as in use.
+Note [Placeholders in plans]: memory that is free lies in pieces once storages of many sizes have come and gone, and an
+allocator that has no piece large enough maps other memory, for which the device waits. What a cycle's largest storages
+will need is in one piece when the cycle begins. So it is held from then on, and what is held counts as in use.
 """
 
 from __future__ import annotations

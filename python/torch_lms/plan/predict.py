@@ -1,6 +1,6 @@
 """What a plan says of its cycle: how long it takes, how much memory, and when.
 
-Note [Copies out that have not ended]: the host is ahead of the device, and memory that a copy out still reads is in use
+Note [Copies out in a plan's peak]: the host is ahead of the device, and memory that a copy out still reads is in use
 when it asks for more. A program that follows a plan waits for such copies, so that they and what the plan keeps are
 within the peak that it predicts (see `Plan.room_bytes`). That peak is what the plan needs without them, where waiting
 for them takes next to no time; it is up to the plan's limit where it does.
