@@ -4,6 +4,10 @@ Tensor storages move between device and host on their own, on time, without chan
 
     import torch_lms
     torch_lms.enable(limit="24GiB")
+
+Any thread may call `pageout`, `prefetch`, `pin`, `wait`, `stats`, `current_plan` and `memory_summary`. `enable`,
+`disable` and a `SwapEnv` change the whole process: call them from one thread at a time. Models in chunks, stages and
+pipelines are for one thread, as modules and optimizers are.
 """
 
 from __future__ import annotations

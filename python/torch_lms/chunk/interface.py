@@ -58,7 +58,7 @@ def chunked(
     (8 for Adam). All of it is within the device's limit or on the host, and moves in chunks as activations move: by
     automatic mode, which is turned on. Then train as before: ``loss.backward()``, ``optimizer.step()``.
 
-    Source: the seed on PatrickStar, section 6.
+    Source: PatrickStar (arXiv 2108.05818).
 
     Args:
         model: on one device. It is changed, and returned.
@@ -67,10 +67,11 @@ def chunked(
             been told holds.
         host_limit: of the host memory (for a model on the CPU: the disk) for what is not on the device.
         dtype: of parameters and gradients: ``torch.bfloat16`` or ``torch.float16``.
-        chunk_numel: elements of each chunk; found by itself if left out.
+        chunk_numel: elements of each chunk, not bytes; found by itself if left out.
         reuse_gradients: whether gradients take the place of parameters, where they can.
         step_in_backward: update each chunk during backward, as soon as its gradients are there. They are gone
             afterwards: for programs that call ``optimizer.step()`` after each backward, and do not look at gradients.
+            Only with ``torch.bfloat16``, and not with ``mesh``.
         update_on: where masters and the optimizer's state are: ``"device"``, from where they are paged out as
             activations are; ``"host"``, whose processor updates them beside the device's work; or ``"stream"``, on the
             host, from where they stream through the device, which updates them: the same bits as on the device, and
@@ -80,7 +81,7 @@ def chunked(
             ``update_choice``.
         mesh: of one dimension (``mesh["dp"]``), of ranks that train the model together, each on its share of the batch:
             every rank keeps one part of each chunk, and all get the first one's model. All must call this, and then the
-            model, alike. Gradients are means over ranks.
+            model, alike. Gradients are means over ranks. Only with ``torch.bfloat16``.
         device: for a model whose parameters are on the meta device: where it is to be trained. Chunks are made there
             without a second copy in host memory, and `load_state_dict` fills them: with ``strict=False`` tensor by
             tensor. Buffers move there.

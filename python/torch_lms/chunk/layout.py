@@ -1,6 +1,6 @@
 """Which tensor lies where: tensors in equal chunks, in order of use.
 
-Source: the seed's preprocessing pass (PatrickStar, section 6.1). A chunk is contiguous, and a tensor lies in one chunk
+Source: the preprocessing pass of PatrickStar (arXiv 2108.05818). A chunk is contiguous, and a tensor lies in one chunk
 whole. So a chunk is at least as large as the largest tensor, and what the next tensor does not fit in stays empty.
 """
 

@@ -110,7 +110,7 @@ class ChunkedOptimizer(Optimizer):
         return self._choice
 
     def attach(self, occupancy: Occupancy, hooks: ModuleHooks, *, device_bytes: int, fills: bool) -> None:
-        """Before anything else is called.
+        """Gives the optimizer what knows where parameters are; `torch_lms.chunked` calls it before anything else.
 
         Args:
             occupancy: of the parameters.
@@ -172,10 +172,13 @@ class ChunkedOptimizer(Optimizer):
         timeline.end()
 
     def settle(self, numbers: Iterable[int] | None = None) -> None:
-        """Until all updates that are under way beside the program are over.
+        """Waits until all updates that are under way beside the program are over.
 
         Args:
-            numbers: of tensors; nothing is waited for if none of them is being updated.
+            numbers: of tensors; nothing is waited for if none of them is being updated. All if left out.
+
+        Raises:
+            Exception: what an update failed with.
         """
         if self._elsewhere is None or (numbers is not None and self._under_way.isdisjoint(numbers)):
             return
@@ -204,10 +207,10 @@ class ChunkedOptimizer(Optimizer):
         return clip_grad_norm_(self._data, self._occupancy, max_norm, norm_type)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only while it is made.
+        """Refuses another group: chunks are laid out for those that there were.
 
         Raises:
-            ChunkError: always, afterwards.
+            ChunkError: always, once the optimizer is made.
         """
         if self._ready:
             raise ChunkError(

@@ -37,12 +37,14 @@ def enable(
 ) -> None:
     """Keeps the memory of tensors within a limit from now on, in this whole process.
 
-    Storages are known from the ops that make and use them. Under pressure the least recently
-    used go out, ahead of need where possible, and come back before they are used. Results are
-    those of the unlimited program, bit for bit. PyTorch's optimizers and gradient clipping take what
-    exceeds a limit in pieces, in the implementation that was chosen. Called again, it changes the
-    limits of the devices that it names, or adds them. A plan is made for the program on one device: the
-    current one, or else the first that was named; the others page on demand, and a warning says so.
+    Storages are known from the ops that make and use them. Under pressure those go out that are needed
+    last, as the program's last cycle showed; where nothing is known, the least recently used. They go ahead of
+    need where possible, and come back before they are used. Results are those of the unlimited program, bit for
+    bit, unless a limit is so tight that a library does without the memory that it asks for (cuDNN takes another
+    algorithm): a warning says so. PyTorch's optimizers and gradient clipping take what exceeds a limit in pieces,
+    in the implementation that was chosen. Called again, it changes the limits of the devices that it names, or adds
+    them. A plan is made for the program on one device: the current one, or else the first that was named; the others
+    page on demand, and a warning says so. Call it from one thread at a time, while no other is in an op.
 
     Args:
         limit: of each device: bytes, ``"24GiB"``, or ``"50%"`` of the device's memory; or a mapping
@@ -56,16 +58,17 @@ def enable(
         spill_dir: the directory for the CPU's spill files; by default that for temporary files.
         expandable_segments: let PyTorch's CUDA allocator grow its segments, so that memory freed in
             small pieces serves large requests. Left as it is if PYTORCH_CUDA_ALLOC_CONF says.
-        swap: let plans copy storages to the host. Without plans, and where they err, storages are
-            copied out on demand all the same.
+        swap: let plans copy storages to the host. Before there is a plan, and where it errs, storages are
+            copied out on demand all the same. Without ``swap`` and ``recompute`` no plan is made.
         recompute: let plans drop storages and run again the ops that made them. Where the host is nearly full, what
             goes out on demand may be dropped, too: so a program gets through its first steps.
         plan: of an earlier run of the same program, or the path of its JSON file: it is carried out from the first
             whole cycle on, and none has to be recorded. One of another program costs time, and is soon replaced.
+            A plan of `torch_lms.fit` is refused: it was made of no running program.
 
     Raises:
-        PlanError: for a plan that cannot be read, is for another device, predicts a peak above the limit, or does what
-            ``swap`` and ``recompute`` do not allow.
+        PlanError: for a plan that cannot be read, is for another device, predicts a peak above the limit, is of
+            `torch_lms.fit`, or does what ``swap`` and ``recompute`` do not allow.
         LimitError: for a size, a device or a directory that cannot be understood or is not there.
         EnvError: if a CUDA graph was captured before automatic mode was on.
         LmsError: in a forked child, and on a PyTorch with the fork's patches, which pages by hand alone.
@@ -117,14 +120,15 @@ def change_limit(limit: Limit | Mapping[str | torch.device, int | str], **option
 
 
 def disable() -> None:
-    """Ends automatic mode: pages everything in, and observes no op any more.
+    """Ends automatic mode: ends its plans and limits, pages everything in, and observes no op any more.
 
-    The wrappers around Python's own ways to raw memory (``data_ptr``, ``numpy``) stay, and do next to nothing.
-    No effect when automatic mode is off.
+    The wrappers around Python's own ways to raw memory (``data_ptr``, ``numpy``) stay, and do next to nothing. So does
+    ``host_limit``. No effect when automatic mode is off. Call it from one thread at a time.
 
     Raises:
         torch.OutOfMemoryError: if what is paged out does not fit the device. Storages without room
             stay on the host, where they are right but slow, and come in when they are used.
+        LmsError: in a forked child.
     """
     global _enabled, _begun
     if not _begun:

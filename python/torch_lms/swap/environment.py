@@ -23,12 +23,17 @@ class SwapEnv:
         ...     loss = model(batch)
         ...     env.prefetch(activation)
 
+    Paging by hand works outside of it, too (`torch_lms.pageout`); leaving it pages in also what was paged out there.
+
     Args:
-        host_limit: of the host memory (for the CPU: the disk space) for paged-out bytes.
-        spill_dir: the directory for the CPU's spill files.
+        host_limit: of the host memory (for the CPU: the disk space) for paged-out bytes; by default 80 % of what the
+            machine and its control group allow (90 % of the free disk). Once given, it holds until another is.
+        spill_dir: the directory for the CPU's spill files; by default that for temporary files.
 
     Raises:
         LimitError: for a size or a directory that cannot be understood or is not there.
+        EnvError: by its methods while it is closed, and if it is entered while it is open.
+        LmsError: in a forked child; on a PyTorch with the fork's patches for a ``spill_dir``.
     """
 
     def __init__(
@@ -61,6 +66,7 @@ class SwapEnv:
 
         Raises:
             HostPoolFullError, SpillError, LmsError: what failed since the last wait.
+            torch.OutOfMemoryError: if what is paged out does not fit the device; it stays on the host.
         """
         if not self._open:
             return

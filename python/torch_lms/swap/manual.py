@@ -59,16 +59,23 @@ def prefetch(*tensors: Pageables) -> int:
     """Enqueues page-ins of the storages behind tensors; returns before they are over.
 
     Prefetching is a hint: without room on the device a storage stays where it is, and is paged
-    in when it is used. Storages that are resident are left alone.
+    in when it is used. A page-out that is not over is called off. Storages that are resident are left alone.
+
+    Args:
+        tensors: as for `pageout`.
 
     Returns:
-        How many page-ins were enqueued.
+        How many page-ins were enqueued, with the page-outs that were called off.
+
+    Raises:
+        PageoutError: for a tensor without a storage (a sparse one, a wrapper). Nothing is enqueued then.
+        LmsError: in a forked child.
     """
     return core.prefetch(_flatten(tensors))
 
 
 def wait() -> None:
-    """Waits until every page-out and page-in has been committed.
+    """Waits until every page-out and page-in that was asked for is over.
 
     Inside of an op (in a hook on what is saved, say) it waits for copies, but not for page-outs that running ops of
     other threads hold back, since these may wait for this op in the same way: they go out when the ops are over.
@@ -76,7 +83,7 @@ def wait() -> None:
     Raises:
         HostPoolFullError: if a page-out found the host limit reached; the storage is resident.
         SpillError: if a page-out found no room on disk; the storage is resident.
-        LmsError: if a transfer failed.
+        LmsError: if a transfer failed, or in a forked child.
     """
     try:
         core.wait_pageouts()
@@ -89,16 +96,27 @@ def pin(tensor: Pageable) -> None:
 
     For storages whose address has been given away (to another library, a captured graph, a
     kernel that runs on its own). Storages handed to numpy or DLPack while paging is on are
-    pinned by themselves.
+    pinned by themselves. Each `pin` needs a `torch_lms.swap.unpin` of its own. Without room on the device
+    the storage stays on the host, and comes in when there is room.
+
+    Args:
+        tensor: a tensor or a storage; a view pins the whole storage that it shares.
+
+    Raises:
+        PageoutError: for a tensor without a storage (a sparse one, a wrapper).
+        LmsError: in a forked child, and on a PyTorch with the fork's patches.
     """
     core.pin(tensor)
 
 
 def unpin(tensor: Pageable) -> None:
-    """Undoes one `pin`.
+    """Undoes one `pin`: after the last one the storage may be paged out again.
+
+    Args:
+        tensor: as for `pin`.
 
     Raises:
-        LmsError: if the storage is not pinned.
+        LmsError: if the storage is not pinned; and where `pin` raises it.
     """
     core.unpin(tensor)
 
@@ -107,7 +125,8 @@ def state(tensor: Pageable) -> str:
     """Where a storage is.
 
     Returns:
-        ``resident``, ``out_queued``, ``paging_out``, ``paged_out``, ``in_queued`` or ``paging_in``.
+        ``resident``, ``out_queued``, ``paging_out``, ``paged_out``, ``in_queued``, ``paging_in``, or ``dropped``: by a
+        plan, whose next use makes it again.
 
     Raises:
         LmsError: in a forked child.
