@@ -122,8 +122,8 @@ def change_limit(limit: Limit | Mapping[str | torch.device, int | str], **option
 def disable() -> None:
     """Ends automatic mode: ends its plans and limits, pages everything in, and observes no op any more.
 
-    The wrappers around Python's own ways to raw memory (``data_ptr``, ``numpy``) stay, and do next to nothing. So does
-    ``host_limit``. No effect when automatic mode is off. Call it from one thread at a time.
+    The wrappers around Python's own ways to raw memory (``data_ptr``, ``numpy``) stay, and do next to nothing; a
+    ``host_limit`` that was given holds. No effect when automatic mode is off. Call it from one thread at a time.
 
     Raises:
         torch.OutOfMemoryError: if what is paged out does not fit the device. Storages without room
