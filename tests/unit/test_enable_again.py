@@ -122,3 +122,20 @@ def test_a_limit_of_less_than_is_held_already_lets_it_go_out(asleep: bool, chaos
         pytest.skip("chaos knew storages before, and nothing sleeps")
     found = in_fresh_process(sums_within_less_than_was_held, asleep)
     assert found == [1024.0 * (number + 1) for number in range(64)]
+
+
+def an_array_of_before() -> tuple[bool, int]:
+    """Whether an array has what ops write to its tensor, which nobody has watched being asked for its address."""
+    early = torch.arange(250_000.0)
+    array = early.numpy()
+    torch_lms.enable(2 << 20, min_bytes=4096)
+    later = [torch.arange(250_000.0) + i for i in range(6)]
+    early.mul_(2)
+    later = [one + 1 for one in later]
+    return bool(array[3] == 6) and later[5][0].item() == 6, torch_lms.stats().pageouts
+
+
+def test_what_was_made_before_memory_was_counted_stays_where_it_is() -> None:
+    right, pageouts = in_fresh_process(an_array_of_before)
+    assert right
+    assert pageouts > 0

@@ -20,6 +20,9 @@ class CpuDevice final : public Device {
     return pool_;
   }
   bool owns(const c10::DataPtr& data) const override;
+  bool counts(const c10::DataPtr& data) const override {
+    return data.get_deleter() == allocator_.raw_deleter();
+  }
   int64_t current_stream() const override {
     return 0;
   }

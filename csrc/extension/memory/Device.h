@@ -58,6 +58,10 @@ class Device {
 
   /// Whether `data` is a block of the device allocator that may be moved.
   virtual bool owns(const c10::DataPtr& data) const = 0;
+  /// Whether memory that it owns counts for its limit.
+  virtual bool counts(const c10::DataPtr& /*data*/) const {
+    return true;
+  }
 
   /// The stream that the calling thread submits to, as `allocate` takes it.
   virtual int64_t current_stream() const = 0;

@@ -42,6 +42,11 @@ EntityPtr Pager::make_entity(c10::StorageImpl& storage, bool by_hand) {
   if (why_not_movable(storage, device) != nullptr) {
     return nullptr;
   }
+  // What the limit does not count need not go; and nobody has watched who has taken its address.
+  if (!by_hand && device->limit_bytes() != 0 &&
+      !device->counts(storage._mutable_data_ptr_no_checks())) {
+    return nullptr;
+  }
   state_.kept.lend_to(*device->pool());
   return std::make_shared<Entity>(
       std::make_unique<TorchStorageBinding>(&storage, *device, *this),
