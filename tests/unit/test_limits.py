@@ -165,6 +165,11 @@ def test_a_device_has_one_full_name(device: str | torch.device) -> None:
     assert parse_limits({device: "1MiB"}) == {"cpu": 2**20}
 
 
+def test_two_limits_of_one_device_are_refused() -> None:
+    with raises_saying(LimitError, found="two for cpu", do="keep one"):
+        parse_limits({"cpu": "5MiB", "cpu:0": "6MiB"})
+
+
 @pytest.mark.parametrize("device", ["gpu", "", "cuda:x", "cpu:-2", 1.5, None])
 def test_what_is_no_device_is_refused(device: Any) -> None:
     with raises_saying(LimitError, found=repr(device), do="correct its name"):

@@ -25,7 +25,7 @@ def parse_limits(limit: Limit | Mapping[str | torch.device, int | str]) -> dict[
     none. No limit means all of the device's memory.
 
     Raises:
-        LimitError: if a size or a device cannot be understood, or a device is not there.
+        LimitError: if a size or a device cannot be understood, or a device is not there or there twice.
     """
     if not isinstance(limit, Mapping):
         value = "100%" if limit is None else limit
@@ -42,6 +42,8 @@ def parse_limits(limit: Limit | Mapping[str | torch.device, int | str]) -> dict[
     limits: dict[str, int] = {}
     for device, size in limit.items():
         name = device_name(device)
+        if name in limits:
+            raise LimitError(f"expected one limit for each device, found two for {name}, as {device!r} too; keep one")
         limits[name] = parse_bytes(size, total_bytes=core.total_bytes(name))
     return limits
 
