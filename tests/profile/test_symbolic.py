@@ -110,6 +110,23 @@ def test_another_thread_makes_modules_while_a_model_is_traced() -> None:
     assert [len(list(module.buffers())) for module in made] == [3]
 
 
+def test_another_thread_runs_modules_while_a_model_is_traced() -> None:
+    """Its own, and those of the model that is traced."""
+    layer, batch_norm = nn.Linear(3, 3), nn.BatchNorm1d(3)
+    x, found = torch.ones(2, 3), []
+
+    def run(_x: Any) -> None:
+        other = threading.Thread(target=lambda: found.extend([layer(x), batch_norm(x), layer.weight]))
+        other.start()
+        other.join()
+
+    model = Calling(run)
+    model.inner = batch_norm
+    symbolic(model, torch.ones(3))
+    assert [type(one) for one in found] == [torch.Tensor, torch.Tensor, nn.Parameter]
+    assert torch.equal(found[0], layer(x))
+
+
 class Made(nn.Module):
     """Makes tensors by each way to a constructor."""
 

@@ -126,6 +126,7 @@ class _Tracer(fx.Tracer):
         self._sample = sample
         self._leaves = leaves
         self._path: list[str] = []
+        self._thread = threading.get_ident()  # torch.fx asks for what all threads call and read
         self.failed: str | None = None
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
@@ -141,6 +142,8 @@ class _Tracer(fx.Tracer):
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Notes where a call comes from, and where tracing fails."""
+        if threading.get_ident() != self._thread:
+            return forward(*args, **kwargs)
         path = self.path_of_module(m)
         if self.is_leaf_module(m, path):
             return super().call_module(m, forward, args, kwargs)
@@ -155,6 +158,8 @@ class _Tracer(fx.Tracer):
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: Any) -> Any:
         """A symbol for each parameter and buffer."""
+        if threading.get_ident() != self._thread:
+            return attr_val
         name = self._names.get(id(attr_val))
         return attr_val if name is None else self.known(name, attr_val)
 
