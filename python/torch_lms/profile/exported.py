@@ -16,6 +16,7 @@ from torch import fx, nn
 
 from torch_lms._torch_compat import named_parameters_with_ties
 from torch_lms.profile.arguments import Sample
+from torch_lms.profile.hooks import refuse_backward_hooks
 from torch_lms.profile.modes import functions_refused
 from torch_lms.profile.ownership import set_module
 from torch_lms.profile.preserving import Attributes, contents_kept, plain_tensors, refuse_assigned
@@ -113,6 +114,7 @@ def export_graph(model: nn.Module, sample: Sample) -> Exported:
 
     Sizes stay open where the model's code lets them.
     """
+    refuse_backward_hooks(model.named_modules())
     entry = _Entry(model, sample)
     with contents_kept(tensor for tensor in plain_tensors(model).values() if tensor.is_leaf):
         program = _export(entry, _distinct(sample.tensors))

@@ -30,6 +30,7 @@ from torch_lms._torch_compat import function_mode, named_parameters_with_ties
 from torch_lms.errors import ProfileError
 from torch_lms.profile.arguments import Sample
 from torch_lms.profile.calls import LEAVING, READS, has_tensors, property_of, target_of
+from torch_lms.profile.hooks import is_pytorchs, refuse_backward_hooks
 from torch_lms.profile.modes import Modes
 from torch_lms.profile.ownership import set_module
 from torch_lms.profile.preserving import Attributes, contents_kept, preserved, refuse_assigned, storages_of
@@ -77,6 +78,7 @@ def record_graph(model: nn.Module, sample: Sample) -> fx.Graph:
         RecordingError: if the model uses a tensor that no call known here has made or a function with a backward of its
             own, or hands a tensor out of PyTorch.
     """
+    refuse_backward_hooks(model.named_modules())
     attributes = Attributes(model)
     try:
         with torch.enable_grad(), ExitStack() as stack:
@@ -265,8 +267,7 @@ _CONSTANTS = (
 
 def _stays_whole(module: nn.Module) -> bool:
     """Whether a module is one node: PyTorch's own, without children, and without hooks, which are not its own code."""
-    own = module.__module__.startswith(("torch.nn", "torch.ao.nn")) and not any(module.children())
-    return own and not module._forward_hooks and not module._forward_pre_hooks
+    return is_pytorchs(module) and not any(module.children())
 
 
 def _is_size_free(value: Any) -> bool:

@@ -1,7 +1,8 @@
 """The model's own forward, run once with symbols in place of tensors: torch.fx, and what it lacks for real models.
 
 Beyond ``torch.fx.symbolic_trace``: arguments that are no tensors are constants, constructors such as ``torch.arange``
-become nodes, containers of ``torch.nn`` are opened, and each node knows the module that it belongs to.
+become nodes, containers of ``torch.nn`` are opened, each node knows the module that it belongs to, and the model is
+called as its users call it, with its hooks. A module with hooks for its backward stays whole, for it to run them.
 
 Note [Nothing is computed while tracing]: the graph must do in each step what the model does. So buffers are symbols as
 parameters are, and a call whose tensors are all true ones (``self.parameters()``, plain attributes) becomes a node as
@@ -17,7 +18,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import wraps
 from operator import getitem
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
@@ -28,6 +29,7 @@ from torch import fx, nn
 from torch_lms._torch_compat import function_mode, named_parameters_with_ties
 from torch_lms.profile.arguments import Sample
 from torch_lms.profile.calls import LEAVING, READS, has_tensors, property_of, target_of
+from torch_lms.profile.hooks import has_backward_hooks, refuse_backward_hooks
 from torch_lms.profile.modes import Modes
 from torch_lms.profile.ownership import set_module
 from torch_lms.profile.preserving import Attributes, plain_tensors, refuse_assigned, storages_of
@@ -96,6 +98,7 @@ def trace_symbolically(model: nn.Module, sample: Sample, leaves: frozenset[str] 
     with torch.enable_grad():
         tracer = _Tracer(model, sample, leaves)
         try:
+            refuse_backward_hooks([("", model)])
             with _attributes_kept(model, tracer), _tracing_aids(tracer, model):
                 return tracer.trace(model)
         except Exception as error:
@@ -107,6 +110,8 @@ def _attributes_kept(model: nn.Module, tracer: _Tracer) -> Iterator[None]:
     """Undoes what the forward assigns, and refuses what the graph then lacks."""
     attributes, buffers = Attributes(model), {name for name, _ in model.named_buffers()}
     read: set[str] = set()
+    for module in model.modules():
+        vars(module).pop("_compiled_call_impl", None)  # of nn.Module.compile, which takes no symbols
     try:
         yield
         read |= {str(node.target) for node in tracer.graph.nodes if node.op == "get_attr"}
@@ -132,11 +137,13 @@ class _Tracer(fx.Tracer):
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
         """Makes a placeholder of each tensor of the sample."""
         proxies = [self.create_proxy("placeholder", name, (), {}) for name in self._sample.names]
-        return lambda root, *tensors: self._sample.call(partial(root_fn, root), tensors), [self.root, *proxies]
+        return lambda root, *tensors: self._sample.call(root, tensors), [self.root, *proxies]
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Whether a module stays whole: named as such, or PyTorch's own and without children."""
-        if module_qualified_name in self._leaves:
+        """Whether a module stays whole: named as such, hooked, or PyTorch's own and without children."""
+        if m is self.root:
+            return False
+        if module_qualified_name in self._leaves or has_backward_hooks(m):
             return True
         return m.__module__.startswith(("torch.nn", "torch.ao.nn")) and not any(m.children())
 

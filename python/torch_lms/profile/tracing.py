@@ -22,6 +22,7 @@ from torch_lms.errors import ProfileError
 from torch_lms.profile.arguments import Sample, bind_sample
 from torch_lms.profile.devices import devices_of
 from torch_lms.profile.exported import Shapes, export_graph
+from torch_lms.profile.hooks import has_backward_hooks
 from torch_lms.profile.huggingface import as_in_training
 from torch_lms.profile.recorded import record_graph
 from torch_lms.profile.runtime import record_ops
@@ -119,7 +120,7 @@ def trace_sample(model: nn.Module, sample: Sample, *, sources: Collection[str] =
 def _from_symbols(model: nn.Module, sample: Sample, notes: list[str]) -> TracedModel | None:
     try:
         graph = trace_symbolically(model, sample)
-        return TracedModel(_build(model, model, graph), "operator", model, sample, tuple(notes))
+        return TracedModel(_build(model, model, graph), "operator", model, sample, (*notes, *_kept_by_hooks(model)))
     except SymbolicError as failure:
         notes.append(_explain("torch.fx cannot trace", failure.path, failure.error))
     return None
@@ -152,8 +153,15 @@ def _from_children(model: nn.Module, sample: Sample, notes: list[str]) -> Traced
             kept.append(_explain(f"kept whole: {kind.__name__}, first as", failure.path, failure.error))
             continue
         level = "module" if _is_coarse(graph) else "opened"
+        kept += _kept_by_hooks(model)
         return TracedModel(_build(model, model, graph), level, model, sample, (*notes, *kept))
     return None
+
+
+def _kept_by_hooks(model: nn.Module) -> list[str]:
+    """A note on the modules that symbolic tracing has not opened, so that their hooks run."""
+    hooked = [path for path, module in model.named_modules() if has_backward_hooks(module)]
+    return [f"kept whole, since hooks run in their backward: {', '.join(hooked)}"] if hooked else []
 
 
 def _from_one_run(model: nn.Module, sample: Sample, notes: list[str]) -> TracedModel | None:
