@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from torch_lms.profile.hooks import is_pytorchs
+
 __all__ = ["Memory", "Modules", "attribute_of", "lineages", "may_share", "memory_of", "written"]
 
 Modules = Mapping[str, nn.Module]
@@ -274,8 +276,8 @@ def _copies(index: Any) -> bool:
 
 def _module_may_share(module: nn.Module | None) -> bool:
     """Views, what does nothing now, what works in place, and modules whose code is unknown."""
-    if module is None or isinstance(module, _VIEW_MODULES) or getattr(module, "inplace", False):
+    if module is None or not is_pytorchs(module) or any(True for _ in module.children()):
         return True
     if isinstance(module, nn.modules.dropout._DropoutNd):
-        return not module.training or module.p == 0
-    return not module.__module__.startswith("torch.nn.") or any(True for _ in module.children())
+        return module.inplace or not module.training or module.p == 0
+    return isinstance(module, _VIEW_MODULES) or bool(getattr(module, "inplace", False))

@@ -32,6 +32,7 @@ from itertools import pairwise
 from torch import fx, nn
 
 from torch_lms.profile.aliases import Memory, Modules, attribute_of, lineages, written
+from torch_lms.profile.hooks import is_pytorchs
 from torch_lms.profile.random_draws import draws
 
 __all__ = ["Constraint", "find_constraints", "find_writes", "written_attributes"]
@@ -112,7 +113,7 @@ def written_attributes(graph: fx.Graph, modules: Modules) -> dict[fx.Node, froze
     for node in graph.nodes:
         module = modules.get(str(node.target)) if node.op == "call_module" else None
         paths: set[str] = set()
-        if module is not None and not isinstance(getattr(module, "memory", None), Memory) and not _is_pytorchs(module):
+        if module is not None and not _is_known(module):
             paths |= {f"{node.target}.{name}" for name, _ in (*module.named_parameters(), *module.named_buffers())}
         for origin in {origin for value in written(node, modules) for origin in lineage[value]}:
             if origin.op == "get_attr":
@@ -150,14 +151,14 @@ def _one_stage_for_statistics(graph: fx.Graph, modules: Modules) -> Iterator[Con
 
 def _changes_buffers(module: nn.Module) -> bool:
     """Whether it does, or may."""
-    if _is_pytorchs(module):
-        return module.training and getattr(module, "running_mean", None) is not None
+    if all(map(is_pytorchs, module.modules())):
+        return any(one.training and getattr(one, "running_mean", None) is not None for one in module.modules())
     return any(True for _ in module.buffers())
 
 
-def _is_pytorchs(module: nn.Module) -> bool:
-    """Whether it is one of PyTorch's own, without others inside: what it does is known."""
-    return module.__module__.startswith("torch.nn.") and not any(True for _ in module.children())
+def _is_known(module: nn.Module) -> bool:
+    """Whether it is known what it writes to."""
+    return isinstance(getattr(module, "memory", None), Memory) or all(map(is_pytorchs, module.modules()))
 
 
 def _in_place(graph: fx.Graph, modules: Modules) -> Iterator[Constraint]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import fx, nn
 
 from torch_lms.profile.aliases import DROPOUTS, Modules, name_of, option_of
+from torch_lms.profile.hooks import is_pytorchs
 
 __all__ = ["draws"]
 
@@ -71,7 +72,7 @@ def _module_draws(module: nn.Module) -> bool:
     if isinstance(module, fx.GraphModule):
         inside = dict(module.named_modules(remove_duplicate=False))
         return any(draws(node, inside) for node in module.graph.nodes)
-    if not module.__module__.startswith(("torch.nn.", "torch.ao.nn.")):
+    if not all(map(is_pytorchs, module.modules())):
         return True
     for one in module.modules():
         rate = getattr(one, "p" if isinstance(one, nn.modules.dropout._DropoutNd) else "dropout", 0.0)
