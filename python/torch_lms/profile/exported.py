@@ -15,6 +15,7 @@ import torch
 from torch import fx, nn
 
 from torch_lms._torch_compat import named_parameters_with_ties
+from torch_lms.errors import ProfileError
 from torch_lms.profile.arguments import Sample
 from torch_lms.profile.hooks import refuse_backward_hooks
 from torch_lms.profile.modes import functions_refused
@@ -25,6 +26,7 @@ from torch_lms.profile.regions import Region, is_assertion, is_region
 __all__ = ["Range", "Shapes", "export_graph"]
 
 _PREFIX = "model."
+_TRANSFORMS = "torch._functorch."  # such as torch.func.vmap
 Range = tuple[int, float]  # the least and the largest size that a graph is for
 Shapes = Mapping[str, tuple[Range, ...]]
 
@@ -204,6 +206,11 @@ class _Rebuilder:
         if node.op != "call_function" or is_assertion(node):
             return
         target = node.target
+        if str(getattr(target, "__module__", "")).startswith(_TRANSFORMS):
+            raise ProfileError(
+                "expected calls that each stand alone, found a transform of torch.func, which is open from one call to "
+                "another; put what calls it into a module of its own"
+            )
         if is_region(node):
             made = self._region(node)
         else:

@@ -16,7 +16,7 @@ from torch_lms.errors import ProfileError
 from torch_lms.profile.arguments import Sample
 from torch_lms.profile.node_facts import NodeFacts, Watcher
 from torch_lms.profile.preserving import preserved, run_or_explain
-from torch_lms.profile.storages import tensors_in
+from torch_lms.profile.storages import dense_parts, tensors_in
 
 __all__ = ["OpRecorder", "record_ops"]
 
@@ -131,13 +131,13 @@ class OpRecorder:
         ref, name = self._makers.get(id(tensor), (None, None))
         if ref is not None and ref() is tensor:
             return name
-        return self._writers.get(storage_key(tensor)) if tensor.layout == torch.strided else None
+        return next((self._writers.get(storage_key(part)) for part in dense_parts(tensor)), None)
 
     def _note_output(self, name: str, value: Any) -> None:
         for tensor in tensors_in(value):
             self._makers[id(tensor)] = (weakref.ref(tensor), name)
-            if tensor.layout == torch.strided:
-                self._writers[storage_key(tensor)] = name
+            for part in dense_parts(tensor):
+                self._writers[storage_key(part)] = name
 
     @contextmanager
     def _hooks(self) -> Iterator[None]:

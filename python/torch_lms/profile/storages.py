@@ -30,7 +30,10 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors with storages that a tensor is made of."""
+    """The tensors with storages that a tensor is made of; of one that a transform of torch.func wraps, those inside."""
+    functorch: Any = getattr(torch._C, "_functorch", None)
+    while hasattr(functorch, "get_unwrapped") and functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
     if tensor.layout == torch.strided:
         return [tensor]
     if tensor.layout == torch.sparse_coo:
