@@ -75,7 +75,12 @@ def made_here(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return x + torch.arange(x.shape[1]) + functional.dropout(torch.ones_like(x), 0.5, True)
 
 
-@pytest.mark.parametrize("last", [rows, in_place, several, counted, made_here])
+def routed(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    chosen = (x[:, 0] > 0).nonzero()[:, 0]
+    return x.index_add(0, chosen, self.layers[0][0](x[chosen]))
+
+
+@pytest.mark.parametrize("last", [rows, in_place, several, counted, made_here, routed])
 def test_the_graph_does_what_the_model_does(last: Callable[..., Any]) -> None:
     model = Reading(last)
     graph = recorded(model, X).graph_module

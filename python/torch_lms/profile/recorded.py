@@ -246,7 +246,9 @@ class _Recording:
             if value is None or isinstance(value, _CONSTANTS) or callable(value):
                 return value
             raise RecordingError(f"expected numbers, text and tensors, found {type(value).__name__}")
-        if isinstance(value.grad_fn, BackwardCFunction):
+        with torch._C.DisableTorchFunction():  # else the question is a node, where a module is about to run
+            made_by = value.grad_fn
+        if isinstance(made_by, BackwardCFunction):
             line = calling_line()
             raise RecordingError(f"a torch.autograd.Function, whose backward the graph would not have, before {line}")
         if id(value) not in self._nodes:
