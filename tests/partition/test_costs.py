@@ -280,6 +280,14 @@ def test_a_profile_becomes_costs_with_tied_weights_under_one_name() -> None:
     assert graph.trainable == {"w"}
 
 
+@pytest.mark.parametrize("name", ["placeholder", "get_attr", "output"])
+def test_a_layer_computes_whatever_it_is_called(name: str) -> None:
+    nodes = [replace(node, target=name) if node.op == "call_module" else node for node in NODES]
+    graph = CostGraph.from_profile(profile_of(nodes))
+    assert [node.passive for node in graph.nodes] == [True, False, False, True]
+    assert all(name in node.kind for node in graph.nodes if not node.passive)
+
+
 def test_a_profile_without_times_counts_parameters() -> None:
     graph = CostGraph.from_profile(profile_of(NODES, timed=False))
     assert graph.nodes[2].forward_us == 3 * graph.nodes[1].forward_us > 0

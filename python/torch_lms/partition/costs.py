@@ -19,7 +19,7 @@ from torch_lms.partition.relief import KEEP_ALL, MemoryRelief
 from torch_lms.schedules.rules import SCHEDULES, splits_backward
 
 if TYPE_CHECKING:
-    from torch_lms.profile.document import Profile
+    from torch_lms.profile.document import NodeProfile, Profile
 
 __all__ = [
     "OPTIMIZER_MULTIPLIERS",
@@ -216,7 +216,7 @@ class CostGraph:
                 saved=tuple(id_ for id_ in node.saved if id_ in profile.storage_bytes),
                 inputs=tuple(dict.fromkeys(node.inputs)),
                 module=node.module,
-                kind=node.op if node.op in PASSIVE_KINDS else node.target,
+                kind=_kind_of(node),
                 output_storages=node.output_storages,
                 element=node.op == "call_function" and node.target.endswith("getitem"),
                 not_before=node.not_before,
@@ -232,6 +232,13 @@ class CostGraph:
             optimizer_bytes=profile.optimizer_bytes,
             optimizer_us=profile.optimizer_us,
         )
+
+
+def _kind_of(node: NodeProfile) -> str:
+    """What a node does. One that computes is of no passive kind, though its layer may be called ``output``."""
+    if node.op in PASSIVE_KINDS:
+        return node.op
+    return f"{node.op} {node.target}" if node.target in PASSIVE_KINDS else node.target
 
 
 def _guessed_times(profile: Profile) -> dict[str, float]:
