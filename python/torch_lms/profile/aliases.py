@@ -99,6 +99,7 @@ DROPOUTS = frozenset(
 _WITH_STATISTICS = frozenset(
     ["batch_norm", "instance_norm", "native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm"]
 )
+_RENORMING = frozenset(["embedding", "embedding_bag"])  # with max_norm they write to the weight
 _VIEW_MODULES = (nn.Identity, nn.Flatten, nn.Unflatten)
 _OPERATORS_IN_PLACE = frozenset(
     getattr(operator, name) for name in dir(operator) if name.startswith("i") and hasattr(operator, f"__{name}__")
@@ -149,6 +150,8 @@ def written(node: fx.Node, modules: Modules) -> tuple[fx.Node, ...]:
                 if source.op == "get_attr" and not isinstance(attribute_of(source, modules), nn.Parameter)
             )
         )
+    if name_of(node.target) in _RENORMING and option_of(node, ("max_norm",), None) is not None:
+        found.append(_nodes(option_of(node, ("weight",), None)))
     return tuple(dict.fromkeys(source for sources in found for source in sources))
 
 
@@ -165,7 +168,7 @@ def may_share(node: fx.Node, modules: Modules) -> tuple[fx.Node, ...]:
     name = name_of(node.target)
     if name in _VIEWS_OF_ALL:
         return inputs
-    if name in _WITH_STATISTICS:
+    if name in _WITH_STATISTICS | _RENORMING:
         return ()
     changed = written(node, modules)
     if changed:

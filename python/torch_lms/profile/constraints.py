@@ -14,7 +14,8 @@ And where R comes after W:
   would cross apart from each other. Where only an input or a buffer connects the two, R is in the stage of W.
 
 What writes to a buffer or a parameter must be seen in the next step as well: all that reads it is in one stage, unless
-it reads what W gives. So are all calls of a module that changes its own buffers, such as a batch norm.
+it reads what W gives. So are all calls of a module that changes its own buffers, such as a batch norm, and all that
+reads the weight of an embedding that keeps its rows below a norm.
 
 What draws random numbers draws others if it does so earlier or later: so each that does is in no later stage than the
 next one of the program.
@@ -28,6 +29,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import attrgetter
 
 from torch import fx, nn
 
@@ -77,7 +79,7 @@ def find_constraints(graph: fx.Graph, modules: Modules) -> list[Constraint]:
 
 
 def find_writes(graph: fx.Graph, modules: Modules) -> dict[fx.Node, tuple[str, ...]]:
-    """Of each node that changes memory: the nodes that the memory comes from, and the buffers of its own module.
+    """Of each node that changes memory: the nodes that the memory comes from, and what of its own module it changes.
 
     Args:
         graph: in the order of the program.
@@ -86,10 +88,8 @@ def find_writes(graph: fx.Graph, modules: Modules) -> dict[fx.Node, tuple[str, .
     lineage = lineages(graph, modules)
     found: dict[fx.Node, tuple[str, ...]] = {}
     for node in graph.nodes:
-        module = modules.get(str(node.target)) if node.op == "call_module" else None
-        names = []
-        if module is not None and _changes_buffers(module):
-            names = [f"{node.target}.{name}" for name, _ in module.named_buffers()]
+        module = _called(node, modules)
+        names = [f"{node.target}.{name}" for name in _changes(module)] if module is not None else []
         for value in written(node, modules):
             names += [origin.name for origin in lineage[value] if len(lineage[origin]) == 1]
         if names:
@@ -111,10 +111,11 @@ def written_attributes(graph: fx.Graph, modules: Modules) -> dict[fx.Node, froze
             names[id(attribute_of(node, modules))].add(str(node.target))
     found: dict[fx.Node, frozenset[str]] = {}
     for node in graph.nodes:
-        module = modules.get(str(node.target)) if node.op == "call_module" else None
+        module = _called(node, modules)
         paths: set[str] = set()
         if module is not None and not _is_known(module):
             paths |= {f"{node.target}.{name}" for name, _ in (*module.named_parameters(), *module.named_buffers())}
+        paths |= {f"{node.target}.{name}" for name in _renormed(module)}
         for origin in {origin for value in written(node, modules) for origin in lineage[value]}:
             if origin.op == "get_attr":
                 paths |= names[id(attribute_of(origin, modules))]
@@ -141,19 +142,37 @@ def _drawn_in_turn(graph: fx.Graph, modules: Modules) -> Iterator[Constraint]:
 def _one_stage_for_statistics(graph: fx.Graph, modules: Modules) -> Iterator[Constraint]:
     first: dict[int, fx.Node] = {}
     for node in graph.nodes:
-        module = modules.get(str(node.target)) if node.op == "call_module" else None
-        if module is None or not _changes_buffers(module):
+        module = _called(node, modules)
+        if module is None or not _changes(module):
             continue
         other = first.setdefault(id(module), node)
         yield Constraint(other, node, STATISTICS, node)
         yield Constraint(node, other, STATISTICS, node)
 
 
-def _changes_buffers(module: nn.Module) -> bool:
-    """Whether it does, or may."""
-    if all(map(is_pytorchs, module.modules())):
-        return any(one.training and getattr(one, "running_mean", None) is not None for one in module.modules())
-    return any(True for _ in module.buffers())
+def _changes(module: nn.Module) -> list[str]:
+    """What of its own a call of a module changes, or may: buffers, and weights that are known to be written to."""
+    known = all(map(is_pytorchs, module.modules()))
+    changing = {
+        path
+        for path, one in module.named_modules()
+        if not known or (one.training and getattr(one, "running_mean", None) is not None)
+    }
+    buffers = [name for name, _ in module.named_buffers() if name.rpartition(".")[0] in changing]
+    return [*buffers, *_renormed(module)]
+
+
+def _renormed(module: nn.Module | None) -> list[str]:
+    """The weights of embeddings with a largest norm, which they see to in their forward."""
+    return [
+        f"{path}.weight" if path else "weight"
+        for path, one in (module.named_modules() if module is not None else ())
+        if isinstance(one, (nn.Embedding, nn.EmbeddingBag)) and one.max_norm is not None
+    ]
+
+
+def _called(node: fx.Node, modules: Modules) -> nn.Module | None:
+    return modules.get(str(node.target)) if node.op == "call_module" else None
 
 
 def _is_known(module: nn.Module) -> bool:
@@ -163,11 +182,14 @@ def _is_known(module: nn.Module) -> bool:
 
 def _in_place(graph: fx.Graph, modules: Modules) -> Iterator[Constraint]:
     writes = [(node, value) for node in graph.nodes for value in written(node, modules)]
-    if not writes:
+    layers = [node for node in graph.nodes if _renormed(_called(node, modules))]
+    if not writes and not layers:
         return
     search = _Search(graph, modules, writes)
     for writer, value in writes:
         yield from search.around(writer, value)
+    for writer in layers:
+        yield from search.around_layer(writer)
 
 
 class _Search:
@@ -185,7 +207,7 @@ class _Search:
                     self._readers[origin].append((node, value))
         self._holders: dict[int, list[fx.Node]] = defaultdict(list)
         for node in graph.nodes:
-            module = modules.get(str(node.target)) if node.op == "call_module" else None
+            module = _called(node, modules)
             for tensor in (*module.parameters(), *module.buffers()) if module is not None else ():
                 self._holders[id(tensor)].append(node)
         self._modules = modules
@@ -214,6 +236,16 @@ class _Search:
                     yield Constraint(reader, writer, IN_PLACE, writer)
             else:
                 yield from self._seen_after(writer, value, reader, read)
+
+    def around_layer(self, writer: fx.Node) -> Iterator[Constraint]:
+        """All that reads a weight of a layer that writes to it is in the stage of the layer."""
+        layer = self._modules[str(writer.target)]
+        for name in _renormed(layer):
+            weight = attrgetter(name)(layer)
+            yield from self._all_with(writer, self._holders[id(weight)])
+            for origin, readers in self._readers.items():
+                if origin.op == "get_attr" and attribute_of(origin, self._modules) is weight:
+                    yield from self._all_with(writer, [reader for reader, _ in readers])
 
     def _known(self, reader: fx.Node, value: fx.Node, common: frozenset[fx.Node]) -> bool:
         """Whether a writer between the two, whose result this one changes further, has the same constraint."""
