@@ -4,6 +4,7 @@ import gc
 import inspect
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -43,15 +44,15 @@ class Counting(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
-        self.forwards = self.backwards = 0
+        self.runs = SimpleNamespace(forwards=0, backwards=0)  # an attribute of its own would be put back
         self.linear.register_forward_pre_hook(self._count)
         self.linear.weight.register_hook(self._count_backward)
 
     def _count(self, *_args: Any) -> None:
-        self.forwards += 1
+        self.runs.forwards += 1
 
     def _count_backward(self, *_args: Any) -> None:
-        self.backwards += 1
+        self.runs.backwards += 1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.linear(x)
@@ -63,8 +64,8 @@ class SeesGradients(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(4))
-        self.seen: list[bool] = []
-        self.register_forward_pre_hook(lambda *_: self.seen.append(self.weight.grad is not None))
+        self.runs = SimpleNamespace(seen=[])  # a list of its own would be put back
+        self.register_forward_pre_hook(lambda *_: self.runs.seen.append(self.weight.grad is not None))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (x * self.weight).sum()
@@ -75,7 +76,7 @@ def test_whole_steps_add_to_gradients_if_asked_to(accumulate: bool | None) -> No
     model = SeesGradients()
     model.weight.grad = own = torch.full((4,), 3.0)
     profile(model, torch.ones(2, 4), config=replace(QUICK, accumulate=accumulate))
-    assert model.seen[-3:] == [bool(accumulate)] * 3
+    assert model.runs.seen[-3:] == [bool(accumulate)] * 3
     assert model.weight.grad is own
     assert torch.equal(own, torch.full((4,), 3.0))
 
@@ -143,7 +144,7 @@ def test_runs_are_as_many_as_configured() -> None:
     found = profile(model, torch.ones(2, 4), config=ProfileConfig(warmup_runs=2, timed_runs=5, progress=False))
     # The pass for sizes, 2 + 5 runs of the nodes, 2 + 5 of whole steps, each node alone and the pass for that.
     alone = int(has_dispatch_modes())
-    assert (model.forwards, model.backwards) == (1 + 7 + 7 + 2 * alone, 7 + 7 + alone)
+    assert (model.runs.forwards, model.runs.backwards) == (1 + 7 + 7 + 2 * alone, 7 + 7 + alone)
     assert (found.warmup_runs, found.timed_runs) == (2, 5)
 
 

@@ -21,6 +21,7 @@ from torch.utils.flop_counter import flop_registry
 
 from torch_lms._torch_compat import storage_bytes, storage_key, storage_weak_ref, tree_flatten
 from torch_lms.profile.storages import dense_parts
+from torch_lms.profile.writes import written_arguments
 
 __all__ = ["RecordedOp", "RecordedStorage", "StepRecorder"]
 
@@ -125,7 +126,7 @@ class StepRecorder(TorchDispatchMode):
         value = func(*args, **kwargs)
         parts = list(self._parts(value))
         outputs = [self._made(part) for part in parts if storage_key(part) not in self._known]
-        written = [self.storage_of(part) for part in self._parts(_written_arguments(func, args, kwargs))]
+        written = [self.storage_of(part) for part in self._parts(written_arguments(func, args, kwargs))]
         if not outputs and not written:
             return value
         place = len(self.ops)
@@ -222,14 +223,6 @@ def _is_view(func: Any) -> bool:
     """Whether it only returns what it was given, perhaps in another shape."""
     returned = [one.alias_info for one in func._schema.returns]
     return bool(returned) and all(info is not None and not info.is_write for info in returned)
-
-
-def _written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    if not func._schema.is_mutable:
-        return []
-    by_name = dict(zip((one.name for one in func._schema.arguments), args, strict=False)) | kwargs
-    infos = {one.name: one.alias_info for one in func._schema.arguments}
-    return [value for name, value in by_name.items() if infos.get(name) is not None and infos[name].is_write]
 
 
 @cache

@@ -19,10 +19,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch_lms.fitting.recorder import RecordedOp, RecordedStorage, StepRecorder
 from torch_lms.profile.devices import device_of, made_on
 from torch_lms.profile.huggingface import as_in_training
-from torch_lms.profile.interpreter import ProfilingInterpreter, graph_facts, written_parameters
+from torch_lms.profile.interpreter import ProfilingInterpreter, graph_facts, trace_undone
 from torch_lms.profile.node_facts import NodeFacts
 from torch_lms.profile.optimizer_state import MakeOptimizer, make_step, trained_parameters
-from torch_lms.profile.preserving import contents_kept, placed_on, preserved, run_or_explain
+from torch_lms.profile.preserving import placed_on, preserved, run_or_explain
 from torch_lms.profile.runtime import OpRecorder
 from torch_lms.profile.steps import backward_of
 from torch_lms.profile.storages import dense_parts, tensors_in
@@ -66,8 +66,7 @@ def record_step(traced: TracedModel, device: torch.device, optimizer: Any, *, fa
     """
     trained = [] if optimizer is None else list(trained_parameters(traced.model, optimizer))
     with ExitStack() as stack:
-        stack.enter_context(preserved(traced.model, traced.sample.tensors))
-        stack.enter_context(contents_kept(written_parameters(traced)))
+        stack.enter_context(preserved(traced.model, traced.sample))
         if device.type == "cuda":
             stack.enter_context(torch.cuda.device(device))
         if fake:
@@ -80,6 +79,7 @@ def record_step(traced: TracedModel, device: torch.device, optimizer: Any, *, fa
         else:
             stack.enter_context(placed_on(traced.model, device))
             traced = replace(traced, sample=traced.sample.to(device))
+            stack.enter_context(trace_undone(traced))
         stack.enter_context(as_in_training(traced.model, traced.sample, []))
         run = _StepRun(traced, device)
         run_or_explain(traced.model, traced.sample, run.forward_and_backward)
@@ -129,7 +129,7 @@ class _StepRun:
 
     def forward_and_backward(self) -> None:
         """As training does it: what the model returns is held until the backward is over."""
-        tensors = tuple(one.detach().requires_grad_(one.requires_grad) for one in self._traced.sample.tensors)
+        tensors = self._traced.sample.leaves()
         with self._recorder, torch.enable_grad():
             output = self._forward(tensors)
             self._recorder.phase = "backward"

@@ -64,6 +64,10 @@ class Sample:
                 )
         return tuple(leaf for mine, leaf in zip(own, leaves, strict=True) if isinstance(mine, torch.Tensor))
 
+    def leaves(self) -> tuple[torch.Tensor, ...]:
+        """Its tensors, apart from the graph that they may be part of."""
+        return tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in self.tensors)
+
     def to(self, device: torch.device) -> Sample:
         """The same sample with its tensors on another device."""
         return self.mapped(lambda tensor: tensor.to(device))

@@ -17,10 +17,12 @@ from torch import fx, nn
 from torch_lms._torch_compat import named_parameters_with_ties
 from torch_lms.errors import ProfileError
 from torch_lms.profile.arguments import Sample
+from torch_lms.profile.attributes import Attributes, plain_tensors, refuse_assigned
+from torch_lms.profile.generators import PythonDraws, generators_kept
 from torch_lms.profile.hooks import refuse_backward_hooks
 from torch_lms.profile.modes import functions_refused
 from torch_lms.profile.ownership import set_module
-from torch_lms.profile.preserving import Attributes, contents_kept, plain_tensors, refuse_assigned
+from torch_lms.profile.preserving import contents_kept
 from torch_lms.profile.regions import Region, is_assertion, is_region
 
 __all__ = ["Range", "Shapes", "export_graph"]
@@ -51,9 +53,10 @@ class _Entry(nn.Module):
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Runs the model and notes the structure of what it returns."""
         found: list[torch.Tensor] = []
-        attributes = Attributes(self.model)
+        attributes, draws = Attributes(self.model), PythonDraws()
         with functions_refused():
             self.outputs.structure = self.outputs.flatten(self.sample.call(self.model, tensors), found)
+        draws.refuse()
         self.outputs.assigned = attributes.put_back()
         return tuple(found)
 
@@ -118,8 +121,12 @@ def export_graph(model: nn.Module, sample: Sample) -> Exported:
     """
     refuse_backward_hooks(model.named_modules())
     entry = _Entry(model, sample)
-    with contents_kept(tensor for tensor in plain_tensors(model).values() if tensor.is_leaf):
-        program = _export(entry, _distinct(sample.tensors))
+    attributes = Attributes(model)
+    try:
+        with generators_kept(), contents_kept(tensor for tensor in plain_tensors(model).values() if tensor.is_leaf):
+            program = _export(entry, _distinct(sample.tensors))
+    finally:
+        attributes.put_back()
     rebuilt = _Rebuilder(program, model, sample)
     for node in program.graph.nodes:
         rebuilt.copy(node)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -16,13 +18,15 @@ from torch_lms._torch_compat import named_parameters_with_ties
 from torch_lms.errors import ProfileError
 from torch_lms.profile.arguments import bind_sample
 from torch_lms.profile.constraints import find_constraints, find_writes, written_attributes
+from torch_lms.profile.generators import generators_kept, generators_of
 from torch_lms.profile.node_facts import NodeFacts, Watcher
 from torch_lms.profile.ownership import module_of
-from torch_lms.profile.preserving import NodeError
+from torch_lms.profile.preserving import NodeError, contents_kept, run_or_explain
 from torch_lms.profile.storages import tensor_bytes, tensors_in
 from torch_lms.profile.tracing import TracedModel, trace_sample
+from torch_lms.profile.writes import parameters_unwritten
 
-__all__ = ["ProfilingInterpreter", "describe_node", "graph_facts", "written_parameters"]
+__all__ = ["ProfilingInterpreter", "describe_node", "graph_facts", "trace_undone"]
 
 
 class ProfilingInterpreter(fx.Interpreter):
@@ -143,13 +147,29 @@ def graph_facts(traced: TracedModel) -> list[NodeFacts]:
     ]
 
 
-def written_parameters(traced: TracedModel) -> list[nn.Parameter]:
-    """The model's parameters that the graph changes, or may; none where there is no graph."""
+@contextmanager
+def trace_undone(traced: TracedModel) -> Iterator[None]:
+    """Puts back the parameters and the generators that the graph changes, or may.
+
+    Without a graph the parameters are those that one run changes; all else that this run does stays, as what the model
+    makes in its first one alone.
+    """
+    graph = traced.graph_module.graph if traced.graph_module is not None else None
+    generators = generators_of(traced.model, (), graph)
+    with generators_kept(generators), contents_kept(_written_parameters(traced)):
+        yield
+
+
+def _written_parameters(traced: TracedModel) -> list[nn.Parameter]:
     if traced.graph_module is None:
-        return []
+        model, sample = traced.model, traced.sample
+        with parameters_unwritten(model) as written, torch.enable_grad():
+            run_or_explain(model, sample, partial(sample.call, model, sample.leaves()))
+        return written
     modules = dict(traced.graph_module.named_modules(remove_duplicate=False))
     names = frozenset().union(*written_attributes(traced.graph_module.graph, modules).values())
-    return [parameter for name, parameter in traced.graph_module.named_parameters() if name in names]
+    own = named_parameters_with_ties(traced.graph_module)
+    return list({id(parameter): parameter for name, parameter in own if name in names}.values())
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -13,85 +13,20 @@ from torch import nn
 from torch_lms._torch_compat import storage_key
 from torch_lms.errors import ProfileError
 from torch_lms.profile.arguments import Sample
+from torch_lms.profile.attributes import Attributes, plain_tensors
+from torch_lms.profile.generators import generators_kept, generators_of
 from torch_lms.profile.source_lines import blame, first_line
 
 __all__ = [
-    "Attributes",
     "NodeError",
     "contents_kept",
     "forget_gradients",
     "is_lack_of_memory",
     "placed_on",
-    "plain_tensors",
     "preserved",
-    "refuse_assigned",
     "run_or_explain",
     "storages_of",
 ]
-
-_MISSING = object()
-
-
-class Attributes:
-    """What the modules of a model have as attributes now, to find what its forward assigns, and to undo it."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._held = [
-            (f"{path}.{name}" if path else name, place, name, value)
-            for path, module in model.named_modules()
-            for place in _places(module)
-            for name, value in place.items()
-        ]
-        self._places = [(path, place) for path, module in model.named_modules() for place in _places(module)]
-        self._known = {(id(place), name) for _, place, name, _ in self._held}
-
-    def put_back(self, keep: Collection[str] = ()) -> frozenset[str]:
-        """Puts all of it back.
-
-        Args:
-            keep: paths of what may stay, where there was nothing.
-
-        Returns:
-            The paths of the tensors in whose place there was something else.
-        """
-        replaced = set()
-        for path, place, name, value in self._held:
-            if place.get(name, _MISSING) is not value:
-                place[name] = value
-                if isinstance(value, torch.Tensor):
-                    replaced.add(path)
-        for path, place in self._places:
-            for name in [name for name in place if (id(place), name) not in self._known]:
-                if (f"{path}.{name}" if path else name) not in keep:
-                    del place[name]
-        return frozenset(replaced)
-
-
-def refuse_assigned(names: Collection[str]) -> None:
-    """Says that a graph has no assignments to attributes.
-
-    Raises:
-        ProfileError: if there are names of any that were assigned.
-    """
-    if names:
-        raise ProfileError(
-            f"expected a forward that changes its tensors in place, found one that assigns others to {sorted(names)}; "
-            "write to them, such as by copy_"
-        )
-
-
-def _places(module: nn.Module) -> tuple[dict[str, Any], ...]:
-    return vars(module), module._parameters, module._buffers
-
-
-def plain_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Attributes that are tensors and neither parameters nor buffers, by path."""
-    return {
-        f"{path}.{name}" if path else name: value
-        for path, module in model.named_modules()
-        for name, value in vars(module).items()
-        if isinstance(value, torch.Tensor)
-    }
 
 
 def storages_of(tensors: Iterable[torch.Tensor]) -> set[int]:
@@ -112,22 +47,28 @@ def contents_kept(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 @contextmanager
-def preserved(model: nn.Module, sample: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Puts back buffers, tensors that are plain attributes, gradients and the state of random numbers.
+def preserved(model: nn.Module, sample: Sample) -> Iterator[None]:
+    """Puts back buffers, attributes, gradients and the states of random numbers.
 
     Args:
-        model: that runs.
+        model: that runs; parameters that it writes to are not put back.
         sample: what it runs with, and may write to; tensors that it cannot write to are left alone.
     """
+    attributes = Attributes(model)
     kept = [*model.buffers(), *(tensor for tensor in plain_tensors(model).values() if tensor.is_leaf)]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     devices = sorted({tensor.device.index or 0 for tensor in _tensors(model) if tensor.is_cuda})
     for parameter, _ in gradients:
         parameter.grad = None
     try:
-        with torch.random.fork_rng(devices=devices), contents_kept(kept), _unwritten(sample):
+        with ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng(devices=devices))
+            stack.enter_context(generators_kept(generators_of(model, (sample.args, dict(sample.kwargs)))))
+            stack.enter_context(contents_kept(kept))
+            stack.enter_context(_unwritten(sample.tensors))
             yield
     finally:
+        attributes.put_back()
         for parameter, gradient in gradients:
             parameter.grad = gradient
 

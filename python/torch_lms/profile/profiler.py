@@ -24,14 +24,13 @@ from torch_lms.profile.devices import device_of, fits, made_on
 from torch_lms.profile.document import LinkProfile, NodeProfile, Profile
 from torch_lms.profile.fused_attention import fused_attention
 from torch_lms.profile.huggingface import as_in_training
-from torch_lms.profile.interpreter import ProfilingInterpreter, graph_facts, written_parameters
+from torch_lms.profile.interpreter import ProfilingInterpreter, graph_facts, trace_undone
 from torch_lms.profile.links import measure_links
 from torch_lms.profile.node_facts import PASSIVE_OPS, NodeFacts, Watcher
 from torch_lms.profile.optimizer_state import measure_optimizer
 from torch_lms.profile.optimizer_time import time_optimizer
 from torch_lms.profile.piecewise import PieceByPiece, Pieces
 from torch_lms.profile.preserving import (
-    contents_kept,
     forget_gradients,
     is_lack_of_memory,
     placed_on,
@@ -176,7 +175,7 @@ def _profile_on(
             stack.enter_context(placed_on(whole, device))
             if traced is not None and traced.graph_module is not None:  # it has constants of its own
                 stack.enter_context(placed_on(traced.graph_module, device))
-        stack.enter_context(preserved(whole, sample.tensors))
+        stack.enter_context(preserved(whole, sample))
         progress = stack.enter_context(Progress(config.progress, type(whole).__name__))
         run = _ProfileRun(whole, sample.to(home if config.pieces else device), device, config, progress)
         run.notes += [note] if note else []
@@ -186,7 +185,7 @@ def _profile_on(
             home = device_of(whole)  # where it is traced
         if home != device and traced.graph_module is not None:
             stack.enter_context(made_on(traced.graph_module, home, device))
-        stack.enter_context(contents_kept(written_parameters(traced)))
+        stack.enter_context(trace_undone(replace(traced, sample=run.sample)))
         return run.measure(traced, optimizer)
 
 
@@ -264,7 +263,7 @@ class _ProfileRun:
                     self.device, config.warmup_runs, config.timed_runs, storages, sizes, timer, advance, self._precision
                 ),
             )
-            run_or_explain(self.model, self.sample, partial(interpreter.run, *self._inputs()))
+            run_or_explain(self.model, self.sample, partial(interpreter.run, *self.sample.leaves()))
         forget_gradients(self.model)
         self.alone = AloneFigures({name: (space, None) for name, space in interpreter.spaces.items()})
         self.notes += self.alone.notes()
@@ -277,9 +276,9 @@ class _ProfileRun:
             if self.traced.graph_module is not None:
                 self.nodes = self.nodes or graph_facts(self.traced)
                 interpreter = ProfilingInterpreter(self.traced, watcher)
-                return run_or_explain(self.model, self.sample, partial(interpreter.run_flat, *self._inputs()))
+                return run_or_explain(self.model, self.sample, partial(interpreter.run_flat, *self.sample.leaves()))
             recorder = OpRecorder(self.model, self.sample, watcher, self.nodes or None)
-            output = run_or_explain(self.model, self.sample, partial(recorder.run, self._inputs()))
+            output = run_or_explain(self.model, self.sample, partial(recorder.run, self.sample.leaves()))
             self.nodes = recorder.ops
             return output
 
@@ -288,9 +287,6 @@ class _ProfileRun:
         if self.config.autocast is None or not self.timed:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self.config.autocast)
-
-    def _inputs(self) -> tuple[torch.Tensor, ...]:
-        return tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in self.sample.tensors)
 
     def _time(self, timer: RunTimer) -> None:
         """All runs: the nodes one by one, then whole steps of the model itself; see `as_in_steps`."""
@@ -309,7 +305,7 @@ class _ProfileRun:
             self.unhurried = unhurried.times()
         with self.progress.phase("whole steps", runs) as advance:
             for _ in range(runs):
-                step = partial(time_step, self.model, self.sample, self._inputs(), clock, self._precision())
+                step = partial(time_step, self.model, self.sample, self.sample.leaves(), clock, self._precision())
                 began = time.perf_counter()
                 self.steps.append(run_or_explain(self.model, self.sample, step))
                 self._end_backward()
@@ -334,7 +330,7 @@ class _ProfileRun:
         with_gradient = {name for name, one in sizes.sizes.items() if one.gradient_bytes}
         with self.progress.phase("nodes alone", len(graph_module.graph.nodes)) as advance:
             nodes = NodesAlone(graph_module, measure, with_gradient, self._precision, advance)
-            run_or_explain(self.model, self.sample, partial(nodes.run, *self._inputs()))
+            run_or_explain(self.model, self.sample, partial(nodes.run, *self.sample.leaves()))
         self.alone = AloneFigures(nodes.found, in_parts)
         self.notes += self.alone.notes()
 

@@ -16,9 +16,8 @@ Source: the RFC's section on models that are not compatible with torch.fx, and i
 from __future__ import annotations
 
 import operator
-from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -29,12 +28,15 @@ from torch.autograd.function import BackwardCFunction
 from torch_lms._torch_compat import function_mode, named_parameters_with_ties
 from torch_lms.errors import ProfileError
 from torch_lms.profile.arguments import Sample
+from torch_lms.profile.attributes import Attributes, refuse_assigned
 from torch_lms.profile.calls import LEAVING, READS, has_tensors, property_of, target_of
+from torch_lms.profile.generators import PythonDraws
 from torch_lms.profile.hooks import is_pytorchs, refuse_backward_hooks
 from torch_lms.profile.modes import Modes
 from torch_lms.profile.ownership import set_module
-from torch_lms.profile.preserving import Attributes, contents_kept, preserved, refuse_assigned, storages_of
+from torch_lms.profile.preserving import preserved
 from torch_lms.profile.source_lines import calling_line
+from torch_lms.profile.writes import parameters_unwritten
 
 __all__ = ["RecordingError", "check_read", "record_graph"]
 
@@ -79,30 +81,22 @@ def record_graph(model: nn.Module, sample: Sample) -> fx.Graph:
             own, or hands a tensor out of PyTorch.
     """
     refuse_backward_hooks(model.named_modules())
-    attributes = Attributes(model)
-    try:
-        with torch.enable_grad(), ExitStack() as stack:
-            stack.enter_context(preserved(model, sample.tensors))
-            recording = _Recording(model, sample, stack)
-            with recording.modules_told(), function_mode(recording.call), recording.modes.watched():
-                output = sample.call(model, sample.tensors)
-            recording.end(output)
-    finally:
+    with torch.enable_grad(), preserved(model, sample), parameters_unwritten(model):
+        attributes, draws = Attributes(model), PythonDraws()
+        recording = _Recording(model, sample)
+        with recording.modules_told(), function_mode(recording.call), recording.modes.watched():
+            output = sample.call(model, sample.tensors)
+        recording.end(output)
         replaced = attributes.put_back()
+        draws.refuse()
     refuse_assigned(replaced & {name for name, _ in model.named_buffers()})
     return recording.graph
 
 
 class _Recording:
-    def __init__(self, model: nn.Module, sample: Sample, stack: ExitStack) -> None:
+    def __init__(self, model: nn.Module, sample: Sample) -> None:
         self.graph = fx.Graph()
-        self._stack = stack
         self.modes = Modes()
-        self._kept_contents: set[int] = set()
-        self._parameters: dict[int, list[nn.Parameter]] = defaultdict(list)
-        for parameter in model.parameters():
-            for key in storages_of([parameter]):
-                self._parameters[key].append(parameter)
         self._model = model
         self._path = [""]
         self._whole = 0  # modules under way that are one node
@@ -163,7 +157,6 @@ class _Recording:
             raise RecordingError(f"a hook changes a value's gradient, at {calling_line()}")
         if name != "_set_grad_enabled":
             self.modes.check()
-        self._keep_what_it_writes(name, args, kwargs)
         # Before it runs: what works in place is its result from then on.
         given = self._mapped(args), self._mapped(kwargs)
         if name == "__get__":
@@ -184,14 +177,6 @@ class _Recording:
             recorded = tuple(result) if isinstance(result, torch.Size) else result
             self._add("call_function", check_read, (read, recorded, calling_line()), {})
         return result
-
-    def _keep_what_it_writes(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Has parameters put back that a call may write to, by its name."""
-        in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-        written = [value for value in (kwargs.get("out"), *args[: int(in_place)]) if isinstance(value, torch.Tensor)]
-        for key in storages_of(written) - self._kept_contents:
-            self._kept_contents.add(key)
-            self._stack.enter_context(contents_kept(self._parameters.get(key, ())))
 
     def _note_sizes(self, node: fx.Node, name: str, args: tuple[Any, ...]) -> None:
         keys = args[1:] if name in ("__getitem__", "repeat_interleave") else ()

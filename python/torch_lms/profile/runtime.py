@@ -17,6 +17,7 @@ from torch_lms.profile.arguments import Sample
 from torch_lms.profile.node_facts import NodeFacts, Watcher
 from torch_lms.profile.preserving import preserved, run_or_explain
 from torch_lms.profile.storages import dense_parts, tensors_in
+from torch_lms.profile.writes import parameters_unwritten
 
 __all__ = ["OpRecorder", "record_ops"]
 
@@ -169,8 +170,8 @@ class _NoWatcher:
 
 
 def record_ops(model: nn.Module, sample: Sample) -> list[NodeFacts]:
-    """The ops of one run, which keeps nothing for a backward and leaves buffers and random numbers as they were."""
+    """The ops of one run, which keeps nothing for a backward and leaves the model and random numbers as they were."""
     recorder = OpRecorder(model, sample, _NoWatcher())
-    with preserved(model, sample.tensors), torch.no_grad():
+    with preserved(model, sample), parameters_unwritten(model), torch.no_grad():
         run_or_explain(model, sample, lambda: recorder.run(tuple(tensor.detach() for tensor in sample.tensors)))
     return recorder.ops

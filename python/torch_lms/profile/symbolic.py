@@ -28,11 +28,13 @@ from torch import fx, nn
 
 from torch_lms._torch_compat import function_mode, named_parameters_with_ties
 from torch_lms.profile.arguments import Sample
+from torch_lms.profile.attributes import Attributes, plain_tensors, refuse_assigned
 from torch_lms.profile.calls import LEAVING, READS, has_tensors, property_of, target_of
+from torch_lms.profile.generators import PythonDraws, generators_kept
 from torch_lms.profile.hooks import has_backward_hooks, refuse_backward_hooks
 from torch_lms.profile.modes import Modes
 from torch_lms.profile.ownership import set_module
-from torch_lms.profile.preserving import Attributes, plain_tensors, refuse_assigned, storages_of
+from torch_lms.profile.preserving import storages_of
 from torch_lms.profile.symbols import Known, Symbol, is_tensor
 
 __all__ = ["SymbolicError", "trace_symbolically"]
@@ -99,7 +101,7 @@ def trace_symbolically(model: nn.Module, sample: Sample, leaves: frozenset[str] 
         tracer = _Tracer(model, sample, leaves)
         try:
             refuse_backward_hooks([("", model)])
-            with _attributes_kept(model, tracer), _tracing_aids(tracer, model):
+            with generators_kept(), _attributes_kept(model, tracer), _tracing_aids(tracer, model):
                 return tracer.trace(model)
         except Exception as error:
             raise SymbolicError(tracer.failed or "", error) from error
@@ -156,7 +158,10 @@ class _Tracer(fx.Tracer):
             return super().call_module(m, forward, args, kwargs)
         self._path.append(path)
         try:
-            return super().call_module(m, forward, args, kwargs)
+            draws = PythonDraws()
+            found = super().call_module(m, forward, args, kwargs)
+            draws.refuse()
+            return found
         except Exception:
             self.failed = path if self.failed is None else self.failed
             raise

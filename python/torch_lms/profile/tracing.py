@@ -20,6 +20,7 @@ from torch import fx, nn
 from torch_lms._torch_compat import has_export, named_parameters_with_ties
 from torch_lms.errors import ProfileError
 from torch_lms.profile.arguments import Sample, bind_sample
+from torch_lms.profile.attributes import Attributes
 from torch_lms.profile.devices import devices_of
 from torch_lms.profile.exported import Shapes, export_graph
 from torch_lms.profile.hooks import has_backward_hooks
@@ -75,7 +76,7 @@ def trace(
     *,
     sources: Collection[str] = SOURCES,
 ) -> TracedModel:
-    """Traces a model; it is run only where no graph can be had.
+    """Traces a model, and leaves it as it was; it is run only where no graph can be had.
 
     Args:
         model: on any device, the meta device included.
@@ -107,11 +108,14 @@ def trace_sample(model: nn.Module, sample: Sample, *, sources: Collection[str] =
     """The same for arguments that are bound already."""
     notes: list[str] = []
     with as_in_training(model, sample, notes):
-        for source in SOURCES:
-            if source in sources:
-                found: TracedModel | None = _ATTEMPTS[source](model, sample, notes)
+        attributes = Attributes(model)
+        try:
+            for source in SOURCES:
+                found: TracedModel | None = _ATTEMPTS[source](model, sample, notes) if source in sources else None
                 if found is not None:
                     return found
+        finally:
+            attributes.put_back()  # what a graph holds as constants is in its graph module as well
     raise ProfileError(
         f"expected a model that can be traced, found {type(model).__name__}, which cannot: {'; '.join(notes)}"
     )
