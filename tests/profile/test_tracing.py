@@ -97,6 +97,29 @@ def test_hooks_on_values_are_refused(source: str) -> None:
         trace(Hooked(within=False), (torch.ones(2, 4),), sources=[source])
 
 
+class Inferring(nn.Linear):
+    """Needs no gradient."""
+
+    @torch.inference_mode()
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 2
+
+
+@pytest.mark.parametrize("source", [*SOURCES, pytest.param("opened", marks=needs_export), "recorded"])
+def test_inference_mode_is_refused(source: str) -> None:
+    """A graph would train what it runs."""
+    with pytest.raises(ProfileError, match="cannot"):
+        trace(Inferring(4, 4), (torch.ones(2, 4),), sources=[source])
+
+
+@needs_export
+def test_what_runs_in_inference_mode_may_stay_whole() -> None:
+    model, x = nn.Sequential(Inferring(4, 4), nn.Tanh()), torch.ones(2, 4)
+    traced = trace(model, (x,))
+    assert traced.level == "module"
+    assert not graph_of(traced)(x).requires_grad
+
+
 @needs_export
 def test_what_has_a_hook_on_a_value_may_stay_whole() -> None:
     model, x = Hooked(within=True), torch.ones(2, 4)

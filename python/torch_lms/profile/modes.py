@@ -61,19 +61,20 @@ class Modes:
 
 @contextmanager
 def functions_refused() -> Iterator[None]:
-    """Refuses what changes gradients: a `torch.autograd.Function`, and a hook on a value.
+    """Refuses what changes gradients: a `torch.autograd.Function`, a hook on a value, and an inference mode of its own.
 
     A graph has the forward alone, and would have autograd's backward for it. The function is known by its forward
-    running without gradient while nobody has turned that off.
+    running without gradient while nobody has turned that off. `torch.export` keeps other modes, but not that of
+    inference.
 
     Raises:
         ModesError: if there is one.
     """
-    expected = torch.is_grad_enabled()
+    expected, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
     def call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         nonlocal expected
-        if torch.is_grad_enabled() != expected and not torch.is_inference_mode_enabled():
+        if torch.is_grad_enabled() != expected or torch.is_inference_mode_enabled() != inference:
             raise ModesError
         if function is torch.Tensor.register_hook:
             raise ModesError
