@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import inspect
+import keyword
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.nn.utils import parametrize
 
 from tests.profile.models import (
@@ -241,6 +242,42 @@ def test_what_is_open_between_calls_may_stay_whole() -> None:
     model, x = nn.Sequential(nn.Linear(4, 4), Mapped()), torch.ones(2, 4)
     traced = trace(model, (x,))
     assert traced.level == "module"
+    assert torch.equal(graph_of(traced)(x), model(x))
+
+
+class Named(nn.Module):
+    """A layer of any name."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self.add_module(name, nn.Linear(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.get_submodule(self.name)(x)
+        return found
+
+
+@pytest.mark.parametrize("name", ["class", "None", "code", "graph", "meta", "_graph", "recompile", "shape_env"])
+def test_names_that_no_graph_can_have_are_told(name: str) -> None:
+    if hasattr(nn.Module(), name) or not (hasattr(fx.GraphModule({}, fx.Graph()), name) or keyword.iskeyword(name)):
+        pytest.skip("this PyTorch has no such attribute")
+    traced = trace(Named(name), (torch.ones(2, 4),))
+    assert traced.level == "runtime"
+    assert any(f"expected names that a graph can have, found '{name}" in note for note in traced.notes)
+
+
+def test_a_module_with_such_a_name_stays_whole() -> None:
+    model, x = nn.Sequential(nn.Tanh(), Named("class")), torch.ones(2, 4)
+    traced = trace(model, (x,))
+    assert traced.level == "module"
+    assert torch.equal(graph_of(traced)(x), model(x))
+
+
+def test_other_odd_names_are_as_all_others() -> None:
+    model, x = nn.ModuleDict({name: nn.Linear(4, 4) for name in ("1x", "a b", "a-b", "_x", "self")}), torch.ones(2, 4)
+    model.forward = lambda x: sum(layer(x) for layer in model.values())  # type: ignore[method-assign]
+    traced = trace(model, (x,), sources=["symbolic"])
     assert torch.equal(graph_of(traced)(x), model(x))
 
 

@@ -33,6 +33,7 @@ from torch_lms.profile.calls import LEAVING, READS, has_tensors, property_of, ta
 from torch_lms.profile.generators import PythonDraws, generators_kept
 from torch_lms.profile.hooks import has_backward_hooks, refuse_backward_hooks
 from torch_lms.profile.modes import Modes
+from torch_lms.profile.names import check_name
 from torch_lms.profile.ownership import set_module
 from torch_lms.profile.preserving import storages_of
 from torch_lms.profile.symbols import Known, Symbol, is_tensor
@@ -216,6 +217,7 @@ class _Tracer(fx.Tracer):
 
     def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """Notes the module that a node belongs to."""
+        check_name(kind, target)
         if kind.startswith("call"):
             self.modes.check()
         node = super().create_node(kind, target, *args, **kwargs)

@@ -25,6 +25,7 @@ from torch_lms.profile.devices import devices_of
 from torch_lms.profile.exported import Shapes, export_graph
 from torch_lms.profile.hooks import has_backward_hooks
 from torch_lms.profile.huggingface import as_in_training
+from torch_lms.profile.names import check_name
 from torch_lms.profile.recorded import record_graph
 from torch_lms.profile.runtime import record_ops
 from torch_lms.profile.source_lines import blame, first_line
@@ -127,6 +128,8 @@ def _from_symbols(model: nn.Module, sample: Sample, notes: list[str]) -> TracedM
         return TracedModel(_build(model, model, graph), "operator", model, sample, (*notes, *_kept_by_hooks(model)))
     except SymbolicError as failure:
         notes.append(_explain("torch.fx cannot trace", failure.path, failure.error))
+    except ProfileError as error:  # for names that are others than those that were traced
+        notes.append(_explain("torch.fx cannot trace", "", error))
     return None
 
 
@@ -211,6 +214,8 @@ def _is_coarse(graph: fx.Graph) -> bool:
 def _build(model: nn.Module, root: nn.Module | dict[str, Any], graph: fx.Graph) -> fx.GraphModule:
     """A graph module that holds the model's own tensors, each as persistent as in the model."""
     _use_first_names(model, graph)
+    for node in graph.nodes:
+        check_name(node.op, node.target)
     graph.lint()
     graph_module = fx.GraphModule(root, graph, type(model).__name__)
     graph_module.train(model.training)
