@@ -321,6 +321,15 @@ def test_errors_say_what_to_do(model: Any, message: str) -> None:
         torch_lms.fit(model, torch.ones(2, 4), limit="1GiB", config=config_of(QUICK))
 
 
+@pytest.mark.parametrize("name", ["Adafactor", "SparseAdam"])
+def test_an_optimizer_that_makes_no_step_for_copies_is_told(name: str) -> None:
+    kind = getattr(torch.optim, name, None)
+    if kind is None:
+        pytest.skip(f"this PyTorch has no {name}")
+    with pytest.raises(ProfileError, match=r"copies of parameters without values.*or leave the optimizer out"):
+        torch_lms.fit(nn.Linear(4, 4), torch.ones(2, 4), limit="1GiB", optimizer=kind, config=config_of(QUICK))
+
+
 def test_rates_are_positive() -> None:
     with pytest.raises(ProfileError, match="expected rates above 0"):
         DeviceRates(flops_per_us=0.0, memory_bytes_per_us=1.0, link=LINK)

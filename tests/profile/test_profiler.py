@@ -251,6 +251,11 @@ def test_a_model_without_values_cannot_be_timed() -> None:
         profile(nn.Linear(2, 2, device="meta"), torch.ones(1, 2), config=ProfileConfig(device="cpu"))
 
 
+def test_a_model_with_values_is_not_on_the_meta_device() -> None:
+    with pytest.raises(ProfileError, match="on the meta device to measure sizes only, found Linear on cpu"):
+        profile(nn.Linear(2, 2), torch.ones(1, 2), config=replace(QUICK, device="meta"))
+
+
 @pytest.mark.parametrize("values", [{"timed_runs": 0}, {"warmup_runs": -1}])
 def test_numbers_of_runs_are_checked(values: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=str(next(iter(values.values())))):

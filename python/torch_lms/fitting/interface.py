@@ -17,7 +17,7 @@ from torch_lms.fitting.step import record_step
 from torch_lms.memory_sizes import parse_bytes
 from torch_lms.plan.planner import make_plan
 from torch_lms.plan.trace import Link, Trace
-from torch_lms.profile.arguments import Sample, bind_sample
+from torch_lms.profile.arguments import Sample, bind_sample, check_model
 from torch_lms.profile.devices import device_of, fits
 from torch_lms.profile.links import measure_link
 from torch_lms.profile.profiler import ProfileConfig, profile
@@ -99,8 +99,7 @@ def trace_step(
 ) -> Trace:
     """The step that `fit` plans for, as a trace; arguments and errors are those of `fit`."""
     config = config or FitConfig()
-    if not isinstance(model, nn.Module):
-        raise ProfileError(f"expected an nn.Module, found {type(model).__name__}; wrap functions in a module")
+    check_model(model)
     bound = bind_sample(model, sample, sample_kwargs)
     if config.rates is not None:
         return _rated(model, bound, optimizer, config, config.rates)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,11 +11,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from torch_lms._torch_compat import tree_flatten, tree_map, tree_unflatten
 from torch_lms.errors import ProfileError
 
-__all__ = ["Sample", "bind_sample"]
+__all__ = ["Sample", "bind_sample", "check_model"]
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,28 @@ class Sample:
             for name, tensor in zip(self.names, self.tensors, strict=True)
         ]
         return ", ".join([*shapes, *(f"{name}={value!r}" for name, value in self.constants.items())])
+
+
+def check_model(model: Any) -> None:
+    """Refuses what is no model whose code can be run and traced.
+
+    Raises:
+        ProfileError: for what is no module, one of TorchScript, and one whose parameters have no sizes as yet.
+    """
+    if not isinstance(model, nn.Module):
+        raise ProfileError(f"expected an nn.Module, found {type(model).__name__}; wrap functions in a module")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ProfileError(
+            f"expected a module of Python code, found {type(model).__name__}, which has none; pass the module that "
+            "torch.jit was given"
+        )
+    named = itertools.chain(model.named_parameters(), model.named_buffers())
+    lazy = next((name for name, tensor in named if is_lazy(tensor)), None)
+    if lazy is not None:
+        raise ProfileError(
+            f"expected parameters and buffers with sizes, found {lazy!r} of {type(model).__name__} without; call the "
+            "model once before"
+        )
 
 
 def bind_sample(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sample:

@@ -85,6 +85,8 @@ def plain_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _places(module: nn.Module) -> tuple[dict[str, Any], ...]:
+    if isinstance(module, torch.jit.ScriptModule):  # it shows what it has, and Python changes none of it
+        return (vars(module),)
     return vars(module), module._parameters, module._buffers
 
 

@@ -78,9 +78,11 @@ def make_step(make: MakeOptimizer, *parameters: nn.Parameter) -> torch.optim.Opt
         optimizer = make([*parameters])
         optimizer.step()
     except Exception as error:
+        copies = "copies of parameters without values" if parameters[0].is_meta else "dense copies of parameters"
         raise ProfileError(
-            f"expected an optimizer that makes a step for copies of parameters, found {type(error).__name__}: {error}; "
-            "pass a callable that makes an optimizer of a list of parameters"
+            f"expected an optimizer that makes a step for {copies}, found {type(error).__name__}: {error}; pass a "
+            "callable that makes one, such as torch.optim.AdamW, of a list of parameters, or leave the optimizer out: "
+            "its state and its step are not in the result then"
         ) from error
     return optimizer
 

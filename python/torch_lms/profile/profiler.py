@@ -19,7 +19,7 @@ from torch_lms.devices import find_device
 from torch_lms.errors import ProfileError
 from torch_lms.profile.alone import NodesAlone, nodes_of_weights
 from torch_lms.profile.alone_figures import AloneFigures, measure_alone
-from torch_lms.profile.arguments import Sample, bind_sample
+from torch_lms.profile.arguments import Sample, bind_sample, check_model
 from torch_lms.profile.devices import device_of, fits, made_on
 from torch_lms.profile.document import LinkProfile, NodeProfile, Profile
 from torch_lms.profile.fused_attention import fused_attention
@@ -127,14 +127,9 @@ def profile(
     """
     config = config or ProfileConfig()
     whole = model.model if isinstance(model, TracedModel) else model
-    if not isinstance(whole, nn.Module):
-        raise ProfileError(f"expected an nn.Module, found {type(whole).__name__}; wrap functions in a module")
+    check_model(whole)
     device = find_device(config.device, ProfileError) if config.device is not None else device_of(whole)
-    if config.device is not None and device_of(whole).type == "meta" and device.type != "meta":
-        raise ProfileError(
-            f"expected a model with values to run on {device}, found {type(whole).__name__} on the meta device; "
-            "leave the device out for sizes only, or materialize the model"
-        )
+    _check_device(whole, device)
     run = partial(_profile_on, device, whole, model, bind_sample(whole, sample_args, sample_kwargs), optimizer)
     if config.pieces is not None or device_of(whole) == device:
         return run(replace(config, pieces=bool(config.pieces)))
@@ -153,6 +148,20 @@ def profile(
         stacklevel=2,
     )
     return run(replace(config, pieces=True), reason)
+
+
+def _check_device(model: nn.Module, device: torch.device) -> None:
+    home = device_of(model)
+    if home.type == "meta" and device.type != "meta":
+        raise ProfileError(
+            f"expected a model with values to run on {device}, found {type(model).__name__} on the meta device; "
+            "leave the device out for sizes only, or materialize the model"
+        )
+    if device.type == "meta" and home.type != "meta":
+        raise ProfileError(
+            f"expected a model on the meta device to measure sizes only, found {type(model).__name__} on {home}; build "
+            "it there: with torch.device('meta')"
+        )
 
 
 def _profile_on(

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from torch_lms.profile.arguments import Sample
-from torch_lms.profile.storages import tensors_in
+from torch_lms.profile.storages import ones_for, tensors_in
 from torch_lms.profile.timing import Clock
 
 __all__ = ["StepTime", "backward_of", "roots_of", "time_step", "typical_step"]
@@ -58,11 +58,11 @@ def roots_of(output: Any) -> list[torch.Tensor]:
 
 
 def backward_of(output: Any) -> Callable[[], None] | None:
-    """The backward of a model's output, with gradients of one; None where nothing needs a gradient."""
+    """The backward of a model's output, with the gradients of `ones_for`; None where nothing needs a gradient."""
     roots = roots_of(output)
     if not roots:
         return None
-    gradients = [torch.ones_like(root) for root in roots]
+    gradients = [ones_for(root) for root in roots]
     return lambda: torch.autograd.backward(roots, gradients)
 
 

@@ -19,7 +19,7 @@ from torch import fx, nn
 
 from torch_lms._torch_compat import has_export, named_parameters_with_ties
 from torch_lms.errors import ProfileError
-from torch_lms.profile.arguments import Sample, bind_sample
+from torch_lms.profile.arguments import Sample, bind_sample, check_model
 from torch_lms.profile.attributes import Attributes
 from torch_lms.profile.devices import devices_of
 from torch_lms.profile.exported import Shapes, export_graph
@@ -89,8 +89,7 @@ def trace(
     Raises:
         ProfileError: for arguments that the model does not take, or if no source is left; names the user's line.
     """
-    if not isinstance(model, nn.Module):
-        raise ProfileError(f"expected an nn.Module, found {type(model).__name__}; wrap functions in a module")
+    check_model(model)
     unknown = sorted(set(sources) - set(SOURCES))
     if unknown:
         raise ProfileError(f"expected sources among {', '.join(SOURCES)}, found {unknown}; leave them out")
