@@ -142,9 +142,21 @@ def hooked(_self: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return x + 1
 
 
+def frozen(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return self.layers[0][0](x)
+
+
+@torch.inference_mode()
+def inferring(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return self.layers[0][0](x)
+
+
 @pytest.mark.parametrize(
     ("last", "words"),
     [
+        (frozen, "some under torch.no_grad"),
+        (inferring, "another mode of its own"),
         (lambda self, x: torch.from_numpy(x.detach().numpy()), "numpy hands a tensor"),
         (lambda self, x: Twice.apply(x) + 1, "a torch.autograd.Function"),
         (lambda self, x: Twice.apply(x), "a torch.autograd.Function"),

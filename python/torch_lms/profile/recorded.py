@@ -137,6 +137,7 @@ class _Recording:
                 return forward(*args, **kwargs)
             finally:
                 self._path.pop()
+        self.modes.check()
         given = self._mapped(args), self._mapped(kwargs)
         self._whole += 1
         try:
