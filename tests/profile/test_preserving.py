@@ -144,6 +144,14 @@ def test_what_a_first_run_makes_is_there_in_the_next_ones(way: str) -> None:
     assert not hasattr(net, "scale")
 
 
+def test_a_generator_that_only_the_graph_knows_is_left_as_it_was() -> None:
+    generator = torch.Generator()
+    before = generator.get_state()
+    found = profile(Net(lambda _net, x: x + torch.randn(3, 4, 4, generator=generator)), X, config=QUICK)
+    assert found.level == "operator"
+    assert torch.equal(generator.get_state(), before)
+
+
 @pytest.mark.parametrize("source", ["symbolic", *(["export", "recorded"] if has_export() else [])])
 def test_a_graph_has_no_numbers_that_python_drew(source: str) -> None:
     with pytest.raises(ProfileError, match="expected random numbers of PyTorch alone"):

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from torch_lms._torch_compat import tree_flatten
 from torch_lms.errors import ProfileError
@@ -34,11 +34,9 @@ def generators_kept(generators: Iterable[torch.Generator] = ()) -> Iterator[None
             generator.set_state(state)
 
 
-def generators_of(model: nn.Module, values: Any, graph: fx.Graph | None = None) -> list[torch.Generator]:
-    """The generators that are attributes of a model's modules, or among some values or the arguments of a graph."""
+def generators_of(model: nn.Module, values: Any = ()) -> list[torch.Generator]:
+    """The generators that are attributes of a model's modules, or among some values."""
     found = [*tree_flatten(values)[0], *(value for module in model.modules() for value in vars(module).values())]
-    for node in graph.nodes if graph is not None else ():
-        fx.node.map_aggregate((node.args, node.kwargs), found.append)
     return list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())
 
 

@@ -149,13 +149,12 @@ def graph_facts(traced: TracedModel) -> list[NodeFacts]:
 
 @contextmanager
 def trace_undone(traced: TracedModel) -> Iterator[None]:
-    """Puts back the parameters and the generators that the graph changes, or may.
+    """Puts back the parameters that the graph changes, or may, and the generators that it has as constants.
 
     Without a graph the parameters are those that one run changes; all else that this run does stays, as what the model
     makes in its first one alone.
     """
-    graph = traced.graph_module.graph if traced.graph_module is not None else None
-    generators = generators_of(traced.model, (), graph)
+    generators = generators_of(traced.graph_module) if traced.graph_module is not None else []
     with generators_kept(generators), contents_kept(_written_parameters(traced)):
         yield
 
