@@ -213,7 +213,7 @@ class Pipeline:
         if not full:
             return own
         with self._liveness.watched():
-            return gather_state(own, self._members, self._messages, self.device, to)
+            return gather_state(own, self._members, self._messages, self.device, to, self._names)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, strict: bool = True) -> None:
         """Copies values into this rank's stages; all ranks of the pipeline, and of data parallel, call it alike.

@@ -13,16 +13,16 @@ from torch_lms.pipeline.data_parallel import as_bytes
 from torch_lms.pipeline.messages import Messages
 from torch_lms.ranks.members import Members
 from torch_lms.stages.stage import Stage
-from torch_lms.stages.state_dicts import find_entry, merge_state_dicts
+from torch_lms.stages.state_dicts import find_entry, in_order, merge_state_dicts
 
 __all__ = ["check_receiver", "gather_state", "load_state", "names_of"]
 
 
-def names_of(stages: Sequence[Stage]) -> frozenset[str]:
-    """All names of the model, those of tied weights as well."""
-    own = {name for stage in stages for name in stage.state_dict()}
-    tied = {name for stage in stages for others in stage.shared.values() for _, name in others}
-    return frozenset(own | tied)
+def names_of(stages: Sequence[Stage]) -> tuple[str, ...]:
+    """All names of the model's state dict, those of tied weights as well, in its order."""
+    own = {name: None for stage in stages for name in stage.state_dict()}
+    tied = {name: None for stage in stages for others in stage.shared.values() for _, name in others}
+    return tuple(in_order({**own, **tied}, stages[0].order))
 
 
 def check_receiver(full: bool, to: int | None, ranks: int) -> None:
@@ -49,7 +49,12 @@ def check_receiver(full: bool, to: int | None, ranks: int) -> None:
 
 
 def gather_state(
-    own: Mapping[str, Any], members: Members, messages: Messages, device: torch.device, to: int | None
+    own: Mapping[str, Any],
+    members: Members,
+    messages: Messages,
+    device: torch.device,
+    to: int | None,
+    order: Sequence[str],
 ) -> dict[str, Any]:
     """The model's state dict on the CPU, tensor after tensor.
 
@@ -59,6 +64,7 @@ def gather_state(
         messages: among them.
         device: of this rank.
         to: place of the rank that keeps it; None for all.
+        order: of the model's names.
 
     Returns:
         The whole, or nothing on ranks that do not keep it.
@@ -75,7 +81,7 @@ def gather_state(
         parts.append(part)
         if to not in (None, members.place):
             parts.clear()
-    return merge_state_dicts(parts)
+    return in_order(merge_state_dicts(parts), order)
 
 
 def _broadcast(value: torch.Tensor, members: Members, place: int) -> torch.Tensor:
@@ -85,7 +91,7 @@ def _broadcast(value: torch.Tensor, members: Members, place: int) -> torch.Tenso
     return value
 
 
-def load_state(stages: Sequence[Stage], state_dict: Mapping[str, Any], known: frozenset[str], strict: bool) -> None:
+def load_state(stages: Sequence[Stage], state_dict: Mapping[str, Any], known: Sequence[str], strict: bool) -> None:
     """Copies values into this rank's stages.
 
     Args:
@@ -99,7 +105,7 @@ def load_state(stages: Sequence[Stage], state_dict: Mapping[str, Any], known: fr
     """
     parts = [{name: find_entry(state_dict, stage, name) for name in stage.state_dict()} for stage in stages]
     missing = sorted({name for part in parts for name, value in part.items() if value is None})
-    unexpected = sorted(set(state_dict) - known)
+    unexpected = sorted(set(state_dict).difference(known))
     if strict and (missing or unexpected):
         raise PipelineError(
             f"expected a state dict of the model or of this rank's stages, found that {_listed(missing)} missing and "

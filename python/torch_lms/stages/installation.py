@@ -12,7 +12,9 @@ from torch import fx, nn
 from torch_lms.stages.overlaps import check_memory
 from torch_lms.stages.stage import Stage
 
-__all__ = ["find_shared", "install", "named_tensors"]
+__all__ = ["KINDS", "Container", "find_shared", "install", "named_tensors", "sort_entries"]
+
+KINDS = ("_parameters", "_buffers", "_modules")  # where a module holds what it has
 
 
 class Container(nn.Module):
@@ -23,7 +25,7 @@ def install(
     stages: Sequence[Stage], root: nn.Module, nodes: Sequence[Sequence[fx.Node]], model: nn.Module | None
 ) -> None:
     """Gives each stage what its code reads, in the model's order, and all else that the model holds to a neighbour."""
-    place_of = {name: place for place, name in enumerate(_names_in_order(root if model is None else model))}
+    order = tuple(_names_in_order(root if model is None else model))
     for stage, own in zip(stages, nodes, strict=False):
         targets = {str(node.target) for node in own if node.op == "call_module"}
         sources = {source for node in own for source in node.all_input_nodes}
@@ -31,11 +33,31 @@ def install(
         if stage.index + 1 == stage.count:
             output = list(own[0].graph.nodes)[-1]
             targets |= {str(node.target) for node in output.all_input_nodes if node.op == "get_attr"}
-        for target in sorted(targets, key=lambda target: (place_of.get(target, len(place_of)), target)):
+        for target in sorted(targets):
             _put(stage, root, target)
     if model is not None:
         _put_rest(stages, model)
+    for stage in stages:
+        stage.order = order
+        sort_entries(stage, order)
     find_shared(stages)
+
+
+def sort_entries(module: nn.Module, order: Sequence[str]) -> None:
+    """Brings what containers hold into an order of names, so that of parameters and state dicts is the model's."""
+    places = {name: place for place, name in enumerate(order)}
+
+    def sort(holder: nn.Module, prefix: str) -> None:
+        for kind in KINDS:
+            held = vars(holder)[kind]
+            entries = sorted(held.items(), key=lambda entry: places.get(prefix + entry[0], len(places)))
+            held.clear()
+            held.update(entries)
+        for name, child in holder._modules.items():
+            if isinstance(child, Container):
+                sort(child, f"{prefix}{name}.")
+
+    sort(module, "")
 
 
 def _names_in_order(module: nn.Module, prefix: str = "") -> Iterator[str]:

@@ -12,7 +12,8 @@ from torch import nn
 from torch_lms._torch_compat import tree_map
 from torch_lms.errors import PartitionError
 from torch_lms.stages.arguments import bind_arguments
-from torch_lms.stages.installation import Container
+from torch_lms.stages.installation import sort_entries
+from torch_lms.stages.merging import merge
 from torch_lms.stages.placement import own_rank
 from torch_lms.stages.stage import Stage
 
@@ -62,13 +63,10 @@ class Stages(nn.Module, Sequence[Stage]):
 
     def __gather(self) -> None:
         """Ties what stages share, and registers what they hold under the model's names."""
-        self._modules.clear()
-        self._parameters.clear()
-        self._buffers.clear()
         here = [stage for stage in self.__stages if _is_here(stage)]
         _tie(here)
-        for stage in here:
-            _merge(self, stage)
+        merge(self, here)
+        sort_entries(self, self.__stages[0].order)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns, on the last stage's device; see `run_stages`."""
@@ -211,22 +209,3 @@ def _tie(stages: Sequence[Stage]) -> None:
                 holder, leaf = _holder(stage, name)
                 source, source_leaf = _holder(by_index[index], first)
                 _tensors_beside(holder, leaf)[leaf] = _tensors_beside(source, source_leaf)[source_leaf]
-
-
-def _merge(into: nn.Module, module: nn.Module) -> None:
-    """Registers what a module holds in another, and opens the containers that stand for parts of a module."""
-    for name, parameter in module._parameters.items():
-        into._parameters.setdefault(name, parameter)
-    for name, buffer in module._buffers.items():
-        if name not in into._buffers and name in module._non_persistent_buffers_set:
-            into._non_persistent_buffers_set.add(name)
-        into._buffers.setdefault(name, buffer)
-    for name, child in module._modules.items():
-        known = into._modules.get(name)
-        if known is None and isinstance(child, Container):
-            known = into._modules[name] = Container().train(child.training)
-        if not isinstance(child, Container):
-            if known is None or isinstance(known, Container):  # the module itself holds all that its parts do
-                into._modules[name] = child
-        elif isinstance(known, Container):
-            _merge(known, child)

@@ -29,6 +29,7 @@ _TAKEN = frozenset(
         "feeds",
         "arguments",
         "nodes",
+        "order",
         "shared",
         "device",
         "placement",
@@ -112,6 +113,7 @@ class Stage(Generated):
         feeds: names of arguments of the model that the stage uses itself; they follow the inputs.
         arguments: all arguments of the model.
         nodes: names of the graph's nodes that it computes, in order.
+        order: names of all that the model holds, in its order.
         shared: parameters and buffers that other stages have too: own name to (stage, name there).
         sizes: names among inputs and outputs that are numbers made of tensors' sizes: the same while shapes are.
         shapes: of each feed the least and the largest size of each dimension that the code is for; a feed that is not
@@ -134,6 +136,7 @@ class Stage(Generated):
         self.shapes = {name: borders.shapes[name] for name in self.feeds if name in borders.shapes}
         self.writes = borders.writes[index] if borders.writes else frozenset()
         self.nodes = tuple(node.name for node in borders.nodes[index])
+        self.order: tuple[str, ...] = ()
         self.shared: dict[str, tuple[tuple[int, str], ...]] = {}
         self.device: torch.device | None = None
         self.placement: Placement | None = None

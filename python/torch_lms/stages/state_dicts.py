@@ -10,7 +10,7 @@ import torch
 from torch_lms.errors import PartitionError
 from torch_lms.stages.stage import Stage
 
-__all__ = ["find_entry", "merge_state_dicts"]
+__all__ = ["find_entry", "in_order", "merge_state_dicts"]
 
 StateDict = Mapping[str, Any]
 
@@ -21,11 +21,16 @@ def merge_state_dicts(stages: Iterable[Stage | StateDict]) -> dict[str, Any]:
     Args:
         stages: the stages, or the state dict of each, as gathered from other processes.
 
+    Returns:
+        All entries; those of stages in the model's order.
+
     Raises:
         PartitionError: if a tied weight or a shared buffer differs between stages.
     """
     merged: dict[str, Any] = {}
+    order: tuple[str, ...] = ()
     for stage in stages:
+        order = stage.order if isinstance(stage, Stage) else order
         shared = stage.shared if isinstance(stage, Stage) else {}
         for name, value in (stage.state_dict() if isinstance(stage, Stage) else stage).items():
             for known in (name, *(other for _, other in shared.get(name, ()))):
@@ -35,7 +40,12 @@ def merge_state_dicts(stages: Iterable[Stage | StateDict]) -> dict[str, Any]:
                         "not summed over these stages before the optimizer's step"
                     )
             merged.setdefault(name, value)
-    return merged
+    return in_order(merged, order)
+
+
+def in_order(state_dict: StateDict, order: Iterable[str]) -> dict[str, Any]:
+    """The entries in an order of names; others follow."""
+    return {name: state_dict[name] for name in (*(one for one in order if one in state_dict), *state_dict)}
 
 
 def _same(one: Any, other: Any) -> bool:

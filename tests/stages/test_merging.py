@@ -1,0 +1,162 @@
+"""What is set in `Stages` is what its stages compute with, and all of it is in the model's order."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from torch_lms.pipeline.states import names_of
+from torch_lms.profile.constraints import COMPUTED
+from torch_lms.profile.tracing import trace
+from torch_lms.stages.cutting import split
+from torch_lms.stages.materialize import materialize
+from torch_lms.stages.running import Stages
+from torch_lms.stages.state_dicts import merge_state_dicts
+
+X = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
+
+
+class Block(nn.Module):
+    """Is opened, so that its parameters may be in several stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.late, self.early = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.gain = nn.Parameter(torch.rand(4))
+        self.register_buffer("shift", torch.rand(4), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.late(self.early(x).tanh() * self.gain) + self.shift
+
+
+class Mixed(nn.Module):
+    """Used in another order than it is made: a module called twice, and one that is called and read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 4)
+        self.twice = nn.Linear(4, 4)
+        self.drop = nn.Dropout(0.5)
+        self.read = nn.Linear(4, 4)
+        self.block = Block()
+        self.scale = nn.Parameter(torch.rand(4))
+        self.unused = nn.Parameter(torch.rand(2))
+        self.register_buffer("offset", torch.rand(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.drop(self.twice(self.read(x))) * self.scale
+        x = self.block(x) + self.offset
+        x = functional.linear(self.twice(self.drop(x)), self.read.weight)
+        return self.head(x)
+
+
+def cut_everywhere(model: nn.Module, *, own: bool = True) -> Stages:
+    """A stage for each node that computes."""
+    found = trace(model, (X,))
+    assert found.graph_module is not None
+    names = [node.name for node in found.graph_module.graph.nodes if node.op in COMPUTED]
+    stages = split(found, {name: place for place, name in enumerate(names)}, model=model)
+    return Stages([materialize(stage, "cpu") for stage in stages] if own else stages)
+
+
+def other(seed: int = 5) -> Mixed:
+    torch.manual_seed(seed)
+    return Mixed().eval()
+
+
+def load(stages: Stages, values: Mixed) -> None:
+    stages.load_state_dict(values.state_dict())
+    stages.block.shift.copy_(values.block.shift)
+
+
+def assign(stages: Stages, values: Mixed) -> None:
+    stages.load_state_dict(copy.deepcopy(values.state_dict()), assign=True)
+    stages.block.shift = values.block.shift.clone()
+
+
+def set_each(stages: Stages, values: Mixed) -> None:
+    for name, value in (*values.named_parameters(), *values.named_buffers()):
+        path, _, leaf = name.rpartition(".")
+        setattr(stages.get_submodule(path) if path else stages, leaf, copy.deepcopy(value))
+
+
+def set_modules(stages: Stages, values: Mixed) -> None:
+    for name, module in values.named_children():
+        setattr(stages, name, copy.deepcopy(module))
+    stages.scale, stages.offset = copy.deepcopy(values.scale), values.offset.clone()
+
+
+can_assign = pytest.mark.skipif(not hasattr(torch, "func"), reason="PyTorch 1.12 assigns no state dict")
+WAYS = [load, pytest.param(assign, marks=can_assign), set_each, set_modules]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("again", [lambda one: one, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_what_is_set_is_what_the_stages_compute_with(way: Callable[..., None], again: Callable[..., Any]) -> None:
+    stages, values = again(cut_everywhere(other(0))), other()
+    way(stages, values)
+    assert torch.equal(stages(X), values(X))
+    stages.double()
+    assert torch.equal(stages(X.double()), values.double()(X.double()))
+
+
+@pytest.mark.skipif(not hasattr(torch, "func"), reason="PyTorch 1.12 has another functional_call")
+def test_a_functional_call_takes_the_values_given_and_leaves_the_stages_own() -> None:
+    own, values = other(0), other()
+    stages = cut_everywhere(copy.deepcopy(own))
+    given = {**dict(values.named_parameters()), **dict(values.named_buffers())}
+    assert torch.equal(torch.func.functional_call(stages, given, (X,)), values(X))
+    assert torch.equal(stages(X), own(X))
+
+
+def test_what_is_deleted_the_stages_do_not_compute_with() -> None:
+    stages = cut_everywhere(other())
+    del stages.scale
+    with pytest.raises(AttributeError, match="scale"):
+        stages(X)
+
+
+def test_a_module_that_several_stages_call_is_one() -> None:
+    model = other()
+    stages = cut_everywhere(copy.deepcopy(model))
+    calls: list[int] = []
+    stages.twice.register_forward_hook(lambda *_: calls.append(1))
+    stages.drop.train()
+    model.drop.train()
+    torch.manual_seed(2)
+    found = stages(X)
+    torch.manual_seed(2)
+    assert torch.equal(found, model(X))
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_names_are_in_the_model_s_order(own: bool) -> None:
+    model = other()
+    stages = cut_everywhere(copy.deepcopy(model), own=own)
+    assert list(stages.state_dict()) == list(model.state_dict())
+    assert list(merge_state_dicts(stages)) == list(names_of(stages)) == list(model.state_dict())
+    assert [name for name, _ in stages.named_parameters()] == [name for name, _ in model.named_parameters()]
+    assert [name for name, _ in stages.named_buffers()] == [name for name, _ in model.named_buffers()]
+
+
+def test_an_optimizer_s_state_is_that_of_the_same_parameters() -> None:
+    model = other()
+    one = torch.optim.Adam(model.parameters())
+    stages = cut_everywhere(copy.deepcopy(model))
+    model(X).sum().backward()
+    one.step()
+    two = torch.optim.Adam(stages.parameters())
+    two.load_state_dict(copy.deepcopy(one.state_dict()))
+    own = dict(stages.named_parameters())
+    for name, parameter in model.named_parameters():
+        expected, found = one.state[parameter], two.state[own[name]]
+        assert expected.keys() == found.keys(), name
+        assert not expected or torch.equal(expected["exp_avg"], found["exp_avg"]), name
