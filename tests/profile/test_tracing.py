@@ -392,3 +392,12 @@ def test_interpreter_of_the_rfc_times_nodes_and_counts_bytes() -> None:
     costs = interpreter.get_costs()
     assert list(costs)[-1] == "head"
     assert sum(costs.values()) == pytest.approx(sum(interpreter.execution_times_sec.values()))
+
+
+def test_a_trace_leaves_what_is_frozen_in_evaluation() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2).eval())
+    found = trace(model, (torch.ones(3, 2),)).graph_module
+    assert found is not None
+    assert model.training
+    assert not model[1].training
+    assert not found.get_submodule("1").training

@@ -217,7 +217,9 @@ def _build(model: nn.Module, root: nn.Module | dict[str, Any], graph: fx.Graph) 
         check_name(node.op, node.target)
     graph.lint()
     graph_module = fx.GraphModule(root, graph, type(model).__name__)
-    graph_module.train(model.training)
+    modes = {path: module.training for path, module in model.named_modules(remove_duplicate=False)}
+    for path, module in graph_module.named_modules():
+        module.training = modes.get(path, model.training)
     persistent = {name for name, _ in model.named_buffers() if name in model.state_dict(keep_vars=True)}
     for prefix, module in graph_module.named_modules():
         for name in module._buffers:
