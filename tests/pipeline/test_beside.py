@@ -16,10 +16,19 @@ from torch_lms.pipeline.boundary import Boundary, Microbatch
 from torch_lms.pipeline.config import PipelineConfig
 from torch_lms.pipeline.evaluation import evaluating, merge_outputs
 from torch_lms.pipeline.loss_scale import PipelineGradScaler
+from torch_lms.profile.constraints import COMPUTED
+from torch_lms.profile.tracing import trace
 from torch_lms.ranks.circle import CountingStore
 from torch_lms.ranks.members import find_members
+from torch_lms.stages.cutting import split
+from torch_lms.stages.stage import Stage
 
-of_export = pytest.mark.skipif(not hasattr(torch, "export"), reason="no graph of torch.export has such calls")
+
+def cut(model: nn.Module, x: torch.Tensor, count: int) -> list[Stage]:
+    found = trace(model, (x,))
+    assert found.graph_module is not None
+    names = [node.name for node in found.graph_module.graph.nodes if node.op in COMPUTED]
+    return split(found, {name: place * count // len(names) for place, name in enumerate(names)}, model=model)
 
 
 @pytest.mark.slow
@@ -64,32 +73,25 @@ def test_outputs_of_microbatches_become_those_of_the_batch() -> None:
     assert merged["loss"].tolist() == [0, 1]
 
 
-@pytest.mark.parametrize(
-    "run",
-    [
-        lambda x: nn.functional.dropout(x, 0.5, True),
-        lambda x: nn.functional.dropout(x, p=0.5, training=True),
-        lambda x: torch.dropout(x, 0.5, True),
-        pytest.param(lambda x: torch.ops.aten.dropout.default(x, 0.5, True), marks=of_export),
-        pytest.param(
-            lambda x: torch.ops.aten.batch_norm.default(
-                x, None, None, torch.zeros(4), torch.ones(4), True, 0.1, 0.0, False
-            ),
-            marks=of_export,
-        ),
-        lambda x: nn.functional.batch_norm(x, torch.zeros(4), torch.ones(4), training=True, eps=1e-45),
-        lambda x: nn.Sequential(nn.Dropout(0.5))(x),
-    ],
-)
-def test_what_was_written_down_for_training_is_not_so_while_stages_evaluate(run: Any) -> None:
-    x = torch.arange(8.0).view(2, 4)
-    assert not torch.equal(run(x), x)
-    module = nn.Dropout()
-    with evaluating([module]):
-        assert not module.training
-        found = run(x)
-    assert torch.equal(found, x)
-    assert module.training
+def test_stages_evaluate_in_evaluation_and_are_then_as_they_were() -> None:
+    stage: Any = cut(nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.Dropout().eval()), torch.ones(2, 4), 1)[0]
+    modes = [module.training for module in stage.modules()]
+    with evaluating([stage]):
+        assert not any(module.training for module in stage.modules())
+        assert not stage(torch.ones(2, 4)).requires_grad
+    assert [module.training for module in stage.modules()] == modes
+
+
+class Branch(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if self.training else x
+
+
+def test_stages_whose_code_is_for_training_alone_do_not_evaluate() -> None:
+    stage = cut(Branch(), torch.ones(2), 1)[0]
+    with pytest.raises(PipelineError, match="expected the model in training"), evaluating([stage]):
+        pass
+    assert stage.training
 
 
 def test_without_torch_distributed_groups_are_refused() -> None:

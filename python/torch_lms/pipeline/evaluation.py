@@ -4,96 +4,51 @@ Note [Ticks]: in tick t, rank r of R runs the item that rank 0 ran in tick t - r
 on all microbatches. After each tick every rank sends on what it made and takes what the rank before made, in one
 exchange, so that no send waits for a receive that comes later. A stage takes at least R ticks, so that what the last
 rank gives back to the first is there in time.
-
-Note [Modes]: a trace may write down that it was made for training: ``dropout(x, 0.1, True)``. So while stages
-evaluate, functions that know the difference are told that this is no training. A ``dropout`` that the model wants
-outside of training too does nothing here.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 
-from torch_lms._torch_compat import function_mode
+from torch_lms.errors import PartitionError, PipelineError
 from torch_lms.pipeline.borders import describe
 from torch_lms.pipeline.boundary import Boundary, Microbatch
 from torch_lms.pipeline.messages import Messages
 from torch_lms.pipeline.transfers import Channel
+from torch_lms.stages.stage import Stage
 
 __all__ = ["evaluating", "forward_all", "merge_outputs"]
 
 
 @contextmanager
-def evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Evaluation mode without gradients; afterwards each submodule is in its own mode again."""
-    modes = [(module, module.training) for root in modules for module in root.modules()]
-    for root in modules:
-        root.eval()
+def evaluating(stages: Sequence[Stage]) -> Iterator[None]:
+    """Evaluation mode without gradients; afterwards each submodule is in its own mode again.
+
+    Raises:
+        PipelineError: if the code of the stages is for training alone, on all ranks alike.
+    """
+    modes = [(module, module.training) for stage in stages for module in stage.modules()]
+    for stage in stages:
+        stage.eval()
     try:
-        with torch.no_grad(), function_mode(_call_outside_training):
+        _check_modes(stages)
+        with torch.no_grad():
             yield
     finally:
         for module, mode in modes:
             module.training = mode
 
 
-def _call_outside_training(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    name = getattr(function, "__name__", "").split(".")[0].rstrip("_")
-    names = _TRAINING.get(name)
-    return function(*args, **kwargs) if names is None else _with(function, args, kwargs, *names)
-
-
-def _with(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str], value: Any
-) -> Any:
-    """Calls a function with another value of one argument, which has one of the names."""
-    for place, name in enumerate(_argument_names(function)):
-        if name in names and place < len(args):
-            return function(*args[:place], value, *args[place + 1 :], **kwargs)
-        if name in names:
-            return function(*args, **{**kwargs, name: value})
-    return function(*args, **kwargs)
-
-
-def _argument_names(function: Callable[..., Any]) -> Sequence[str]:
-    schema = getattr(function, "_schema", None)
-    if schema is not None:
-        return [argument.name for argument in schema.arguments]
+def _check_modes(stages: Sequence[Stage]) -> None:
     try:
-        return list(inspect.signature(function).parameters)
-    except (TypeError, ValueError):
-        return _BUILTIN.get(getattr(function, "__name__", ""), ())
-
-
-# What tells a function that this is training, and what it is told here.
-_TRAINING: dict[str, tuple[tuple[str, ...], Any]] = {
-    **dict.fromkeys(
-        (
-            *("dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropout", "alpha_dropout"),
-            *("feature_alpha_dropout", "batch_norm", "rrelu"),
-        ),
-        (("training", "train"), False),
-    ),
-    "instance_norm": (("use_input_stats",), False),
-    "scaled_dot_product_attention": (("dropout_p",), 0.0),
-}
-# Arguments of builtin functions, which have no signature.
-_BUILTIN = {
-    **{
-        name: ("input", "p", "train")
-        for kind in ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
-        for name in (kind, f"{kind}_")
-    },
-    "batch_norm": ("input", "weight", "bias", "running_mean", "running_var", "training"),
-    "rrelu": ("input", "lower", "upper", "training"),
-    "scaled_dot_product_attention": ("query", "key", "value", "attn_mask", "dropout_p"),
-}
+        for stage in stages:
+            stage.check_modes()
+    except PartitionError as error:
+        raise PipelineError(str(error)) from error
 
 
 class _Places:

@@ -23,6 +23,7 @@ from torch_lms.profile.graph_code import generate
 from torch_lms.stages import installation, mutations
 from torch_lms.stages.arguments import find_arguments
 from torch_lms.stages.folding import generate_with_relief
+from torch_lms.stages.modes import ModeWriter, OtherMode
 from torch_lms.stages.sizes import sizes_in
 from torch_lms.stages.stage import Borders, Stage, own_name
 
@@ -69,12 +70,20 @@ def split(
     borders.writes = [frozenset(name for node in nodes for name in writes.get(node, ())) for nodes in borders.nodes]
     borders.sizes = frozenset(node.name for node in sizes_in(graph))
     name = type(model).__name__ if model is not None else str(getattr(traced, "name", "model"))
+    origin = graph_module if model is None else model
+    modes = {path: module.training for path, module in origin.named_modules(remove_duplicate=False)}
+    other = OtherMode() if isinstance(traced, fx.GraphModule) else OtherMode.of(traced)
+    fixed = {path: modes[path] for path in other.elsewhere}
     stages = []
     for index in range(count):
         title, given_up = f"stage {index} of {count} of {name}", relief[index] if relief else StageRelief()
         own = _stage_graph(graph, borders, index)
+        written = ModeWriter(own, modes, other, own_name)
         code = generate_with_relief(own, given_up, title) if given_up else generate(own, title)
-        stages.append(Stage(index=index, count=count, code=code, borders=borders))
+        stage = Stage(index=index, count=count, code=code, borders=borders)
+        stage.fixed = {**dict.fromkeys(sorted(written.fixed), False), **fixed}
+        installation.hold_modes(stage, origin, {*written.paths, *fixed})
+        stages.append(stage)
     installation.install(stages, graph_module, borders.nodes, model)
     devices = {value.device for _, value in installation.named_tensors(graph_module)}
     for stage in stages:

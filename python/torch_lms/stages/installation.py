@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import fx, nn
 
+from torch_lms.profile.regions import Region
+from torch_lms.stages.modes import RegionInMode
 from torch_lms.stages.overlaps import check_memory
 from torch_lms.stages.stage import Stage
 
-__all__ = ["KINDS", "Container", "find_shared", "install", "named_tensors", "sort_entries"]
+__all__ = ["KINDS", "Container", "find_shared", "hold_modes", "install", "named_tensors", "sort_entries"]
 
 KINDS = ("_parameters", "_buffers", "_modules")  # where a module holds what it has
 
@@ -60,6 +61,33 @@ def sort_entries(module: nn.Module, order: Sequence[str]) -> None:
     sort(module, "")
 
 
+def hold_modes(stage: Stage, model: nn.Module, paths: Iterable[str]) -> None:
+    """Has a stage hold its own mode, and those of modules whose code was opened.
+
+    Args:
+        stage: is given containers.
+        model: has the modules.
+        paths: of those whose mode the stage has to know.
+    """
+    stage.training = model.training
+    for path in paths:
+        _open(stage, model, path.split(".") if path else [])
+
+
+def _open(stage: Stage, model: nn.Module, path: Sequence[str]) -> tuple[nn.Module, nn.Module]:
+    """What stands for a module of the model in a stage, and that module; containers hold the place of those around."""
+    holder: nn.Module = stage
+    source = model
+    for part in path:
+        source = getattr(source, part)
+        if part not in holder._modules:
+            holder._modules[part] = Container().train(source.training)
+        held = holder._modules[part]
+        assert held is not None
+        holder = held
+    return holder, source
+
+
 def _names_in_order(module: nn.Module, prefix: str = "") -> Iterator[str]:
     """Of all that a module holds: each module before what is in it."""
     for name in (*module._parameters, *module._buffers):
@@ -71,18 +99,12 @@ def _names_in_order(module: nn.Module, prefix: str = "") -> Iterator[str]:
 
 
 def _put(stage: Stage, root: nn.Module, target: str) -> None:
-    """Sets one attribute of the model in the stage; containers hold the place of the modules around it."""
+    """Sets one attribute of the model in the stage."""
     *path, name = target.split(".")
-    holder: nn.Module = stage
-    source: Any = root
-    for part in path:
-        source = getattr(source, part)
-        if part not in holder._modules:
-            holder._modules[part] = Container().train(source.training)
-        held = holder._modules[part]
-        assert held is not None
-        holder = held
+    holder, source = _open(stage, root, path)
     value = getattr(source, name)
+    if isinstance(value, Region):
+        value = RegionInMode(value)
     if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
         holder._buffers[name] = value
         holder._non_persistent_buffers_set.discard(name)

@@ -63,6 +63,7 @@ class Stages(nn.Module, Sequence[Stage]):
 
     def __gather(self) -> None:
         """Ties what stages share, and registers what they hold under the model's names."""
+        self.training = self.__stages[0].training
         here = [stage for stage in self.__stages if _is_here(stage)]
         _tie(here)
         merge(self, here)
@@ -73,7 +74,13 @@ class Stages(nn.Module, Sequence[Stage]):
         return run_stages(self.__stages, *args, **kwargs)
 
     def train(self, mode: bool = True) -> Stages:
-        """As of each module."""
+        """Sets the mode of all modules, training or evaluation, as on the model.
+
+        Functions such as ``dropout(x, 0.1, self.training)`` follow the mode of the module whose code calls them. Where
+        the model computes otherwise in the other mode, such as behind ``if self.training``, a stage refuses to run in
+        it, if the graph is one of torch.fx. A graph of torch.export or of one run has the branches of the mode that it
+        was made in: cut the model in the mode that the stages are for.
+        """
         super().train(mode)
         for stage in self.__stages:
             stage.train(mode)

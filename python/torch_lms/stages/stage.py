@@ -13,6 +13,7 @@ from torch import fx, nn
 from torch_lms.errors import PartitionError
 from torch_lms.profile.graph_code import Generated, GraphCode
 from torch_lms.stages.arguments import Argument
+from torch_lms.stages.modes import refuse_mode
 from torch_lms.stages.placement import Placement
 
 __all__ = ["Borders", "Stage", "own_name"]
@@ -30,6 +31,7 @@ _TAKEN = frozenset(
         "arguments",
         "nodes",
         "order",
+        "fixed",
         "shared",
         "device",
         "placement",
@@ -40,6 +42,7 @@ _TAKEN = frozenset(
         "generated",
         "save_code",
         "check_shapes",
+        "check_modes",
         "own",
         "hold",
         "sizes",
@@ -113,6 +116,7 @@ class Stage(Generated):
         feeds: names of arguments of the model that the stage uses itself; they follow the inputs.
         arguments: all arguments of the model.
         nodes: names of the graph's nodes that it computes, in order.
+        fixed: by path of a module, the only mode of it that the code is for; see Note [Modes] in ``modes``.
         order: names of all that the model holds, in its order.
         shared: parameters and buffers that other stages have too: own name to (stage, name there).
         sizes: names among inputs and outputs that are numbers made of tensors' sizes: the same while shapes are.
@@ -136,6 +140,7 @@ class Stage(Generated):
         self.shapes = {name: borders.shapes[name] for name in self.feeds if name in borders.shapes}
         self.writes = borders.writes[index] if borders.writes else frozenset()
         self.nodes = tuple(node.name for node in borders.nodes[index])
+        self.fixed: dict[str, bool] = {}
         self.order: tuple[str, ...] = ()
         self.shared: dict[str, tuple[tuple[int, str], ...]] = {}
         self.device: torch.device | None = None
@@ -206,13 +211,25 @@ class Stage(Generated):
         for name, ranges in self.shapes.items():
             _check_shape(name, ranges, feeds.get(name))
 
+    def check_modes(self) -> None:
+        """Looks whether the code is for the modes that the stage's modules are in: training or evaluation.
+
+        Raises:
+            PartitionError: if it is not.
+        """
+        for path, mode in self.fixed.items():
+            if self.get_submodule(path).training is not mode:
+                refuse_mode(path, mode, self.index)
+
     def forward(self, *values: Any, **feeds: Any) -> Any:
         """Runs the stage on its inputs and feeds; one output alone comes bare, several as a tuple.
 
         Raises:
-            PartitionError: for a feed of a shape that the trace is not for.
+            PartitionError: for a feed of a shape that the trace is not for, or in a mode that the code is not
+                for.
         """
         self.check_shapes(feeds)
+        self.check_modes()
         return self._run(self, *values, **feeds)
 
     def extra_repr(self) -> str:
