@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, UserDict, defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -71,6 +72,34 @@ def test_outputs_of_microbatches_become_those_of_the_batch() -> None:
     assert merged["x"][0][:, 0].tolist() == [0, 0, 1, 1]
     assert merged["x"][1] is None
     assert merged["loss"].tolist() == [0, 1]
+
+
+@dataclass(frozen=True)
+class Output:
+    logits: torch.Tensor
+    more: tuple[torch.Tensor, ...] = ()
+    name: str = ""
+
+
+def test_outputs_that_are_dataclasses_are_merged_field_by_field() -> None:
+    merged = merge_outputs([Output(torch.full((2, 3), float(k)), (torch.ones(1) * k,), "both") for k in range(2)])
+    assert isinstance(merged, Output)
+    assert merged.logits[:, 0].tolist() == [0, 0, 1, 1]
+    assert merged.more[0].tolist() == [0, 1]
+    assert merged.name == "both"
+
+
+def test_outputs_that_are_dicts_of_a_type_keep_it() -> None:
+    parts: list[Any] = [defaultdict(list, x=torch.ones(2)), defaultdict(list, x=torch.ones(2))]
+    merged = merge_outputs(parts)
+    assert merged["x"].shape == (4,)
+    assert merged["y"] == []
+
+
+@pytest.mark.parametrize("output", [SimpleNamespace(x=torch.ones(2)), UserDict(x=torch.ones(2))])
+def test_outputs_that_cannot_be_merged_are_refused(output: Any) -> None:
+    with pytest.raises(PipelineError, match=f"found {type(output).__name__}; have the model return one of these"):
+        merge_outputs([output, output])
 
 
 def test_stages_evaluate_in_evaluation_and_are_then_as_they_were() -> None:

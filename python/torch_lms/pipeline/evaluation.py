@@ -8,7 +8,9 @@ rank gives back to the first is there in time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import copy
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -126,14 +128,37 @@ def forward_all(
 def merge_outputs(parts: Sequence[Any]) -> Any:
     """The outputs of microbatches as those of the batch: tensors follow each other, and single numbers are stacked.
 
-    What is neither a tensor nor a nest of them is that of the first microbatch.
+    Dataclasses are merged field by field. What has no tensors is that of the first microbatch.
+
+    Raises:
+        PipelineError: for another object with tensors in it.
     """
     first = parts[0]
     if isinstance(first, torch.Tensor):
         return torch.cat(list(parts)) if first.dim() else torch.stack(list(parts))
     if isinstance(first, dict):
-        return type(first)({key: merge_outputs([part[key] for part in parts]) for key in first})
+        return _like(first, {key: merge_outputs([part[key] for part in parts]) for key in first})
     if isinstance(first, (tuple, list)):
         items = [merge_outputs(column) for column in zip(*parts, strict=False)]
         return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
+    if dataclasses.is_dataclass(first) and not isinstance(first, type):
+        merged = copy.copy(first)
+        for name in [one.name for one in dataclasses.fields(first)]:
+            object.__setattr__(merged, name, merge_outputs([getattr(part, name) for part in parts]))
+        return merged
+    if isinstance(first, Mapping) or any(
+        isinstance(one, torch.Tensor) for one in getattr(first, "__dict__", {}).values()
+    ):
+        raise PipelineError(
+            "expected outputs of tensors, tuples, lists, dicts and dataclasses to put microbatches together, found "
+            f"{type(first).__name__}; have the model return one of these, or leave return_outputs out"
+        )
     return first
+
+
+def _like(first: dict[Any, Any], values: dict[Any, Any]) -> dict[Any, Any]:
+    """A dict of the same type, which may take more than its items to be made, as a defaultdict does."""
+    made = copy.copy(first)
+    for key, value in values.items():
+        made[key] = value
+    return made
