@@ -160,3 +160,56 @@ def test_an_optimizer_s_state_is_that_of_the_same_parameters() -> None:
         expected, found = one.state[parameter], two.state[own[name]]
         assert expected.keys() == found.keys(), name
         assert not expected or torch.equal(expected["exp_avg"], found["exp_avg"]), name
+
+
+class Told(nn.Module):
+    """Is opened, and has a state beside its tensors."""
+
+    def __init__(self, told: Any) -> None:
+        super().__init__()
+        self.layer, self.told = nn.Linear(4, 4), told
+
+    def get_extra_state(self) -> Any:
+        return self.told
+
+    def set_extra_state(self, state: Any) -> None:
+        self.told = state
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * 2
+
+
+class Telling(Told):
+    def __init__(self, told: Any) -> None:
+        super().__init__(told)
+        self.inner, self.last = Told({"more": told, "tensor": torch.ones(2)}), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.inner(self.layer(x)))
+
+
+def test_a_state_dict_has_the_extra_state_of_opened_modules() -> None:
+    model = Telling("one")
+    stages = cut_everywhere(copy.deepcopy(model))
+    assert list(stages.state_dict()) == list(merge_state_dicts(stages)) == list(model.state_dict())
+    model.load_state_dict(stages.state_dict())
+    stages.load_state_dict(model.state_dict())
+    copy.deepcopy(stages).load_state_dict(model.state_dict())
+
+
+def test_another_extra_state_than_that_of_the_cut_is_refused() -> None:
+    stages = cut_everywhere(Telling("one"))
+    with pytest.raises(RuntimeError, match="expected 'inner._extra_state' as it was when the model was cut"):
+        stages.load_state_dict(Telling("two").state_dict())
+    state = Telling("one").state_dict()
+    del state["_extra_state"]
+    with pytest.raises(RuntimeError, match="Missing key"):
+        stages.load_state_dict(state)
+    stages.load_state_dict(state, strict=False)
+
+
+def test_hooks_of_state_dicts_that_stages_lack_are_told() -> None:
+    model = Telling("one")
+    model.inner._register_state_dict_hook(lambda *_: None)
+    with pytest.warns(UserWarning, match="found some of inner, which the stages"):
+        cut_everywhere(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -9,6 +10,7 @@ import torch
 from torch import fx, nn
 
 from torch_lms.profile.regions import Region
+from torch_lms.stages.extra_state import EXTRA_STATE, KeepsExtraState, has_extra_state, state_dict_hooks
 from torch_lms.stages.modes import RegionInMode
 from torch_lms.stages.overlaps import check_memory
 from torch_lms.stages.stage import Stage
@@ -18,7 +20,7 @@ __all__ = ["KINDS", "Container", "find_shared", "hold_modes", "install", "named_
 KINDS = ("_parameters", "_buffers", "_modules")  # where a module holds what it has
 
 
-class Container(nn.Module):
+class Container(KeepsExtraState):
     """Stands for a module of the model whose code was opened: it only holds what is inside."""
 
 
@@ -38,6 +40,7 @@ def install(
             _put(stage, root, target)
     if model is not None:
         _put_rest(stages, model)
+        _keep_extra_states(stages, model)
     for stage in stages:
         stage.order = order
         sort_entries(stage, order)
@@ -90,7 +93,7 @@ def _open(stage: Stage, model: nn.Module, path: Sequence[str]) -> tuple[nn.Modul
 
 def _names_in_order(module: nn.Module, prefix: str = "") -> Iterator[str]:
     """Of all that a module holds: each module before what is in it."""
-    for name in (*module._parameters, *module._buffers):
+    for name in (*module._parameters, *module._buffers, *([EXTRA_STATE] if has_extra_state(module) else [])):
         yield prefix + name
     for name, child in module._modules.items():
         yield prefix + name
@@ -144,6 +147,39 @@ def _put_rest(stages: Sequence[Stage], model: nn.Module) -> None:
         stage = held[nearest] if nearest is not None else stages[-1]
         _put(stage, model, name)
         held[name] = stage
+
+
+def _keep_extra_states(stages: Sequence[Stage], model: nn.Module) -> None:
+    """Of modules whose code was opened: each in the first stage that has a part of it."""
+    hooked = []
+    for path, module in model.named_modules(remove_duplicate=False):
+        parts = [(stage, _held(stage, path)) for stage in stages]
+        if any(part is not None and not isinstance(part, KeepsExtraState) for _, part in parts):
+            continue  # the module itself, or one in it
+        if has_extra_state(module):
+            stage = next((stage for stage, part in parts if part is not None), stages[0])
+            holder, _ = _open(stage, model, path.split(".") if path else [])
+            assert isinstance(holder, KeepsExtraState)
+            holder.keep_extra_state(module.get_extra_state())
+        if state_dict_hooks(module):
+            hooked.append(path or type(model).__name__)
+    if hooked:
+        warnings.warn(
+            f"expected modules whose state dicts have no hooks, found some of {', '.join(hooked[:5])}, which the "
+            "stages' state dicts are without; load and save those of the model where that matters",
+            stacklevel=2,
+        )
+
+
+def _held(stage: Stage, path: str) -> nn.Module | None:
+    """What a stage has of a module: a container, or the module that it is or is in; None for nothing."""
+    holder: nn.Module = stage
+    for part in path.split(".") if path else []:
+        found = holder._modules.get(part)
+        if found is None or not isinstance(found, KeepsExtraState):
+            return found
+        holder = found
+    return holder
 
 
 def find_shared(stages: Sequence[Stage]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from torch_lms.stages.extra_state import KeepsExtraState
 from torch_lms.stages.installation import KINDS, Container
 
 __all__ = ["merge"]
@@ -78,6 +79,8 @@ def merge(into: nn.Module, parts: Sequence[nn.Module]) -> None:
         vars(into)[kind] = _Linked(entries, others)
     for part in parts:
         into._non_persistent_buffers_set |= part._non_persistent_buffers_set
+        if isinstance(into, KeepsExtraState):
+            into.share_extra_state(part)
 
 
 def _one_of(given: Sequence[nn.Module]) -> nn.Module | None:

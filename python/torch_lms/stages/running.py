@@ -12,6 +12,7 @@ from torch import nn
 from torch_lms._torch_compat import tree_map
 from torch_lms.errors import PartitionError
 from torch_lms.stages.arguments import bind_arguments
+from torch_lms.stages.extra_state import KeepsExtraState
 from torch_lms.stages.installation import sort_entries
 from torch_lms.stages.merging import merge
 from torch_lms.stages.placement import own_rank
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["Stages", "run_stages"]
 
 
-class Stages(nn.Module, Sequence[Stage]):
+class Stages(KeepsExtraState, Sequence[Stage]):
     """The stages of a model, in order, which together are a module that runs and trains as the model does.
 
         stages = torch_lms.create_balanced_partition(model, ["cuda:0", "cuda:1"], ids)

@@ -13,6 +13,7 @@ from torch import fx, nn
 from torch_lms.errors import PartitionError
 from torch_lms.profile.graph_code import Generated, GraphCode
 from torch_lms.stages.arguments import Argument
+from torch_lms.stages.extra_state import KeepsExtraState
 from torch_lms.stages.modes import refuse_mode
 from torch_lms.stages.placement import Placement
 
@@ -104,7 +105,7 @@ class _Own:
         raise AttributeError(f"expected a module, parameter or buffer {name!r} in stage {stage.index}, found none")
 
 
-class Stage(Generated):
+class Stage(KeepsExtraState, Generated):
     """A part of a model, with generated code.
 
     Attributes:
