@@ -7,8 +7,9 @@ import pickle
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +22,7 @@ from torch_lms.memory_sizes import parse_bytes
 from torch_lms.partition.costs import CostGraph, CostModel, DataParallel, DeviceSpec, optimizer_multiplier, slower_of
 from torch_lms.partition.interface import Algorithm, Partition, PartitionProblem
 from torch_lms.partition.link_spec import LinkSpec
-from torch_lms.partition.partitioning import partition
+from torch_lms.partition.partitioning import check_algorithm, partition
 from torch_lms.partition.recompute_and_swap import RecomputeAndSwap
 from torch_lms.partition.relief import KEEP_ALL, MemoryRelief
 from torch_lms.partition.steps import TrainingStep
@@ -74,7 +75,7 @@ class BalanceConfig:
         init_fn: initialises modules of a model on the meta device.
 
     Raises:
-        ValueError: for a cap that is not positive, or a speed that is not positive and finite.
+        ValueError: for a cap that is not positive, a speed that is not positive and finite, or another type.
         LimitError: for a text that is no size.
     """
 
@@ -89,17 +90,42 @@ class BalanceConfig:
     init_fn: Callable[[nn.Module], None] | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.memory_cap_bytes, str):
-            parse_bytes(self.memory_cap_bytes, total_bytes=_ANY_DEVICE_BYTES)
-        elif self.memory_cap_bytes is not None and self.memory_cap_bytes <= 0:
+        self._check_types()
+        cap = self.memory_cap_bytes
+        if isinstance(cap, str):
+            parse_bytes(cap, total_bytes=_ANY_DEVICE_BYTES)
+        elif cap is not None and (isinstance(cap, bool) or not isinstance(cap, Integral) or cap <= 0):
             raise ValueError(
-                f"expected a positive memory cap, found {self.memory_cap_bytes}; None means the device's own"
+                f"expected a positive memory cap in bytes or a text such as '40GiB', found {cap!r}; None means the "
+                "device's own"
             )
         for name, speed in (self.speeds or {}).items():
-            if not isinstance(speed, (int, float)) or not 0 < speed < math.inf:
+            if isinstance(speed, bool) or not isinstance(speed, Real) or not 0 < speed < math.inf:
                 raise ValueError(
                     f"expected a positive and finite speed of {name}, found {speed!r}; 1 is the profiled device's"
                 )
+
+    def _check_types(self) -> None:
+        if self.profile is not None:
+            from torch_lms.profile.profiler import ProfileConfig
+
+            if not isinstance(self.profile, ProfileConfig):
+                raise ValueError(f"expected a ProfileConfig for profile, found {self.profile!r}; give one")
+        for name, kinds, optional in (
+            ("cost", CostModel, False),
+            ("links", (LinkSpec, Mapping), True),
+            ("speeds", Mapping, True),
+            ("materialize", bool, False),
+            ("state_dict", Mapping, True),
+        ):
+            value = getattr(self, name)
+            if not (isinstance(value, kinds) or (optional and value is None)):
+                wanted = " or ".join(kind.__name__ for kind in (kinds if isinstance(kinds, tuple) else (kinds,)))
+                raise ValueError(f"expected a {wanted} for {name}, found {value!r}; give one")
+        if self.relief is not None and (isinstance(self.relief, type) or not hasattr(self.relief, "relieve")):
+            raise ValueError(f"expected KEEP_ALL or a RecomputeAndSwap for relief, found {self.relief!r}; give one")
+        if self.init_fn is not None and not callable(self.init_fn):
+            raise ValueError(f"expected a function of a module for init_fn, found {self.init_fn!r}; give one")
 
 
 @dataclass(frozen=True)
@@ -119,7 +145,7 @@ class BalancedPlan:
 
 def create_balanced_partition(
     model: nn.Module,
-    devices: Sequence[Any],
+    devices: Iterable[Any],
     *sample_input: Any,
     algorithm: str | Algorithm = "auto",
     optimizer: Optimizer = None,
@@ -159,7 +185,7 @@ def create_balanced_partition(
             optimizer is not known, or nothing fits.
         ProfileError: if the model does not run with the sample, or the optimizer makes no step.
     """
-    config = config or BalanceConfig()
+    config = _known(config)
     plan = plan_balanced_partition(
         model, devices, *sample_input, algorithm=algorithm, optimizer=optimizer, config=config, **sample_kwargs
     )
@@ -174,7 +200,7 @@ def create_balanced_partition(
 
 def plan_balanced_partition(
     model: nn.Module | TracedModel,
-    devices: Sequence[Any],
+    devices: Iterable[Any],
     *sample_input: Any,
     algorithm: str | Algorithm = "auto",
     optimizer: Optimizer = None,
@@ -190,11 +216,10 @@ def plan_balanced_partition(
 
     # Made first, as circles are counted: a call that fails on one rank alone must count there, too.
     circle = Circle(find_members(None, "group"), "partition") if _ranks() > 1 else None
-    config = config or BalanceConfig()
-    if not devices:
-        raise PartitionError("expected at least one device, found none; name one for each stage")
+    config, listed = _known(config), _listed(devices)
+    check_algorithm(algorithm)
     config = replace(config, cost=_priced(config.cost, optimizer))
-    places = [_found(place) for place in _placements([str(device) for device in devices])]
+    places = [_found(place) for place in _placements([str(device) for device in listed])]
     traced = model if isinstance(model, TracedModel) else trace(model, sample_input, sample_kwargs)
     if traced.graph_module is None:
         split(traced, {})  # says what could not be traced
@@ -202,15 +227,35 @@ def plan_balanced_partition(
         found_instead = _OTHER_LEVELS.get(traced.level, "one of modules: borders fall between these only")
         warnings.warn(f"expected a graph of operators, found {found_instead}; {'; '.join(traced.notes)}", stacklevel=2)
 
-    names = _names(devices, places)
+    names = _names(listed, places)
 
     def decide() -> tuple[Profile, Partition]:
         measured = None if isinstance(optimizer, str) else optimizer
         settings = _profile_settings(traced.model, names, places, config)
         found = profile(traced, *sample_input, optimizer=measured, config=settings, **sample_kwargs)
-        return found, _partition(found, names, places, _speeds(devices, names, config), algorithm, config)
+        return found, _partition(found, names, places, _speeds(listed, names, config), algorithm, config)
 
     return BalancedPlan(traced, *(decide() if circle is None else _decided_by_the_first_rank(circle, decide)))
+
+
+def _known(config: BalanceConfig | None) -> BalanceConfig:
+    if config is not None and not isinstance(config, BalanceConfig):
+        raise PartitionError(
+            f"expected a BalanceConfig as config, found {type(config).__name__}; a ProfileConfig goes into "
+            "BalanceConfig(profile=...), other settings under their names"
+        )
+    return BalanceConfig() if config is None else config
+
+
+def _listed(devices: Iterable[Any]) -> list[Any]:
+    if isinstance(devices, str) or not isinstance(devices, Iterable):
+        raise PartitionError(
+            f"expected a device for each stage, found {devices!r}; give a list of them, such as ['cpu', 'cpu']"
+        )
+    listed = list(devices)
+    if not listed:
+        raise PartitionError("expected at least one device, found none; name one for each stage")
+    return listed
 
 
 def _decided_by_the_first_rank(

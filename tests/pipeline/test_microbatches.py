@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections import UserDict
 from collections.abc import Callable
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +14,9 @@ from torch_lms.pipeline.boundary import Microbatch
 from torch_lms.pipeline.config import PipelineConfig
 from torch_lms.pipeline.liveness import in_words
 from torch_lms.pipeline.microbatches import cut_batch, name_arguments, to_device
-from torch_lms.pipeline.training import _first_microbatch
+from torch_lms.pipeline.runner import _check_whole
+from torch_lms.pipeline.training import _find_optimizer, _first_microbatch
+from torch_lms.ranks.members import find_own_device
 from torch_lms.stages.arguments import Argument
 
 ARGUMENTS = (
@@ -156,3 +158,39 @@ def test_other_ranks_are_told_what_an_error_began_with(error: Exception, words: 
 def test_a_sample_of_other_arguments_is_refused(sample: Any) -> None:
     with pytest.raises(PipelineError, match=r"expected a sample of the arguments of Linear.forward\(input"):
         _first_microbatch(nn.Linear(2, 2), sample, PipelineConfig(microbatches=2))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"microbatches": "2"}, {"microbatches": 2.0}, {"seed": "a"}, {"bucket_bytes": True}, {"heartbeat_timeout_s": "1"}],
+)
+def test_a_config_takes_numbers(given: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"for {next(iter(given))}, found"):
+        PipelineConfig(**given)
+
+
+def test_whole_names_arguments() -> None:
+    arguments = (Argument("ids"), Argument("mask", parts=("mask_0", "mask_1")))
+    _check_whole(("ids", "mask_1", "mask"), arguments)
+    with pytest.raises(PipelineError, match=r"in whole, among ids, mask, .*found 'other'; leave it out"):
+        _check_whole(("ids", "other"), arguments)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (torch.optim.SGD([torch.ones(1)], lr=0.1), r"pass a function that makes it, such as partial\(torch.optim.SGD"),
+        (3, "the name of an optimizer, or a function of parameters that makes one, found 3"),
+        ("no such", "an optimizer among .*found 'no such'"),
+    ],
+)
+def test_what_makes_no_optimizer_is_refused(given: Any, message: str) -> None:
+    with pytest.raises(PipelineError, match=message):
+        _find_optimizer(given)
+
+
+@pytest.mark.parametrize("device", ["no such", 1.5])
+def test_what_is_no_device_is_refused(device: Any) -> None:
+    members: Any = SimpleNamespace(on_nccl=False)
+    with pytest.raises(PipelineError, match=f"a device such as 'cuda:0', found {device!r}"):
+        find_own_device(members, device)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -11,6 +13,7 @@ from torch import nn
 from torch_lms._torch_compat import has_export
 from torch_lms.errors import PartitionError
 from torch_lms.profile.tracing import trace
+from torch_lms.stages.arguments import Argument
 from torch_lms.stages.cutting import split
 from torch_lms.stages.running import run_stages
 from torch_lms.stages.stage import Stage
@@ -138,3 +141,16 @@ def test_sizes_among_the_values_that_cross_are_known_as_such() -> None:
     stages = halves(Positions(fixed=False), (torch.ones(2, 5, dtype=torch.long),), {}, sources=["export"])
     crossing = dict(zip(stages[1].inputs, stages[0](torch.ones(2, 5, dtype=torch.long)), strict=True))
     assert stages[1].sizes == {name for name, value in crossing.items() if isinstance(value, int)} != set()
+
+
+@pytest.mark.parametrize("value", [float("nan"), np.arange(3), None, "text", (1, 2)])
+def test_a_constant_may_be_given_again_as_an_equal_one(value: Any) -> None:
+    argument = Argument("x", required=False, default=value, constant=True)
+    assert argument.values(copy.deepcopy(value)) == {}
+
+
+@pytest.mark.parametrize(("value", "other"), [(float("nan"), 1.0), (np.arange(3), np.arange(4)), (np.ones(2), 1.0)])
+def test_a_constant_may_not_be_given_as_another(value: Any, other: Any) -> None:
+    argument = Argument("x", required=False, default=value, constant=True)
+    with pytest.raises(PartitionError, match="which is a constant of the graph"):
+        argument.values(other)

@@ -392,3 +392,65 @@ def test_speeds_are_of_the_devices() -> None:
     for speed in (0.0, -1.0, float("nan"), float("inf"), "fast", None):
         with pytest.raises(ValueError, match="expected a positive and finite speed of cpu, found"):
             BalanceConfig(speeds={"cpu": speed})  # type: ignore[dict-item]
+
+
+class Fixed:
+    name, source = "fixed", "here"
+
+    def partition(self, problem: PartitionProblem) -> Any:
+        return None
+
+
+ARGUMENTS: list[tuple[dict[str, Any], str]] = [
+    ({"devices": 2}, r"a device for each stage, found 2; give a list"),
+    ({"devices": "cpu"}, r"a device for each stage, found 'cpu'; give a list"),
+    ({"devices": iter([])}, "at least one device, found none"),
+    ({"config": QUICK.profile}, r"a BalanceConfig as config, found ProfileConfig; a ProfileConfig goes into"),
+    ({"config": {}}, "a BalanceConfig as config, found dict"),
+    ({"algorithm": None}, "the name of an algorithm or an object with a method partition, found None"),
+    ({"algorithm": Fixed}, "the name of an algorithm .* or make an object of a class"),
+    ({"algorithm": Fixed()}, r"a Partition from the algorithm .*, found None"),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), ARGUMENTS)
+def test_wrong_arguments_are_named(given: dict[str, Any], message: str) -> None:
+    options = {"devices": ["cpu", "cpu"], "config": QUICK, **given}
+    with pytest.raises(PartitionError, match=f"expected {message}"):
+        create_balanced_partition(Unequal(), options.pop("devices"), IDS, **options)
+
+
+def test_devices_may_come_one_by_one() -> None:
+    made = create_balanced_partition(Unequal(), (device for device in ("cpu", "cpu")), IDS, config=QUICK)
+    assert len(made) == 2
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"profile": 3},
+        {"cost": None},
+        {"links": 3},
+        {"speeds": [1, 2]},
+        {"speeds": {"cpu": True}},
+        {"memory_cap_bytes": True},
+        {"memory_cap_bytes": 1.5},
+        {"relief": 3},
+        {"materialize": 1},
+        {"state_dict": 3},
+        {"init_fn": 3},
+    ],
+)
+def test_a_config_checks_its_types(given: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"expected .*found"):
+        BalanceConfig(**given)
+
+
+class Nothing(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def test_a_model_that_computes_nothing_is_named_so() -> None:
+    with pytest.raises(PartitionError, match="a graph with operations to cut, found none"):
+        create_balanced_partition(Nothing(), ["cpu"], torch.ones(2), config=QUICK)

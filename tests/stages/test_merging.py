@@ -12,12 +12,13 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from torch_lms.errors import PartitionError
 from torch_lms.pipeline.states import names_of
 from torch_lms.profile.constraints import COMPUTED
 from torch_lms.profile.tracing import trace
 from torch_lms.stages.cutting import split
 from torch_lms.stages.materialize import materialize
-from torch_lms.stages.running import Stages
+from torch_lms.stages.running import Stages, run_stages
 from torch_lms.stages.state_dicts import merge_state_dicts
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
@@ -199,7 +200,7 @@ def test_a_state_dict_has_the_extra_state_of_opened_modules() -> None:
 
 def test_another_extra_state_than_that_of_the_cut_is_refused() -> None:
     stages = cut_everywhere(Telling("one"))
-    with pytest.raises(RuntimeError, match="expected 'inner._extra_state' as it was when the model was cut"):
+    with pytest.raises(RuntimeError, match=r"expected 'inner\._extra_state' as it was when the model was cut"):
         stages.load_state_dict(Telling("two").state_dict())
     state = Telling("one").state_dict()
     del state["_extra_state"]
@@ -213,3 +214,35 @@ def test_hooks_of_state_dicts_that_stages_lack_are_told() -> None:
     model.inner._register_state_dict_hook(lambda *_: None)
     with pytest.warns(UserWarning, match="found some of inner, which the stages"):
         cut_everywhere(model)
+
+
+def test_stages_are_all_of_a_model_in_order() -> None:
+    stages = list(cut_everywhere(other()))
+    for given in ([], stages[1:], stages[:-1], stages[::-1], [stages[0], *stages]):
+        for run in (Stages, lambda given: run_stages(given, X)):
+            with pytest.raises(PartitionError, match=r"stages of a model in order, found .*; give what split"):
+                run(given)
+    with pytest.raises(PartitionError, match="expected stages, found Linear"):
+        Stages([nn.Linear(2, 2)])  # type: ignore[list-item]
+
+
+def test_only_stages_are_materialised() -> None:
+    with pytest.raises(PartitionError, match="expected a Stage, found Linear"):
+        materialize(nn.Linear(2, 2), "cpu")  # type: ignore[arg-type]
+
+
+class Shadowed(nn.Module):
+    def forward(self, torch: Any) -> Any:
+        return torch * 2
+
+
+def test_what_cannot_be_cut_is_told() -> None:
+    nothing: Any = None
+    with pytest.raises(PartitionError, match="a TracedModel or a GraphModule to cut, found NoneType"):
+        split(nothing, {})
+    found = trace(Shadowed(), (X,))
+    with pytest.raises(PartitionError, match="arguments with other names than 'torch'"):
+        split(found, {"mul": 0})
+    for stage in ("0", 0.0, None):
+        with pytest.raises(PartitionError, match=f"the number of a stage for 'mul', found {stage!r}; count from 0"):
+            split(found, {"mul": stage})  # type: ignore[dict-item]

@@ -157,3 +157,9 @@ def test_who_stops_a_command_sees_no_traceback(
     monkeypatch.setattr("torch_lms.cli.partition.partition", stop)
     assert main(["partition", str(profile), "--stages", "2"]) == 130
     assert "torch_lms: stopped" in capsys.readouterr().err
+
+
+def test_a_speed_that_is_no_number_names_its_word(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["partition", str(profile), "--stages=2", "--speed=1,fast"])
+    assert "expected numbers for --speed, found 'fast'" in capsys.readouterr().err

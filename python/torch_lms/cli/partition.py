@@ -105,9 +105,9 @@ def _problem(given: argparse.Namespace) -> PartitionProblem:
             f"{given.devices!r}; correct them"
         )
     caps = _each(given.cap, names, "--cap") if given.cap else [None] * len(names)
-    speeds = _each(given.speed, names, "--speed")
+    speeds = [_speed(value) for value in _each(given.speed, names, "--speed")]
     devices = tuple(
-        DeviceSpec(name=name, memory_cap_bytes=None if cap is None else parse_bytes(cap), speed=float(speed))
+        DeviceSpec(name=name, memory_cap_bytes=None if cap is None else parse_bytes(cap), speed=speed)
         for name, cap, speed in zip(names, caps, speeds, strict=True)
     )
     rate = given.link_gb_per_s
@@ -152,6 +152,13 @@ def _each(given: str, names: list[str], word: str) -> list[str]:
     if len(values) not in (1, len(names)):
         raise ValueError(f"expected 1 or {len(names)} values for {word}, found {len(values)}; one for each stage")
     return values * (len(names) // len(values))
+
+
+def _speed(given: str) -> float:
+    try:
+        return float(given)
+    except ValueError as error:
+        raise ValueError(f"expected numbers for --speed, found {given!r}; 1 is the profiled device's") from error
 
 
 def _lines(problem: PartitionProblem, made: Partition) -> list[str]:

@@ -69,6 +69,10 @@ class PartitionProblem:
                 f"expected one device for each of {self.stages} stages, found {len(self.devices)}; "
                 "name each device once for each of its stages"
             )
+        if not len(self.units):
+            raise PartitionError(
+                "expected a graph with operations to cut, found none; the model computes nothing of its arguments"
+            )
         if self.stages > len(self.units):
             raise PartitionError(
                 f"expected at most as many stages as nodes that compute, found {self.stages} stages for "

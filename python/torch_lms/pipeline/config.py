@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral, Real
 
 import torch
 
@@ -64,6 +65,15 @@ class PipelineConfig:
             )
         if isinstance(self.whole, str):
             raise ValueError(f"expected names in whole, found the text {self.whole!r}; take ({self.whole!r},)")
+        self._check_numbers()
+
+    def _check_numbers(self) -> None:
+        for name in ("microbatches", "bucket_bytes", "seed"):
+            value = getattr(self, name)
+            if (isinstance(value, bool) or not isinstance(value, Integral)) and (name != "seed" or value is not None):
+                raise ValueError(f"expected a whole number for {name}, found {value!r}; give one")
+        if isinstance(self.heartbeat_timeout_s, bool) or not isinstance(self.heartbeat_timeout_s, Real):
+            raise ValueError(f"expected seconds for heartbeat_timeout_s, found {self.heartbeat_timeout_s!r}; give some")
         if self.microbatches < 1 or self.bucket_bytes < 1 or self.heartbeat_timeout_s <= 0:
             raise ValueError(
                 f"expected positive microbatches, bucket_bytes and heartbeat_timeout_s, found {self}; give at least 1"

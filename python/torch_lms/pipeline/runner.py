@@ -36,6 +36,7 @@ from torch_lms.ranks.circle import Circle
 from torch_lms.ranks.members import Members, find_members, find_own_device
 from torch_lms.schedules.actions import Schedule
 from torch_lms.schedules.traffic import StageTimes, expected_us
+from torch_lms.stages.arguments import Argument
 from torch_lms.stages.materialize import materialize
 from torch_lms.stages.placement import find_device
 from torch_lms.stages.stage import Stage
@@ -118,6 +119,7 @@ class Pipeline:
         replicas = None if data_parallel is None else find_members(data_parallel, "data_parallel")
         self.rank, self.ranks = self._members.place, self._members.count
         self._arguments, self._stage_count, self._names = stages[0].arguments, len(stages), names_of(stages)
+        _check_whole(self.config.whole, self._arguments)
         self._step, self._evaluations, self._has_loss_function = 0, 0, loss is not None
         self._replica = (0, 1) if replicas is None else (replicas.place, replicas.count)
         self._connect(replicas, find_own_device(self._members, device))
@@ -407,6 +409,16 @@ class Pipeline:
         for rank, text in zip(self._members.ranks, told, strict=False):
             if text is not None:
                 raise PipelineError(f"expected all ranks to be ready, found that rank {rank} failed: {text}")
+
+
+def _check_whole(whole: Sequence[str], arguments: Sequence[Argument]) -> None:
+    """Looks whether the model has arguments of these names."""
+    known = {name: None for argument in arguments for name in (argument.name, *argument.parts)} | {_TARGET: None}
+    unknown = [name for name in whole if name not in known]
+    if unknown:
+        raise PipelineError(
+            f"expected names of arguments in whole, among {', '.join(known)}, found {unknown[0]!r}; leave it out"
+        )
 
 
 def _expected_times_us(stages: Sequence[Stage]) -> StageTimes | None:

@@ -181,6 +181,16 @@ class TrainingPipeline(Pipeline):
 def _find_optimizer(given: str | MakeOptimizer | None) -> MakeOptimizer | None:
     if given is None or callable(given):
         return given
+    if isinstance(given, torch.optim.Optimizer):
+        raise PipelineError(
+            f"expected what makes an optimizer of the parameters of each rank, found a {type(given).__name__} of a "
+            f"model's own; pass a function that makes it, such as partial(torch.optim.{type(given).__name__}, lr=...)"
+        )
+    if not isinstance(given, str):
+        raise PipelineError(
+            f"expected the name of an optimizer, or a function of parameters that makes one, found {given!r}; pass "
+            "such as 'adamw' or partial(torch.optim.AdamW, lr=...)"
+        )
     known = {
         name.lower(): kind
         for name, kind in vars(torch.optim).items()

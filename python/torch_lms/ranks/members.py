@@ -87,6 +87,13 @@ def _group_of(given: Any, name: str) -> Any:
 
 
 def find_own_device(members: Members, given: Any) -> torch.device:
-    """The device that was given for this rank; by default its CUDA device under NCCL, else the CPU."""
+    """The device that was given for this rank; by default its CUDA device under NCCL, else the CPU.
+
+    Raises:
+        PipelineError: if it is no device's name.
+    """
     own = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if members.on_nccl else "cpu"
-    return torch.device(own if given is None else given)
+    try:
+        return torch.device(own if given is None else given)
+    except (RuntimeError, TypeError) as error:
+        raise PipelineError(f"expected a device such as 'cuda:0', found {given!r}; name one of this rank") from error

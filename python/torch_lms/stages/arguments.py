@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx
 
@@ -65,15 +66,22 @@ class Argument:
 
 
 def _check_constant(name: str, expected: Any, found: Any) -> None:
-    try:
-        same = found is expected or bool(expected == found)
-    except (RuntimeError, ValueError, TypeError):  # a tensor or an array is not simply equal or not
-        same = False
-    if not same:
+    if not _is_same(expected, found):
         raise PartitionError(
             f"expected {name}={expected!r}, which is a constant of the graph, found {_shown(found)}; "
             "trace the model again for this value"
         )
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if one is other or (isinstance(one, float) and isinstance(other, float) and one != one and other != other):
+        return True  # a number that is none is not equal to itself
+    try:
+        if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+            return one.dtype == other.dtype and np.array_equal(one, other)
+        return bool(one == other)
+    except (RuntimeError, ValueError, TypeError):  # a tensor is not simply equal or not
+        return False
 
 
 def _shown(value: Any) -> str:

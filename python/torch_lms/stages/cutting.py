@@ -12,6 +12,7 @@ that uses it. Parameters keep the names that they have in the model, so that sta
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from torch import fx, nn
@@ -94,7 +95,11 @@ def split(
 def _graph_module(traced: Any) -> fx.GraphModule:
     if isinstance(traced, fx.GraphModule):
         return traced
-    graph_module = traced.graph_module
+    graph_module = getattr(traced, "graph_module", traced)
+    if graph_module is traced:
+        raise PartitionError(
+            f"expected a TracedModel or a GraphModule to cut, found {type(traced).__name__}; trace the model first"
+        )
     if not isinstance(graph_module, fx.GraphModule):
         notes = "; ".join(traced.notes) or "no reason noted"
         raise PartitionError(
@@ -111,6 +116,10 @@ def _place(graph: fx.Graph, stage_of: Mapping[str, int]) -> tuple[dict[fx.Node, 
             continue
         if node.name not in stage_of:
             raise PartitionError(f"expected a stage for each node, found none for {node.name!r}; give it one")
+        if not isinstance(stage_of[node.name], Integral):
+            raise PartitionError(
+                f"expected the number of a stage for {node.name!r}, found {stage_of[node.name]!r}; count from 0"
+            )
         placed[node] = stage_of[node.name]
         for source in node.all_input_nodes:
             if placed.get(source, -1) > placed[node]:
@@ -142,6 +151,11 @@ def _find_borders(graph: fx.Graph, placed: Mapping[fx.Node, int], count: int) ->
     if starred:
         raise PartitionError(
             f"expected arguments with names, found {starred}; give the model's forward named arguments"
+        )
+    if any(node.target == "torch" for node in arguments):
+        raise PartitionError(
+            "expected arguments with other names than 'torch', which is PyTorch in the code of a stage, found one; "
+            "rename it"
         )
     for index in range(count):
         borders.incoming.append(tuple(node.name for node, last in reach.items() if placed[node] < index <= last))

@@ -48,8 +48,10 @@ def materialize(
         The stage.
 
     Raises:
-        PartitionError: if the device is not there, or something on the meta device got no value.
+        PartitionError: if it is no stage, the device is not there, or something on the meta device got no value.
     """
+    if not isinstance(stage, Stage):
+        raise PartitionError(f"expected a Stage, found {type(stage).__name__}; give one of those that split() makes")
     target = find_device(device)
     fresh = (
         {name for name, value in named_tensors(stage) if value.device.type == "meta"}

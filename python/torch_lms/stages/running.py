@@ -48,6 +48,9 @@ class Stages(KeepsExtraState, Sequence[Stage]):
         partition: that they were made by.
         cost: what it was made for.
 
+    Raises:
+        PartitionError: if they are not all of a model's stages, in order.
+
     Attributes:
         partition: the stage of each node, and what that takes; None where the cut was not planned.
         cost: the schedule and the microbatches that the cut was planned for; None where it was not.
@@ -57,6 +60,7 @@ class Stages(KeepsExtraState, Sequence[Stage]):
         self, stages: Sequence[Stage], *, partition: Partition | None = None, cost: CostModel | None = None
     ) -> None:
         super().__init__()
+        _check_complete(stages)
         self.partition = partition
         self.cost = cost
         self.__stages = list(stages)  # not registered: their names would not be the model's
@@ -128,8 +132,9 @@ def run_stages(stages: Sequence[Stage], *args: Any, **kwargs: Any) -> Any:
         What the model returns, on the last stage's device.
 
     Raises:
-        PartitionError: for arguments that the model does not take, or if a stage belongs to another rank.
+        PartitionError: for arguments that the model does not take, or if a stage is missing or belongs to another rank.
     """
+    _check_complete(stages)
     _check_here(stages)
     values = bind_arguments(stages[0].arguments, args, kwargs)
     result: Any = ()
@@ -160,6 +165,18 @@ def to_stage(value: Any, stage: Stage) -> Any:
         return item.to(device, non_blocking=item.is_cuda and device.type == "cuda")
 
     return tree_map(move, value)
+
+
+def _check_complete(stages: Sequence[Stage]) -> None:
+    wrong = next((stage for stage in stages if not isinstance(stage, Stage)), None)
+    if wrong is not None:
+        raise PartitionError(f"expected stages, found {type(wrong).__name__}; give those that split() makes")
+    found = [stage.index for stage in stages]
+    count = stages[0].count if found else 1
+    if found != list(range(count)):
+        raise PartitionError(
+            f"expected all {count} stages of a model in order, found {found or 'none'}; give what split() returned"
+        )
 
 
 def _check_here(stages: Sequence[Stage]) -> None:
