@@ -66,7 +66,16 @@ def test_file_comes_back_equal(tmp_path: object) -> None:
         ("[]", f"version {VERSION}"),
         (json.dumps({"version": VERSION - 1}), f"found {VERSION - 1}"),
         (json.dumps({"version": VERSION, "colour": "blue"}), "colour"),
-        (json.dumps({**json.loads(PROFILE.to_json()), "nodes": [{"shape": 1}]}), "shape"),
+        (
+            json.dumps({**json.loads(PROFILE.to_json()), "nodes": [{"shape": 1}]}),
+            r"no field profile\.nodes\[0\]\.shape",
+        ),
+        (PROFILE.to_json().replace('"step_us": 8.0', '"step_us": NaN'), "NaN is no JSON number"),
+        (PROFILE.to_json().replace('"step_us": 8.0', '"step_us": "8"'), r"a number of at least 0 at profile\.step_us"),
+        (PROFILE.to_json().replace('"step_us": 8.0,', ""), r"a field profile\.step_us, found none"),
+        (json.dumps({**json.loads(PROFILE.to_json()), "trainable": "all"}), r"a list at profile\.trainable"),
+        (json.dumps({**json.loads(PROFILE.to_json()), "storage_bytes": {"x": None}}), r"profile\.storage_bytes\.x"),
+        (json.dumps({**json.loads(PROFILE.to_json()), "storage_bytes": []}), r"an object at profile\.storage_bytes"),
     ],
 )
 def test_what_is_no_profile_is_refused(text: str, words: str) -> None:

@@ -21,7 +21,7 @@ from torch_lms.errors import PlanError
 if TYPE_CHECKING:
     from typing import Self
 
-__all__ = ["Document", "Range", "ascending", "read_text"]
+__all__ = ["Document", "Range", "ascending", "read_object", "read_text", "refuse_constant"]
 
 
 class Document:
@@ -48,7 +48,7 @@ class Document:
             PlanError: for text that is no such document of this version, naming the field.
         """
         try:
-            document = json.loads(text, parse_constant=_refuse_constant)
+            document = json.loads(text, parse_constant=refuse_constant)
         except (ValueError, RecursionError) as error:
             raise PlanError(
                 f"expected {cls.FORMAT} as JSON, found text that is not: {error}; write the file again"
@@ -65,7 +65,7 @@ class Document:
         added = {} if version == cls.VERSION else cls.ADDED[version]
         if known := sorted(added.keys() & document.keys()):
             raise PlanError(f"expected no field {cls.FORMAT}.{known[0]} in version {version}, found one; take it out")
-        made: Self = _read_object(cls, {**document, **added}, cls.FORMAT)
+        made: Self = read_object(cls, {**document, **added}, cls.FORMAT)
         return made
 
     def save(self, path: str | Path) -> None:
@@ -124,7 +124,8 @@ def ascending(values: Sequence[int]) -> bool:
     return all(one < other for one, other in pairwise(values))
 
 
-def _refuse_constant(name: str) -> NoReturn:
+def refuse_constant(name: str) -> NoReturn:
+    """Refuses NaN and infinities, which Python's JSON would read."""
     raise ValueError(f"{name} is no JSON number")
 
 
@@ -134,10 +135,14 @@ def _reader(kind: Any) -> Callable[[Any, str], Any]:
     origin, parts = get_origin(kind), get_args(kind)
     if origin is tuple:
         return partial(_read_list, _reader(parts[0]))
+    if origin is frozenset:
+        return partial(_read_set, _reader(parts[0]))
+    if origin is Mapping:
+        return partial(_read_mapping, _reader(parts[1]))
     if origin is UnionType:
         return partial(_read_optional, _reader(parts[0]))
     plain, asked = parts if origin is Annotated else (kind, () if kind is str else Range())
-    return partial(_PLAIN[plain], asked) if plain in _PLAIN else partial(_read_object, plain)
+    return partial(_PLAIN[plain], asked) if plain in _PLAIN else partial(read_object, plain)
 
 
 @lru_cache
@@ -147,13 +152,23 @@ def _readers(kind: type) -> dict[str, Callable[[Any, str], Any]]:
     return {field.name: _reader(hints[field.name]) for field in fields(kind)}
 
 
-def _read_object(kind: type, value: Any, path: str) -> Any:
+def read_object(kind: type, value: Any, path: str) -> Any:
+    """A dataclass from what JSON has of it.
+
+    Args:
+        kind: the dataclass.
+        value: what was read.
+        path: of the value in its document.
+
+    Raises:
+        PlanError: for a field that is missing, unknown, or not of its type or in its range.
+    """
     readers = _readers(kind)
-    given = {name: read(_take(value, name, path), f"{path}.{name}") for name, read in readers.items()}
     known = {*readers, "format", "version"} if issubclass(kind, Document) else readers
-    for name in value:
+    for name in value if isinstance(value, dict) else ():
         if name not in known:
             raise PlanError(f"expected no field {path}.{name}, found one; take it out")
+    given = {name: read(_take(value, name, path), f"{path}.{name}") for name, read in readers.items()}
     try:
         return kind(**given)
     except PlanError as error:
@@ -176,6 +191,16 @@ def _read_list(read: Callable[[Any, str], Any], value: Any, path: str) -> tuple[
     if not isinstance(value, list):
         raise PlanError(f"expected a list at {path}, found {_short(value)}; correct this field")
     return tuple(read(one, f"{path}[{at}]") for at, one in enumerate(value))
+
+
+def _read_set(read: Callable[[Any, str], Any], value: Any, path: str) -> frozenset[Any]:
+    return frozenset(_read_list(read, value, path))
+
+
+def _read_mapping(read: Callable[[Any, str], Any], value: Any, path: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise PlanError(f"expected an object at {path}, found {_short(value)}; correct this field")
+    return {name: read(one, f"{path}.{name}") for name, one in value.items()}
 
 
 def _read_text(among: Sequence[str], value: Any, path: str) -> str:

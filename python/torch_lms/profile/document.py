@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from torch_lms.errors import ProfileError
+from torch_lms.errors import PlanError, ProfileError
+from torch_lms.plan.fields import read_object, refuse_constant
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -160,19 +161,20 @@ class Profile:
         """Reads what `to_json` wrote.
 
         Raises:
-            ProfileError: for text that is no profile, or one of another version.
+            ProfileError: for text that is no profile, or one of another version, naming the field.
         """
         try:
-            document = json.loads(text)
-        except json.JSONDecodeError as error:
+            document = json.loads(text, parse_constant=refuse_constant)
+        except (ValueError, RecursionError) as error:
             raise ProfileError(f"expected a profile as JSON, found text that is not: {error}; profile again") from error
         version = document.get("version") if isinstance(document, dict) else None
         if version != VERSION:
             raise ProfileError(f"expected a profile of version {VERSION}, found {version!r}; profile the model again")
         try:
-            return cls(**{name: _READERS.get(name, _same)(value) for name, value in document.items()})
-        except (TypeError, AttributeError) as error:
-            raise ProfileError(f"expected the fields of a profile, found others: {error}; profile again") from error
+            made: Profile = read_object(cls, document, "profile")
+        except PlanError as error:
+            raise ProfileError(f"{error} (or profile the model again)") from error
+        return made
 
     def save(self, path: str | Path) -> None:
         """Writes the document to a file."""
@@ -192,21 +194,3 @@ class Profile:
         from torch_lms.profile.table import profile_table
 
         return profile_table(self, limit)
-
-
-def _same(value: Any) -> Any:
-    return value
-
-
-def _node(document: Mapping[str, Any]) -> NodeProfile:
-    tuples = {name for name, kind in ((field_.name, field_.type) for field_ in fields(NodeProfile)) if "tuple" in kind}
-    values: dict[str, Any] = {name: tuple(value) if name in tuples else value for name, value in document.items()}
-    return NodeProfile(**values)
-
-
-_READERS: Mapping[str, Any] = {
-    "nodes": lambda nodes: tuple(_node(node) for node in nodes),
-    "links": lambda links: tuple(LinkProfile(**link) for link in links),
-    "notes": tuple,
-    "trainable": frozenset,
-}
