@@ -3,7 +3,7 @@
 Note [Chunks that stay]
 What lies on the device is updated there at once; everything else has to stream through it. How much room there is for
 chunks that stay is known when a step has been seen: its peak, with all masters on the host as far as these fit, is what
-everything else needs (the seed, section 6.3: its warm-up iteration). The first step is not counted: libraries try
+everything else needs (the warm-up iteration of PatrickStar). The first step is not counted: libraries try
 their algorithms in it. Then the chunks that are updated last in a backward stay, as many as there is room for: nothing
 is left to hide their streams behind.
 """

@@ -1,6 +1,6 @@
 """States of tensors in chunks.
 
-Source: the seed, section 6.2 (PatrickStar). The diagram and the table stand in this package's README.
+Source: PatrickStar (arXiv 2108.05818). The diagram and the table stand in this package's README.
 """
 
 from __future__ import annotations

@@ -41,7 +41,8 @@ class FitConfig:
 
     Attributes:
         profile: how often and where the model runs. `ProfileConfig.pieces` is for models that do not fit the device.
-        rates: of a device that is not there: then nothing is run, and times follow from sizes.
+        rates: of a device that is not there: then nothing is run, and times follow from sizes. Models on the meta
+            device need them.
         min_bytes: smaller storages stay where they are.
         host_limit: of the host's memory for swapped storages; None for no limit.
         swap: whether storages may leave by a copy.
@@ -76,10 +77,14 @@ def fit(
     Args:
         model: what trains. One that returns its loss is predicted best.
         sample: what it is called with.
-        limit: of the device's memory: bytes, or a text such as ``"20GiB"``.
+        limit: of the device's memory: bytes, or a text such as ``"20GiB"``; no percentage.
         optimizer: of this model, or what makes one of a list of parameters, such as ``torch.optim.AdamW``.
         config: how to measure and plan.
         sample_kwargs: arguments by name.
+
+    Returns:
+        The plan, with its predicted time and peak. It is for reading: `torch_lms.enable` takes plans of running
+        programs alone, which `torch_lms.current_plan` has.
 
     Raises:
         LimitError: if no plan keeps the limit; it states the least limit that one keeps.

@@ -13,7 +13,15 @@ __all__ = ["LinkSpec"]
 
 @dataclass(frozen=True, kw_only=True)
 class LinkSpec:
-    """One direction of the way between two devices; both directions run at once."""
+    """One direction of the way between two devices; both directions run at once.
+
+    Attributes:
+        bytes_per_us: the rate, in bytes per microsecond: 1 GB/s is 1000.
+        latency_us: what each transfer takes besides, in microseconds.
+
+    Raises:
+        PartitionError: for a rate that is not positive, or a latency that is negative or without end.
+    """
 
     bytes_per_us: float = float("inf")
     latency_us: float = 0.0

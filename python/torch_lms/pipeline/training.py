@@ -64,7 +64,8 @@ def train(
             loss = pipeline.step(batch)  # forward, backward and optimizer; a tensor on the last rank, elsewhere None
 
     All ranks of the world call it alike, whatever their group: rank 0 profiles one microbatch, and all pipelines take
-    its partition.
+    its partition. `torch.distributed` has been initialized, and on GPUs the device set. Close the pipeline at the end,
+    or use it in a ``with`` statement.
 
     Args:
         model: on the CPU, on rank 0's device, or on the meta device.
