@@ -2,8 +2,9 @@
 
 Note [Gradients in the place of parameters]
 Once a parameter's last use in backward is over, its bytes are not needed any more: the optimizer makes new ones from
-the master. So its gradient is copied there, and a model needs no memory for gradients (PatrickStar, arXiv 2108.05818). Autograd
-tells when: it accumulates a parameter's gradient when all nodes that contribute to it have run.
+the master. So its gradient is copied there, and a model needs no memory for gradients (PatrickStar,
+arXiv 2108.05818). Autograd tells when: it accumulates a parameter's gradient when all nodes that contribute to it have
+run.
 
 Meanwhile the parameter has no bytes, and its version has changed. Whoever asks for them gets an error, and so does a
 backward of another graph that has saved the parameter. A module that is called
