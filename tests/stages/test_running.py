@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import operator
 import pickle
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -210,3 +211,35 @@ def test_stages_that_were_only_cut_run_where_the_model_is() -> None:
     assert torch.equal(run_stages(cut, x), graph(x))
     assert torch.equal(Stages(cut)(x), graph(x))
     assert Stages(cut).state_dict().keys() == graph.state_dict().keys()
+
+
+class Answer(dict[str, torch.Tensor]):
+    """What some models return: its items are attributes, too."""
+
+    def __getattr__(self, name: str) -> torch.Tensor:
+        return self[name]
+
+
+class Answering(nn.Module):
+    def __init__(self, kind: type[dict[str, Any]], unseen: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.kind, self.unseen = nn.Linear(4, 4), nn.Linear(4, 2), kind, unseen
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        hidden = self.first(x)
+        if self.unseen:  # a graph of torch.export: torch.fx cannot read a value
+            with torch.no_grad():
+                hidden = hidden + x.softmax(-1)
+        return self.kind(logits=self.second(hidden), hidden=hidden)
+
+
+@pytest.mark.parametrize("unseen", [False, True])
+@pytest.mark.parametrize("kind", [Answer, OrderedDict, dict])
+def test_outputs_are_mappings_of_the_model_s_own_type(kind: type[dict[str, Any]], unseen: bool) -> None:
+    x = torch.randn(3, 4)
+    model = Answering(kind, unseen)
+    found = create_balanced_partition(model, ["cpu", "cpu"], x, config=QUICK)(x)
+    expected = model(x)
+    assert type(found) is kind
+    assert list(found) == list(expected)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)

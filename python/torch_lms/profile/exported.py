@@ -20,6 +20,7 @@ from torch_lms.profile.arguments import Sample
 from torch_lms.profile.attributes import Attributes, plain_tensors, refuse_assigned
 from torch_lms.profile.generators import PythonDraws, generators_kept
 from torch_lms.profile.hooks import refuse_backward_hooks
+from torch_lms.profile.mappings import is_own_mapping
 from torch_lms.profile.modes import functions_refused
 from torch_lms.profile.ownership import set_module
 from torch_lms.profile.preserving import contents_kept
@@ -82,7 +83,8 @@ class _Outputs:
             given = {name: item for name, item in items.items() if item is not None}
             return _Made(type(value), {name: self.flatten(item, found) for name, item in given.items()})
         if isinstance(value, Mapping):
-            return {name: self.flatten(item, found) for name, item in value.items()}
+            items = {name: self.flatten(item, found) for name, item in value.items()}
+            return _Made(type(value), items) if is_own_mapping(value) else items
         if value is None or isinstance(value, (bool, int, float, str)):
             return value
         self.unknown.add(type(value).__name__)

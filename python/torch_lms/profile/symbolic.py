@@ -14,6 +14,7 @@ attributes that are assigned.
 from __future__ import annotations
 
 import builtins
+import dataclasses
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -32,6 +33,7 @@ from torch_lms.profile.attributes import Attributes, plain_tensors, refuse_assig
 from torch_lms.profile.calls import LEAVING, READS, has_tensors, property_of, target_of
 from torch_lms.profile.generators import PythonDraws, generators_kept
 from torch_lms.profile.hooks import has_backward_hooks, refuse_backward_hooks
+from torch_lms.profile.mappings import is_own_mapping
 from torch_lms.profile.modes import Modes
 from torch_lms.profile.names import check_name
 from torch_lms.profile.ownership import set_module
@@ -192,6 +194,8 @@ class _Tracer(fx.Tracer):
         """What stands for a value as the argument of a node; see Note [Nothing is computed while tracing]."""
         if isinstance(a, torch.Tensor) and id(a) not in self._names and a not in self.tensor_attrs:
             self._check_constant(a)
+        if is_own_mapping(a) and not dataclasses.is_dataclass(a):
+            return self.create_node("call_function", type(a), (), {name: self.create_arg(a[name]) for name in a})
         return super().create_arg(a)
 
     def _check_constant(self, value: torch.Tensor) -> None:
