@@ -93,6 +93,9 @@ make_environment() {
   python=$(find_python)
   made_for="$venv for $("$python" -VV)"
   if [ "$made_for" != "$(cat "$venv/made-for" 2>/dev/null)" ]; then
+    [[ ! -e $venv/pyvenv.cfg || -e $venv/made-for ]] ||
+      fail "expected an environment of these scripts in $venv, or none, found another; move it away, or remove it" ||
+      return
     "$python" -m venv --clear "$venv" && echo "$made_for" >"$venv/made-for" || return
   fi
   if cat build_scripts/requirements*.txt | cmp --quiet - "$stamp"; then
