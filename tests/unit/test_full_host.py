@@ -310,6 +310,9 @@ def test_what_has_no_room_before_a_fork_is_refused_in_the_child() -> None:
     assert found
 
 
+tells_of_writes = pytest.mark.skipif(not core.has_materializer, reason="nothing tells of the write before PyTorch 2.13")
+
+
 class Written:
     """Another extension writes, outside of ops, to what an op made; in the first steps it does not."""
 
@@ -329,6 +332,7 @@ class Written:
 @counts_exactly
 @one_thread()
 @foreign_code.needs_compiler
+@tells_of_writes
 def test_what_another_extension_writes_is_not_dropped_where_the_host_is_full() -> None:
     check_bit_equal(lambda: training(Written()))
 
@@ -336,6 +340,7 @@ def test_what_another_extension_writes_is_not_dropped_where_the_host_is_full() -
 @counts_exactly
 @one_thread()
 @foreign_code.needs_compiler
+@tells_of_writes
 def test_what_another_extension_begins_to_write_is_not_made_again_as_it_was() -> None:
     def begin() -> Step:
         return training(Written(from_step=5))
@@ -350,6 +355,7 @@ def test_what_another_extension_begins_to_write_is_not_made_again_as_it_was() ->
 @counts_exactly
 @one_thread()
 @foreign_code.needs_compiler
+@tells_of_writes
 def test_what_another_extension_wrote_in_a_recorded_step_is_not_planned_to_be_made_again() -> None:
     def begin() -> Step:
         return training(Written())
