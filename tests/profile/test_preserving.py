@@ -17,9 +17,11 @@ from torch.nn import functional
 
 from torch_lms._torch_compat import has_export
 from torch_lms.errors import ProfileError
-from torch_lms.fitting import FitConfig, fit
 from torch_lms.profile.profiler import ProfileConfig, profile
 from torch_lms.profile.tracing import trace
+
+if has_export():
+    from torch_lms.fitting import FitConfig, fit
 
 QUICK = ProfileConfig(warmup_runs=0, timed_runs=1, links=False, progress=False)
 X = torch.arange(12).view(3, 4)
@@ -113,14 +115,18 @@ WAYS: dict[str, Callable[[Net], Any]] = {
 }
 
 
+def skip_unless_there(way: str) -> None:
+    if way in ("fit", "export", "recorded") and not has_export():
+        pytest.skip(f"there is no {way} with this PyTorch")
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     "between",
     [assigns, collects, writes, norms_a_weight, draws, draws_from_its_own, reads_a_value, fails],
 )
 def test_the_model_is_left_as_it_was(between: Callable[..., torch.Tensor], way: str) -> None:
-    if way in ("export", "recorded") and not has_export():
-        pytest.skip("this PyTorch has no torch.export")
+    skip_unless_there(way)
     net = Net(between)
     before = state_of(net)
     with contextlib.suppress(ProfileError):
@@ -130,6 +136,7 @@ def test_the_model_is_left_as_it_was(between: Callable[..., torch.Tensor], way: 
 
 @pytest.mark.parametrize("way", ["profile", "profile as it runs", "fit"])
 def test_a_weight_that_its_embedding_keeps_small_is_left_as_it_was(way: str) -> None:
+    skip_unless_there(way)
     net = Net(lambda _net, x: x)
     net.embed.max_norm = 0.1
     before = state_of(net)
@@ -139,11 +146,13 @@ def test_a_weight_that_its_embedding_keeps_small_is_left_as_it_was(way: str) -> 
 
 @pytest.mark.parametrize("way", ["profile", "profile as it runs", "fit"])
 def test_what_a_first_run_makes_is_there_in_the_next_ones(way: str) -> None:
+    skip_unless_there(way)
     net = Net(writes_once)
     WAYS[way](net)
     assert not hasattr(net, "scale")
 
 
+@pytest.mark.skipif(not has_export(), reason="this PyTorch makes no such graph")
 def test_a_generator_that_only_the_graph_knows_is_left_as_it_was() -> None:
     generator = torch.Generator()
     before = generator.get_state()
