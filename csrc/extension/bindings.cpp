@@ -149,8 +149,8 @@ void bind_queues(py::module_& module) {
       "shutdown",
       [] {
         if (!in_forked_child()) {
-          runtime()
-              .policy.disable(); // what runs later at exit needs no room: nothing goes out then
+          // What runs later at exit needs no room: nothing goes out then.
+          runtime().policy.disable();
           stop_at_exit(runtime().pager.out_queue());
           stop_at_exit(runtime().pager.in_queue());
         }

@@ -250,8 +250,8 @@ void Observer::end(const at::RecordFunction& record) {
     }
   }
   release_pinned(frame);
-  frame.depth =
-      0; // what Python code has run until now (a signal's, the garbage collector's) is inside
+  // What Python code has run until now (a signal's, the garbage collector's) is inside.
+  frame.depth = 0;
   if (failed != nullptr) {
     std::rethrow_exception(failed); // PyTorch logs it
   }

@@ -70,10 +70,10 @@ void Commits::commit_pageouts(std::vector<KeepAlive>& dropped, const Device* all
 void Commits::commit_pageins() {
   for (FinishedTransfer& finished : state_.in.take_finished()) {
     try {
-      if (finished.in == nullptr) { // it did not begin, for want of room
-        state_.whereabouts.stays_out(entity_of(finished.entity));
-      } else if (finished.entity->commit_pagein(finished.in)) {
+      if (finished.in != nullptr && finished.entity->commit_pagein(finished.in)) {
         state_.whereabouts.came(entity_of(finished.entity), AccessResult::kPrefetched);
+      } else if (finished.entity->state() == EntityState::kPagedOut) { // for want of room
+        state_.whereabouts.stays_out(entity_of(finished.entity));
       }
     } catch (const std::exception&) { // the next use commits it, or says why not
     }

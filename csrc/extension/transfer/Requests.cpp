@@ -130,8 +130,9 @@ bool Requests::enqueue_prefetch(const EntityPtr& entity) {
   try {
     state_.in.enqueue(entity);
   } catch (const Error&) {
-    entity->cancel_pagein(); // Somebody is waiting for the queue: not now.
-    state_.whereabouts.stays_out(entity);
+    if (entity->cancel_pagein()) { // Somebody is waiting for the queue: not now.
+      state_.whereabouts.stays_out(entity);
+    }
     return false;
   }
   return true;
