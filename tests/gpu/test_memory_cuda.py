@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 import threading
 from types import ModuleType
 
@@ -399,11 +401,33 @@ def test_disable_brings_everything_back(paged: ModuleType, cleaned: None) -> Non
 
 def test_a_limit_below_what_is_held_already_lets_it_go_out(paged: ModuleType, cleaned: None) -> None:
     held = [filled(16, float(number)) for number in range(8)]
-    limit_bytes = torch.cuda.memory_allocated() - 96 * MIB
+    limit_bytes = torch.cuda.memory_allocated() - 80 * MIB  # room for two of them, and a little more
     paged.enable(limit_bytes)
     assert [extremes(one + 1) for one in held] == [(number + 1.0, number + 1.0) for number in range(8)]
     assert torch.cuda.memory_allocated() <= limit_bytes
     assert paged.stats().limit_exceeded == 0
+
+
+def test_a_limit_leaves_the_share_that_the_program_has_chosen(paged: ModuleType, little_memory: None) -> None:
+    chosen = torch.cuda.get_per_process_memory_fraction()
+    paged.enable("8GiB")  # more than the share
+    assert torch.cuda.get_per_process_memory_fraction() == chosen
+    paged.enable("512MiB")
+    assert torch.cuda.get_per_process_memory_fraction() < chosen
+    paged.disable()
+    assert torch.cuda.get_per_process_memory_fraction() == chosen
+
+
+LOOKED_AT = """
+import torch
+from torch_lms.swap.limits import parse_limits
+torch.cuda.set_per_process_memory_fraction(0.5)
+parse_limits({"cuda": "1GiB"})
+"""
+
+
+def test_a_program_that_only_looked_at_a_device_ends_well() -> None:
+    subprocess.run([sys.executable, "-c", LOOKED_AT], check=True)
 
 
 # --- last, since what it leaves may stay in the allocator ---------------------------------------------

@@ -166,7 +166,7 @@ size_t CudaDevice::total_bytes() const {
 
 void CudaDevice::set_fraction(size_t reserved_bytes) const {
   const auto total = static_cast<double>(total_bytes());
-  const double fraction = std::min(1.0, static_cast<double>(reserved_bytes) / total);
+  const double fraction = std::min(program_fraction_, static_cast<double>(reserved_bytes) / total);
   LimitedCudaAllocator::get().setMemoryFraction(fraction, index_);
 }
 
@@ -222,6 +222,9 @@ std::shared_ptr<TimeMark> CudaDevice::mark_time() {
 
 void CudaDevice::limit(size_t limit_bytes, Room& room) {
   grant(0, 0);
+  if (!has_limit()) {
+    program_fraction_ = allocator::get()->getMemoryFraction(index_);
+  }
   LimitedCudaAllocator::get().install(room, *this);
   // The allocator grows in granules, and checks its limit before it rounds to them.
   const size_t granule = std::min(limit_bytes / 8, size_t{24} << 20);
@@ -231,6 +234,9 @@ void CudaDevice::limit(size_t limit_bytes, Room& room) {
 }
 
 void CudaDevice::unlimit() {
+  if (!has_limit()) {
+    return; // there may be no allocator to ask
+  }
   limit_bytes_.store(0);
   reserved_limit_bytes_.store(SIZE_MAX);
   set_fraction(SIZE_MAX);

@@ -58,12 +58,17 @@ class CudaDevice final : public Device {
 
  private:
   void keep_block_for(void* block, const std::vector<cudaStream_t>& streams) const;
+  bool has_limit() const noexcept {
+    return reserved_limit_bytes_.load() != SIZE_MAX;
+  }
+  /// Never more than the program itself has chosen.
   void set_fraction(size_t reserved_bytes) const;
 
   const c10::DeviceIndex index_;
   std::mutex beyond_mutex_; // of the number and what follows from it
   int beyond_limit_ = 0;
   std::atomic<size_t> reserved_limit_bytes_{SIZE_MAX};
+  double program_fraction_ = 1.0; // of the device's memory, as it was before the limit
   const std::shared_ptr<HostPool> pool_;
   const std::vector<cudaStream_t> pool_streams_;
   CudaTransferBackend* cuda_ = nullptr; // owned by backend_
