@@ -14,7 +14,7 @@ from rich.console import Console
 from tests.plan.traces import gpt_trace
 from torch_lms.cli import main
 from torch_lms.plan import KEEP, Plan, make_plan, simulate
-from torch_lms.plan.explain import draw_plan
+from torch_lms.plan.explain import draw_plan, plan_table
 
 TRACE = gpt_trace(layers=2, width=256, tokens=1024, vocabulary=1000)
 LIMIT = int(simulate(TRACE, []).peak_bytes * 0.5)
@@ -48,7 +48,7 @@ def test_a_plan_that_keeps_all_is_drawn_too(tmp_path: Path) -> None:
 
 def test_the_table_lists_what_leaves(plan: Plan) -> None:
     console = Console(width=200, record=True, file=StringIO())
-    console.print(plan.table(3))
+    console.print(plan_table(plan, 3))
     shown = console.export_text()
     leaving = sorted((one for one in plan.decisions if one.decision != KEEP), key=lambda one: -one.bytes)
     assert leaving[0].op in shown

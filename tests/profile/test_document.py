@@ -9,6 +9,7 @@ import pytest
 from torch_lms.errors import ProfileError
 from torch_lms.profile import LinkProfile, NodeProfile, Profile
 from torch_lms.profile.document import VERSION
+from torch_lms.profile.table import profile_table
 
 LINEAR = NodeProfile(
     name="linear",
@@ -91,7 +92,7 @@ def test_a_storage_that_two_nodes_keep_counts_once() -> None:
 
 def test_table_shows_nodes_sums_links_and_notes() -> None:
     console = pytest.importorskip("rich.console").Console(width=160, record=True, file=io.StringIO())
-    console.print(PROFILE.table())
+    console.print(profile_table(PROFILE))
     text = console.export_text()
     for words in ("linear", "head", "128 B", "whole step 8 us", "cpu to cuda:0: 55.0 GB/s", "note: a note"):
         assert words in text
@@ -99,7 +100,9 @@ def test_table_shows_nodes_sums_links_and_notes() -> None:
 
 def test_table_can_show_the_slowest_nodes_only() -> None:
     console = pytest.importorskip("rich.console").Console(width=160, record=True, file=io.StringIO())
-    console.print(replace(PROFILE, nodes=(INPUT, LINEAR, replace(LINEAR, name="slow", forward_us=99.0))).table(1))
+    console.print(
+        profile_table(replace(PROFILE, nodes=(INPUT, LINEAR, replace(LINEAR, name="slow", forward_us=99.0))), 1)
+    )
     text = console.export_text()
     assert "slow" in text
     assert "again" not in text

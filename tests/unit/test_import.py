@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import re
 import shutil
 import subprocess
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -137,6 +139,42 @@ def test_no_layer_imports_one_above_it(layer: str) -> None:
     files = [PACKAGE / f"{layer}.py"] if (PACKAGE / f"{layer}.py").exists() else sorted((PACKAGE / layer).rglob("*.py"))
     above = set(LAYERS[LAYERS.index(layer) + 1 :])
     assert {str(path): imported_by(path) & above for path in files if imported_by(path) & above} == {}
+
+
+def modules_imported_by(path: Path) -> set[str]:
+    """The modules of torch_lms that a file imports, at its top or inside, or for its types alone."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names & module_files().keys()
+
+
+def module_files() -> dict[str, Path]:
+    """Of all modules but packages, by name."""
+    files = (path for path in PACKAGE.rglob("*.py") if path.stem != "__init__")
+    return {".".join(path.relative_to(PACKAGE_ROOT).with_suffix("").parts): path for path in files}
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    TopologicalSorter({name: modules_imported_by(path) for name, path in module_files().items()}).prepare()
+
+
+def test_the_parts_of_plan_are_told_lower_ones_first() -> None:
+    table = (PACKAGE / "plan/README.md").read_text().partition("## Parts, lower ones first")[2].partition("\n## ")[0]
+    rows = [re.findall(r"`(\w+)`", line.split("|")[1]) for line in table.splitlines() if line.startswith("| `")]
+    row_of = {f"torch_lms.plan.{name}": number for number, names in enumerate(rows) for name in names}
+    files = {name: path for name, path in module_files().items() if name.startswith("torch_lms.plan.")}
+    assert row_of.keys() == files.keys()
+    upward = [
+        (name, other)
+        for name, path in files.items()
+        for other in modules_imported_by(path) & files.keys()
+        if row_of[other] > row_of[name]
+    ]
+    assert upward == []
 
 
 def test_planners_need_no_pytorch() -> None:

@@ -14,7 +14,7 @@ from torch_lms.cli.plan import add_wishes, plan_under
 from torch_lms.errors import PlanError
 from torch_lms.memory_sizes import parse_bytes
 from torch_lms.plan import Plan, Trace
-from torch_lms.plan.explain import draw_plan
+from torch_lms.plan.explain import draw_plan, plan_table
 from torch_lms.plan.fields import read_text
 
 __all__ = ["add_explain", "run_explain"]
@@ -50,7 +50,7 @@ def run_explain(given: argparse.Namespace, console: Console) -> int:
         plan = Plan.from_json(text)
     if given.output:
         draw_plan(plan, given.output)  # first: who reads the table may stop to
-    console.print(plan.table(given.most))
+    console.print(plan_table(plan, given.most))
     if given.output:
         print_line(console, f"wrote {given.output}")
     return 0

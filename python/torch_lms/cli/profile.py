@@ -10,6 +10,7 @@ from rich.console import Console
 from torch_lms.cli.given_model import add_model, check_folders, device_to_profile, given_model, given_optimizer
 from torch_lms.cli.lines import print_line
 from torch_lms.profile import ProfileConfig, profile
+from torch_lms.profile.table import profile_table
 
 __all__ = ["add_profile", "run_profile"]
 
@@ -50,7 +51,7 @@ def run_profile(given: argparse.Namespace, console: Console) -> int:
     found = profile(model, *args, optimizer=optimizer, config=config, **kwargs)
     if given.json is not None:
         found.save(given.json)  # first: who reads the table may stop to
-    console.print(found.table(given.limit))
+    console.print(profile_table(found, given.limit))
     if given.json is not None:
         print_line(console, f"wrote {given.json}")
     return 0

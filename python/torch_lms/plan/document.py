@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from torch_lms.errors import PlanError
 from torch_lms.memory_sizes import GIB, in_gib
@@ -14,9 +14,6 @@ from torch_lms.plan.fields import Document
 from torch_lms.plan.placeholders import Placeholder
 from torch_lms.plan.timeline import IN, Copy
 from torch_lms.plan.trace import TraceOp, check_ops, check_storages
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 __all__ = ["Actions", "Measured", "MethodResult", "Plan", "PlanTimeline", "PlannedStorage", "Predicted"]
 
@@ -207,16 +204,6 @@ class Plan(Document):
         peak, line = self.predicted.peak_bytes, self.timeline
         pairs = zip(line.memory_bytes, line.leaving_bytes, strict=True)
         return [max(0, peak - used + leaving) for used, leaving in pairs]
-
-    def table(self, most: int = 20) -> RenderableType:
-        """The plan for people, as a rich table.
-
-        Args:
-            most: decisions to show, those of the most bytes first.
-        """
-        from torch_lms.plan.explain import plan_table
-
-        return plan_table(self, most)
 
     def __str__(self) -> str:
         """What is decided in total, and what it is predicted to cost, as a short table."""

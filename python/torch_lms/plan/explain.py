@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch_lms.memory_sizes import GIB
 from torch_lms.plan.decision import KEEP
+from torch_lms.plan.document import Plan, PlannedStorage
 from torch_lms.plan.timeline import IN, OUT
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-
-    from torch_lms.plan.document import Plan, PlannedStorage
 
 __all__ = ["draw_plan", "plan_table"]
 
@@ -34,11 +33,11 @@ _COLORS = {
 
 
 def plan_table(plan: Plan, most: int = 20) -> RenderableType:
-    """What is decided in total, and the decisions that free or cost the most.
+    """What is decided in total, and the decisions that free or cost the most, for rich to print.
 
     Args:
         plan: what to show.
-        most: decisions to show.
+        most: decisions to show, those of the most bytes first.
     """
     from rich.console import Group
     from rich.table import Table

@@ -6,13 +6,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torch_lms.errors import PlanError, ProfileError
 from torch_lms.plan.fields import read_object, refuse_constant
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 __all__ = ["LEVELS", "VERSION", "LinkProfile", "NodeProfile", "Profile"]
 
@@ -184,13 +180,3 @@ class Profile:
     def load(cls, path: str | Path) -> Profile:
         """Reads what `save` wrote."""
         return cls.from_json(Path(path).read_text())
-
-    def table(self, limit: int | None = None) -> RenderableType:
-        """The profile for people: what it sums up to, and its nodes in order.
-
-        Args:
-            limit: show only that many nodes, the slowest; None shows all.
-        """
-        from torch_lms.profile.table import profile_table
-
-        return profile_table(self, limit)

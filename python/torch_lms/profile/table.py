@@ -5,17 +5,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from torch_lms.errors import ProfileError
+from torch_lms.profile.document import Profile
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-
-    from torch_lms.profile.document import Profile
 
 __all__ = ["profile_table"]
 
 
 def profile_table(profile: Profile, limit: int | None = None) -> RenderableType:
-    """See `torch_lms.profile.document.Profile.table`.
+    """What a profile sums up to, and its nodes in order, for rich to print.
+
+    Args:
+        profile: what to show.
+        limit: show only that many nodes, the slowest; None shows all.
 
     Raises:
         ProfileError: if `rich` is not installed.
