@@ -81,6 +81,7 @@ def test_a_plan_says_what_it_comes_to() -> None:
         ("ops.0.key", -1, "at torch_lms.plan.ops[0].key, found -1"),
         ("recurring", [True], "expected storages from 0 to 0 at"),
         ("timeline.start_us", [], "in each list of timeline"),
+        ("predicted.peak_bytes", 10**400, "at torch_lms.plan.predicted.peak_bytes, found 1000"),
         ("predicted.step_us", None, "at torch_lms.plan.predicted.step_us, found None"),
     ],
 )

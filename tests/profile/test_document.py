@@ -72,7 +72,10 @@ def test_file_comes_back_equal(tmp_path: object) -> None:
             r"no field profile\.nodes\[0\]\.shape",
         ),
         (PROFILE.to_json().replace('"step_us": 8.0', '"step_us": NaN'), "NaN is no JSON number"),
-        (PROFILE.to_json().replace('"step_us": 8.0', '"step_us": "8"'), r"a number of at least 0 at profile\.step_us"),
+        (
+            PROFILE.to_json().replace('"step_us": 8.0', '"step_us": "8"'),
+            r"a number of at least 0 and below 2\*\*63 at profile\.step_us",
+        ),
         (PROFILE.to_json().replace('"step_us": 8.0,', ""), r"a field profile\.step_us, found none"),
         (json.dumps({**json.loads(PROFILE.to_json()), "trainable": "all"}), r"a list at profile\.trainable"),
         (json.dumps({**json.loads(PROFILE.to_json()), "storage_bytes": {"x": None}}), r"profile\.storage_bytes\.x"),

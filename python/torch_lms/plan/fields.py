@@ -1,13 +1,13 @@
 """Dataclasses as JSON documents, read strictly by their own annotations.
 
 Every field is there, of its type and in its range, and an error names the one that is not. `Annotated` says more of a
-type: a tuple of the words that a text may be, or the `Range` of a number; without one, numbers are at least 0.
+type: a tuple of the words that a text may be, or the `Range` of a number; without one, numbers are at least 0
+and below 2**63.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from functools import lru_cache, partial
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from typing import Self
 
 __all__ = ["Document", "Range", "ascending", "read_object", "read_text", "refuse_constant"]
+
+_TOO_MUCH = 1 << 63  # for the core
 
 
 class Document:
@@ -89,7 +91,7 @@ class Range:
     Attributes:
         least: it is not below this.
         above: and above this; None for no such bound.
-        most: and not above this; None for no such bound.
+        most: and not above this; None for what 64 bits hold with a sign.
     """
 
     least: float = 0
@@ -98,13 +100,14 @@ class Range:
 
     def holds(self, value: float) -> bool:
         """Whether a number is in the range."""
-        above, most = self.above is None or value > self.above, self.most is None or value <= self.most
-        return value >= self.least and above and most
+        above = self.above is None or value > self.above
+        return self.least <= value and above and (value < _TOO_MUCH if self.most is None else value <= self.most)
 
     def __str__(self) -> str:
         if self.most is not None:
             return f"from {self.least} to {self.most}"
-        return f"of at least {self.least:g}" if self.above is None else f"above {self.above:g}"
+        least = f"of at least {self.least:g}" if self.above is None else f"above {self.above:g}"
+        return f"{least} and below 2**63"
 
 
 def read_text(path: str | Path) -> str:
@@ -224,8 +227,7 @@ def _read_integer(asked: Range, value: Any, path: str) -> int:
 
 
 def _read_number(asked: Range, value: Any, path: str) -> float:
-    good = isinstance(value, (int, float)) and not isinstance(value, bool) and _finite(value)
-    if not good or not asked.holds(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not asked.holds(value):
         raise PlanError(f"expected a number {asked} at {path}, found {_short(value)}; correct this field")
     return float(value)
 
@@ -236,13 +238,6 @@ _PLAIN: dict[type, Callable[..., Any]] = {
     int: _read_integer,
     float: _read_number,
 }
-
-
-def _finite(value: float) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # a whole number that no float holds
-        return False
 
 
 def _short(value: Any) -> str:
