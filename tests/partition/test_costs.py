@@ -214,7 +214,8 @@ def test_one_transfer_at_a_time_goes_over_a_link() -> None:
     [
         (lambda: CostModel(time_weight=0.7), "sum to 1"),
         (lambda: CostModel(schedule="zigzag"), "gpipe, 1f1b, interleaved, zero_bubble, found 'zigzag'"),
-        (lambda: CostModel(microbatches=0), "at least 1 microbatch, found 0"),
+        (lambda: CostModel(microbatches=0), "from 1 to 65536 microbatches, found 0"),
+        (lambda: CostModel(microbatches=10**12), "from 1 to 65536 microbatches, found 1000000000000"),
         (lambda: CostModel(memory_buffer=1.0), "memory buffer"),
         (lambda: CostModel(optimizer_multiplier=0.5), "multiplier of at least 1"),
         (lambda: CostModel(input_backward_share=1.5), "share of backward from 0 to 1, found 1.5"),

@@ -121,6 +121,24 @@ def test_a_given_model_is_measured_on_the_meta_device(capsys: pytest.CaptureFixt
     assert "the model is on the meta device" in capsys.readouterr().out
 
 
+def a_layer_of_too_much() -> tuple[torch.nn.Module, tuple[torch.Tensor]]:
+    raise KeyError("width")
+
+
+@pytest.mark.parametrize(
+    ("place", "expected"),
+    [
+        ("..:made", "expected a callable at '..:made', found none: TypeError"),
+        ("no_module_of_this_name:made", "found none: ModuleNotFoundError"),
+        ("os:_exit", "found TypeError: _exit() missing required argument"),
+        (f"{__name__}:a_layer_of_too_much", f"found KeyError: 'width' ({__file__}, line"),
+    ],
+)
+def test_a_model_that_is_not_made_is_told(place: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", "--model", place]) == 1
+    assert expected in " ".join(capsys.readouterr().err.split())
+
+
 @pytest.mark.parametrize("word", ["--tflops", "--memory-gb-per-s", "--link-gb-per-s"])
 def test_rates_that_are_no_numbers_are_refused(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     rates = {"--tflops": "1", "--memory-gb-per-s": "1", "--link-gb-per-s": "1", word: "nan"}

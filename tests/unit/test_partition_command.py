@@ -99,6 +99,8 @@ def test_a_device_may_be_named_for_several_stages(
         (["--stages=2", "--output=stages"], 2, "expected a picture that ends in"),
         (["--devices=cuda:0,cuda:0,cpu", "--speed=0"], 1, "expected a positive and finite speed"),
         (["--stages=2", "--speed=inf"], 1, "expected a positive and finite speed"),
+        (["--stages=7"], 1, "found 7 stages for 6"),
+        (["--stages=99999999"], 2, "expected at most as many stages as the profile has nodes, found 99999999 for 8"),
     ],
 )
 def test_partition_refuses_what_cannot_be(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,12 @@ def _on_meta(values: Any) -> Any:
     return tree_map(lambda one: one.to("meta") if isinstance(one, torch.Tensor) else one, values)
 
 
+def _told(error: Exception) -> str:
+    """An error, and the line that it comes from."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({last.filename}, line {last.lineno})"
+
+
 def _load(place: str) -> tuple[nn.Module, tuple[Any, ...], Mapping[str, Any]]:
     """What the user's callable returns."""
     module_name, _, name = place.partition(":")
@@ -134,12 +141,18 @@ def _load(place: str) -> tuple[nn.Module, tuple[Any, ...], Mapping[str, Any]]:
         target = importlib.import_module(module_name)
         for part in name.split("."):
             target = getattr(target, part)
-    except (ImportError, AttributeError, ValueError) as error:
+    except Exception as error:  # whatever a module does when it is imported
         raise ProfileError(
-            f"expected a callable at {place!r}, found none: {error}; name it as module:callable, from this folder or "
-            "an installed package"
+            f"expected a callable at {place!r}, found none: {_told(error)}; name it as module:callable, from this "
+            "folder or an installed package"
         ) from error
-    made = target() if callable(target) else None
+    try:
+        made = target() if callable(target) else None
+    except Exception as error:
+        raise ProfileError(
+            f"expected {place!r} to return a model when it is called without arguments, found {_told(error)}; correct "
+            "it, or name another callable"
+        ) from error
     if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[0], nn.Module):
         raise ProfileError(
             f"expected {place!r} to return (model, args) or (model, args, kwargs), found {type(made).__name__}; "

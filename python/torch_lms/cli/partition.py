@@ -96,6 +96,11 @@ def _add_prices(group: argparse._ArgumentGroup) -> None:
 
 def _problem(given: argparse.Namespace) -> PartitionProblem:
     profile = _read(given.profile)
+    if (given.stages or 0) > len(profile.nodes):
+        raise ValueError(
+            f"expected at most as many stages as the profile has nodes, found {given.stages} for "
+            f"{len(profile.nodes)}; use fewer stages"
+        )
     names = given.devices.split(",") if given.devices else [f"stage{index}" for index in range(given.stages or 0)]
     if given.stages is None and not given.devices:
         raise ValueError("expected --devices or --stages, found neither; say into how many stages to cut")

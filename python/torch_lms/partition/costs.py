@@ -34,6 +34,7 @@ __all__ = [
 
 PASSIVE_KINDS = ("placeholder", "get_attr", "output")
 _GUESSED_BYTES_PER_US = 1e6
+_MOST_MICROBATCHES = 1 << 16  # each has actions of its own in the schedule
 
 # The RFC's table: how many copies of a parameter training keeps: itself, its gradient and the optimizer's state.
 OPTIMIZER_MULTIPLIERS: Mapping[str, float] = {
@@ -359,8 +360,10 @@ class CostModel:
             )
         if self.schedule not in SCHEDULES:
             raise PartitionError(f"expected a schedule among {', '.join(SCHEDULES)}, found {self.schedule!r}")
-        if self.microbatches < 1:
-            raise PartitionError(f"expected at least 1 microbatch, found {self.microbatches}")
+        if not 1 <= self.microbatches <= _MOST_MICROBATCHES:
+            raise PartitionError(
+                f"expected from 1 to {_MOST_MICROBATCHES} microbatches, found {self.microbatches}; change their number"
+            )
         if not 0 <= self.input_backward_share <= 1:
             raise PartitionError(f"expected a share of backward from 0 to 1, found {self.input_backward_share}")
         if not 0 <= self.transfer_share <= 1:
