@@ -121,6 +121,12 @@ def test_a_given_model_is_measured_on_the_meta_device(capsys: pytest.CaptureFixt
     assert "the model is on the meta device" in capsys.readouterr().out
 
 
+def test_a_model_that_does_not_fit_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["profile", "--device", "cpu", "--layers", "1", "--width", str(1 << 50), "--heads", "1"])
+    assert "expected a model that cpu has room for, found" in capsys.readouterr().err
+
+
 def a_layer_of_too_much() -> tuple[torch.nn.Module, tuple[torch.Tensor]]:
     raise KeyError("width")
 

@@ -111,7 +111,11 @@ def _demo(given: argparse.Namespace) -> tuple[nn.Module, tuple[Any, ...], Mappin
     sizes = {name: getattr(given, name) for name in ("batch", "layers", "width", "heads", "tokens", "image_size")}
     workload = Workload.sized(model=given.model, device=device, steps=1, **sizes)
     batch = workload.build_batches()()
-    return workload.build_model(), tuple(tensor.to(device) for tensor in batch), {}
+    try:
+        return workload.build_model(), tuple(tensor.to(device) for tensor in batch), {}
+    except RuntimeError as error:  # of the allocator
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"expected a model that {device} has room for, found {reason}; take smaller sizes") from error
 
 
 def _check_device(device: str | None) -> None:
