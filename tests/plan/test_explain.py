@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from io import StringIO
+from io import BytesIO, StringIO, TextIOWrapper
 from pathlib import Path
 
 import pytest
@@ -119,3 +119,12 @@ def test_a_plan_is_written_also_where_nobody_reads_it_to_its_end(trace_file: Pat
         ended = subprocess.run(command, stdout=unread, stderr=subprocess.PIPE, text=True, check=False)
     assert Plan.load(written).limit_bytes == LIMIT
     assert "Traceback" not in ended.stderr
+
+
+def test_what_a_terminal_cannot_show_is_no_error(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan.save(tmp_path / "plan.json")
+    shown = BytesIO()
+    monkeypatch.setattr(sys, "stdout", TextIOWrapper(shown, encoding="ascii"))
+    assert main(["explain", str(tmp_path / "plan.json"), f"--output={tmp_path / 'bïld.svg'}"]) == 0
+    sys.stdout.flush()
+    assert b"b?ld.svg" in shown.getvalue()

@@ -18,6 +18,7 @@ from rich.console import Console
 
 import torch_lms
 from benchmarks.render_tables import fill, render_results, render_table
+from tests.unit.fresh_process import run_python
 from torch_lms.cli import main
 from torch_lms.cli.arguments import make_parser, train_options
 from torch_lms.cli.checks import check_runs
@@ -99,6 +100,20 @@ def test_wrong_words_end_with_status_2(capsys: pytest.CaptureFixture[str]) -> No
         main(["train", "--limit=half"])
     assert stopped.value.code == 2
     assert "expected a size such as '24GiB'" in capsys.readouterr().err
+
+
+def test_who_stops_a_command_that_only_begins_sees_no_traceback() -> None:
+    program = (
+        "import sys\n"
+        "class Stop:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'rich.console': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Stop())\n"
+        "from torch_lms.cli import main\n"
+        "sys.exit(main(['doctor']))"
+    )
+    ended = run_python("-c", program)
+    assert (ended.returncode, ended.stderr) == (130, "torch_lms: stopped, as asked\n")
 
 
 # --- data and models -----------------------------------------------------------------------------------

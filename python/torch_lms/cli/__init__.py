@@ -5,10 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
+from io import TextIOWrapper
 
 __all__ = ["main"]
 
 _NEEDED = ("rich", "matplotlib")
+_STOPPED = 130  # as shells have it for SIGINT
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,6 +30,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    from torch_lms.cli import command
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # what a terminal cannot show is no error
+    try:
+        from torch_lms.cli import command  # this takes seconds, in which somebody may stop it
 
-    return command.run(arguments)
+        return command.run(arguments)
+    except KeyboardInterrupt:
+        print("torch_lms: stopped, as asked", file=sys.stderr)
+        return _STOPPED

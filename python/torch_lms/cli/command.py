@@ -20,8 +20,7 @@ from torch_lms.errors import LmsError
 
 __all__ = ["run"]
 
-_STOPPED = 130  # as shells have it for SIGINT
-_UNREAD = 141  # and for SIGPIPE
+_UNREAD = 141  # as shells have it for SIGPIPE
 _COMMANDS = {"explain": run_explain, "partition": run_partition, "plan": run_plan, "profile": run_profile}
 
 
@@ -33,9 +32,6 @@ def run(arguments: Sequence[str] | None) -> int:
         return _UNREAD
     except OSError as error:
         return _tell(f"expected files that can be read and written, found {error}; name others")
-    except KeyboardInterrupt:
-        _tell("stopped, as asked")
-        return _STOPPED
 
 
 def _run_command(arguments: Sequence[str] | None) -> int:
