@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -17,7 +18,8 @@ from torch import nn
 import torch_lms
 from torch_lms.cli.timeline import MemorySampler, Timeline
 from torch_lms.cli.workload import Workload
-from torch_lms.errors import LmsError
+from torch_lms.errors import LimitError, LmsError
+from torch_lms.memory_sizes import GIB, parse_bytes
 
 __all__ = ["Paging", "RunFailedError", "RunResult", "StepDone", "run_in_fresh_process"]
 
@@ -28,12 +30,23 @@ class RunFailedError(LmsError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Paging:
-    """How `torch_lms.enable` is called for a run; None is its own default."""
+    """How `torch_lms.enable` is called for a run; None is its own default.
+
+    Raises:
+        LimitError: for a size that cannot be understood, or a directory that is not there.
+    """
 
     limit_bytes: int
     min_bytes: int | str | None = None
     host_limit: str | None = None
     spill_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        for size, total_bytes in ((self.min_bytes, None), (self.host_limit, GIB)):
+            if size is not None:
+                parse_bytes(size, total_bytes=total_bytes)
+        if self.spill_dir is not None and not Path(self.spill_dir).is_dir():
+            raise LimitError(f"expected a directory in --spill-dir, found none at {self.spill_dir!r}; create it first")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,6 +138,8 @@ def _child(workload: Workload, paging: Paging | None, there: Connection) -> None
     """Sends each `StepDone`, then the `RunResult` or the text of an error."""
     try:
         there.send(_train(workload, paging, there.send))
+    except (RuntimeError, ValueError, OSError) as error:  # they say what to do
+        there.send("".join(traceback.format_exception_only(error)))
     except Exception:
         there.send(traceback.format_exc())
 

@@ -43,7 +43,7 @@ class TrainOptions:
 
     Raises:
         LimitError: for a limit that cannot be understood, or a device that is not there.
-        ValueError: for a picture of an unknown kind, or a folder that is not there.
+        ValueError: for a picture of an unknown kind, a folder that is not there, or a share that is none.
     """
 
     workload: Workload
@@ -58,6 +58,11 @@ class TrainOptions:
         parse_limits({self.workload.device: GIB})
         check_picture(self.output)
         check_folders(self.output, self.json)
+        if self.anonymous_percent is not None and not self.anonymous_percent > 0:
+            raise ValueError(
+                f"expected a share above 0 for --anonymous-percent, found {self.anonymous_percent}; "
+                "100 is all of the plain run's"
+            )
 
 
 def train(options: TrainOptions, console: Console) -> int:

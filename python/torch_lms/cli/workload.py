@@ -66,6 +66,8 @@ class Workload:
             raise ValueError(f"expected at least 1 step, 1 example and 1 pixel, found {self}; pass positive sizes")
         if not self.learning_rate > 0:
             raise ValueError(f"expected a positive learning rate, found {self.learning_rate}")
+        if not 0 <= self.seed < 1 << 63:
+            raise ValueError(f"expected a seed from 0 to 2**63 - 1, found {self.seed}; take another")
         self._shape()
 
     @classmethod
