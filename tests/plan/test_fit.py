@@ -6,6 +6,7 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -380,3 +381,9 @@ def test_wrong_words_are_told(words: list[str], status: int, message: str, capsy
         found = int(ended.code or 0)
     assert found == status
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("plan_or_trace", [partial(torch_lms.fit, limit="1GiB"), trace_step])
+def test_another_config_is_refused(plan_or_trace: Callable[..., object]) -> None:
+    with pytest.raises(ProfileError, match="expected a FitConfig as config, found ProfileConfig; a ProfileConfig goes"):
+        plan_or_trace(nn.Linear(2, 2), torch.ones(2, 2), config=ProfileConfig())

@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -145,6 +146,21 @@ def test_a_plan_that_cannot_be_carried_out_is_refused(
     limit_bytes = options.pop("limit", PEAK_BYTES)
     with raises_saying(PlanError, found=found, do=do):
         torch_lms.enable({"cpu": limit_bytes}, plan=replace(SYNTHETIC, **wrong), **options)
+    assert not torch_lms.swap.is_enabled()
+
+
+@pytest.mark.parametrize(
+    ("options", "found", "do"),
+    [
+        ({"plan": 5}, "5", "pass one, or leave it out"),
+        ({"plan": b"plan.json"}, "b'plan.json'", "pass one, or leave it out"),
+        ({"swap": "no"}, "'no'", "pass one of them"),
+        ({"recompute": None}, "None", "pass one of them"),
+    ],
+)
+def test_what_is_no_plan_and_no_wish_is_refused(options: dict[str, Any], found: str, do: str) -> None:
+    with raises_saying(PlanError, found=found, do=do):
+        torch_lms.enable({"cpu": PEAK_BYTES}, **options)
     assert not torch_lms.swap.is_enabled()
 
 

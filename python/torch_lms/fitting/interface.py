@@ -88,9 +88,10 @@ def fit(
 
     Raises:
         LimitError: if no plan keeps the limit; it states the least limit that one keeps.
-        ProfileError: if the model does not run with the sample, its device is not there, or automatic mode is on.
+        ProfileError: if the model does not run with the sample, its device is not there, automatic mode is on, or the
+            config is none.
     """
-    config = config or FitConfig()
+    config = _known(config)
     limit_bytes = parse_bytes(limit)
     host_limit_bytes = None if config.host_limit is None else parse_bytes(config.host_limit)
     trace = trace_step(model, *sample, optimizer=optimizer, config=config, **sample_kwargs)
@@ -103,7 +104,7 @@ def trace_step(
     model: nn.Module, *sample: Any, optimizer: Any = None, config: FitConfig | None = None, **sample_kwargs: Any
 ) -> Trace:
     """The step that `fit` plans for, as a trace; arguments and errors are those of `fit`."""
-    config = config or FitConfig()
+    config = _known(config)
     check_model(model)
     bound = bind_sample(model, sample, sample_kwargs)
     if config.rates is not None:
@@ -116,6 +117,15 @@ def trace_step(
         )
     _check_automatic_mode()
     return _profiled(model, bound, optimizer, config, device)
+
+
+def _known(config: FitConfig | None) -> FitConfig:
+    if config is not None and not isinstance(config, FitConfig):
+        raise ProfileError(
+            f"expected a FitConfig as config, found {type(config).__name__}; a ProfileConfig goes into "
+            "FitConfig(profile=...), other settings under their names"
+        )
+    return config or FitConfig()
 
 
 def _rated(model: nn.Module, sample: Sample, optimizer: Any, config: FitConfig, rates: DeviceRates) -> Trace:

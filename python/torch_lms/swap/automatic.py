@@ -68,7 +68,7 @@ def enable(
 
     Raises:
         PlanError: for a plan that cannot be read, is for another device, predicts a peak above the limit, is of
-            `torch_lms.fit`, or does what ``swap`` and ``recompute`` do not allow.
+            `torch_lms.fit`, or does what ``swap`` and ``recompute`` do not allow; and where these are not bools.
         LimitError: for a size, a device or a directory that cannot be understood or is not there.
         EnvError: if a CUDA graph was captured before automatic mode was on.
         LmsError: in a forked child, and on a PyTorch with the fork's patches, which pages by hand alone.

@@ -45,11 +45,19 @@ class Wishes:
         limits: of each device, in bytes.
         swap: whether storages may be copied out.
         recompute: whether they may be dropped and made again.
+
+    Raises:
+        PlanError: for a wish that is neither true nor false.
     """
 
     limits: Mapping[str, int]
     swap: bool = True
     recompute: bool = True
+
+    def __post_init__(self) -> None:
+        for name, wish in (("swap", self.swap), ("recompute", self.recompute)):
+            if not isinstance(wish, bool):
+                raise PlanError(f"expected True or False as {name}=, found {wish!r}; pass one of them")
 
 
 class _Kept:
@@ -97,6 +105,8 @@ def given_plan(plan: Plan | str | os.PathLike[str], wishes: Wishes) -> Plan:
     Raises:
         PlanError: for a file that is no plan, or a plan that is not for these devices, limits and ways.
     """
+    if not isinstance(plan, (Plan, str, os.PathLike)):
+        raise PlanError(f"expected a plan or the path of its file as plan=, found {plan!r}; pass one, or leave it out")
     found = plan if isinstance(plan, Plan) else Plan.load(Path(plan))
     limit_bytes = wishes.limits.get(found.device)
     if limit_bytes is None:
