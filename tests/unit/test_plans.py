@@ -542,6 +542,23 @@ def test_a_program_that_becomes_another_is_planned_anew() -> None:
 
 @counts_exactly
 @one_thread()
+def test_a_program_is_planned_that_begins_with_a_long_loop_which_no_plan_is_for() -> None:
+    """What repeats before the first backward is recorded as a cycle; here it holds more with every turn."""
+    limit_bytes, expected = limit_for(plain_training), list(run(plain_training))
+    on(limit_bytes)
+    x = torch.ones(MIN_BYTES // 4)
+    kept = [torch.tanh(x) for _ in range(6000)]
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        wait_for_planner()
+    assert any("no plan was made" in str(warning.message) for warning in warned)
+    kept.clear()
+    assert list(run(plain_training)) == expected
+    assert torch_lms.current_plan() is not None
+
+
+@counts_exactly
+@one_thread()
 def test_a_program_without_plans_pages_on_demand() -> None:
     on(limit_for(plain_training), swap=False, recompute=False)
     for _ in run(plain_training):

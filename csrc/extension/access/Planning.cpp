@@ -101,20 +101,24 @@ void Planning::look_for_cycle(const char* name) {
 void Planning::backward_ended() {
   bool ended = false;
   bool changed = false;
+  bool first = false;
   const size_t held = held_bytes();
   {
     std::lock_guard<std::mutex> lock(mutex_);
     std::lock_guard<SpinLock> finding(finding_);
     ended = finder_.end_segment(held);
     const size_t before = std::exchange(segments_, finder_.segments());
-    changed = before != 0 && before != segments_;
+    changed = before != segments_;
+    first = before == 0; // what a long forward repeats has been taken for the cycle until now
     waiting_ = waiting_ && !changed;
     on_demand_ = on_demand_ && !changed;
   }
   if (changed) { // what was recorded is no cycle any more, or only a part of one
     recorder_.abandon();
-    executor_.doubt();
     contest_.clear();
+    if (!first) { // else a plan that was given may well fit
+      executor_.doubt();
+    }
   }
   if (ended) {
     end_cycle();
