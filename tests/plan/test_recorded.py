@@ -60,9 +60,11 @@ def test_a_plan_of_thousands_of_storages_is_near_the_bound(name: str, share: flo
     assert predicted.step_us <= most * predicted.lower_bound_us
 
 
-def test_less_memory_never_makes_it_faster() -> None:
+def test_less_memory_never_makes_it_faster_nor_holds_more() -> None:
     steps_us = [plan(limit_gib).predicted.step_us for limit_gib in LIMITS_GIB]
     assert all(more <= 1.001 * less for more, less in pairwise(steps_us))
+    peaks = [plan(limit_gib).predicted.peak_bytes for limit_gib in LIMITS_GIB]
+    assert peaks == sorted(peaks, reverse=True)
 
 
 @pytest.mark.parametrize("limit_gib", [30, 9])
