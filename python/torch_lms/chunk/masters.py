@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from torch_lms.chunk.loading import check_shapes, check_state_dict
 from torch_lms.chunk.model_data import ModelData
+from torch_lms.chunk.values import Values, take_over, with_own_tensors
 
-__all__ = ["Masters", "Part", "with_own_tensors"]
+__all__ = ["Masters", "Part"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +170,7 @@ class Masters:
         gradients: Iterable[torch.Tensor],
     ) -> None:
         places = tuple(places)
-        before = [_Values(group) for group in stepper.param_groups], _Values(vars(stepper))
+        before = [Values(group) for group in stepper.param_groups], Values(vars(stepper))
         for master, gradient in zip(masters, gradients, strict=True):
             master.grad = gradient
         try:
@@ -288,28 +290,41 @@ class Masters:
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes a state dict of the optimizer's."""
+        self._check(state_dict)
         by_group = [[self._data.numbers[one] for one in group["params"]] for group in self._inner.param_groups]
         stepper = self._for(
             {place: [self._data.tensor_to_update(one) for one in numbers] for place, numbers in enumerate(by_group)}
         )
         stepper.load_state_dict(self._own_state_dict(state_dict))
-        self._note(range(len(by_group)), stepper, [_Values({})] * len(by_group), _Values(vars(self._inner)))
+        self._note(range(len(by_group)), stepper, [Values({})] * len(by_group), Values(vars(self._inner)))
         self.take_noted()
         self._inner.state = stepper.state
         for numbers in by_group:
             for number in numbers:
                 if self._data.tensors[number].group is not None:
+                    self._adopted[number] = {}  # what is not loaded is not kept
                     self._adopt(number)
+
+    def _check(self, state_dict: dict[str, Any]) -> None:
+        """Before anything changes."""
+        check_state_dict(state_dict)
+        for name, number in self._named(state_dict):
+            state, shape = state_dict["state"].get(name, {}), self._data.views[number].shape
+            check_shapes(self._data.tensors[number].name, shape, list(self._adopted[number]), state)
+
+    def _named(self, state_dict: dict[str, Any]) -> list[tuple[Any, int]]:
+        """The names that a state dict has for tensors, and their numbers."""
+        names = [name for group in state_dict["param_groups"] for name in group["params"]]
+        numbers = [self._data.numbers[one] for group in self._inner.param_groups for one in group["params"]]
+        return list(zip(names, numbers, strict=False))  # the optimizer says what does not match
 
     def _own_state_dict(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """What this rank keeps of it."""
         if self._data.ranks.group is None:
             return state_dict
-        names = [name for group in state_dict["param_groups"] for name in group["params"]]
-        numbers = [self._data.numbers[one] for group in self._inner.param_groups for one in group["params"]]
         kept = {
             name: self._own_parts(number, state_dict["state"][name])
-            for name, number in zip(names, numbers, strict=False)  # the optimizer says what does not match
+            for name, number in self._named(state_dict)
             if name in state_dict["state"] and self._data.masters[number] is not None
         }
         return {**state_dict, "state": kept}
@@ -317,8 +332,8 @@ class Masters:
     def take_noted(self) -> None:
         """What the optimizer has noted, in groups or in itself, holds: once for all chunks, for it may count steps."""
         for place, noted in self._noted.items():
-            _take_over(self._inner.param_groups[place], noted)
-        _take_over(vars(self._inner), self._noted_of_itself)
+            take_over(self._inner.param_groups[place], noted)
+        take_over(vars(self._inner), self._noted_of_itself)
         self._forget_noted()
 
     def _forget_noted(self) -> None:
@@ -343,7 +358,7 @@ class Masters:
             found.setdefault(place, []).append(tensor)
         return found
 
-    def _note(self, places: Iterable[int], stepper: Optimizer, groups: Sequence[_Values], itself: _Values) -> None:
+    def _note(self, places: Iterable[int], stepper: Optimizer, groups: Sequence[Values], itself: Values) -> None:
         """What has changed since `groups` and `itself`. The program may have changed the rest meanwhile."""
         for place, group, before in zip(places, stepper.param_groups, groups, strict=True):
             self._noted.setdefault(place, {}).update(before.changed(group, but=("params",)))
@@ -352,41 +367,6 @@ class Masters:
     def _adopt(self, number: int) -> None:
         if state := self.state_of(number):
             state.update(self._data.adopt(number, state, self._adopted[number]))
-
-
-class _Values:
-    """Values by name, as they are now, to find out later which of them have changed."""
-
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        self._before = {key: (value, _version(value)) for key, value in values.items()}
-
-    def changed(self, values: Mapping[str, Any], *, but: Sequence[str]) -> dict[str, Any]:
-        """Those that are others now, or have been written to, without some."""
-        return {
-            key: value
-            for key, value in values.items()
-            if key not in but
-            and (
-                key not in self._before or self._before[key][0] is not value or self._before[key][1] != _version(value)
-            )
-        }
-
-
-def _version(value: Any) -> int:
-    return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else 0
-
-
-def with_own_tensors(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The same values; of tensors, copies that may be written to."""
-    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in values.items()}
-
-
-def _take_over(values: dict[str, Any], noted: Mapping[str, Any]) -> None:
-    for key, value in noted.items():
-        if isinstance(value, torch.Tensor) and isinstance(values.get(key), torch.Tensor):
-            values[key].copy_(value)  # somebody may have the tensor
-        else:
-            values[key] = value
 
 
 def _as_wide(value: Any, parameter: torch.Tensor) -> Any:

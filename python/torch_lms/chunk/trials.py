@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from torch_lms.chunk.masters import with_own_tensors
+from torch_lms.chunk.values import with_own_tensors
 from torch_lms.swap.link import wait_for_device
 
 __all__ = ["state_bytes_each", "treats_each_element_alone", "update_seconds"]
