@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from torch_lms.chunk.placement import Residence, UpdateChoice
 from torch_lms.chunk.streamed_updates import StreamedUpdates
 from torch_lms.chunk.timeline import Timeline
 from torch_lms.chunk.trials import treats_each_element_alone
+from torch_lms.chunk.update_groups import UpdateGroups
 from torch_lms.chunk.updates import Updates
 from torch_lms.errors import ChunkError
 
@@ -28,21 +28,6 @@ __all__ = ["WITHOUT_STATE", "ChunkedOptimizer"]
 
 WITHOUT_STATE = "without_state"
 """In the groups of sharded states: names of tensors that the optimizer kept nothing for."""
-
-
-@dataclass(eq=False)
-class _Group:
-    """Tensors of one chunk that are updated together.
-
-    Attributes:
-        numbers: of the tensors.
-        expected: those that get gradients, as far as is known.
-        arrived: those whose gradients are there, since the last step.
-    """
-
-    numbers: Sequence[int]
-    expected: set[int]
-    arrived: set[int] = field(default_factory=set)
 
 
 class ChunkedOptimizer(Optimizer):
@@ -80,8 +65,7 @@ class ChunkedOptimizer(Optimizer):
         self._masters = Masters(inner, data)
         self._elsewhere: Updates | None = None  # of chunks that are on the host
         self._under_way: set[int] = set()  # there
-        self._updated: set[int] = set()  # in backward, since the last step
-        self._group_of: dict[int, _Group] = {}  # by tensor; in their order
+        self._groups = UpdateGroups()
         self._whole_states = None
         self._ready = True
 
@@ -134,8 +118,7 @@ class ChunkedOptimizer(Optimizer):
             groups = [] if self._elsewhere is None else self._elsewhere.groups(chunk)
             rest = [number for number in numbers if not any(number in together for together in groups)]
             for together in [*groups, rest]:
-                trained = {number for number in together if self._data.tensors[number].group is not None}
-                self._group_of.update(dict.fromkeys(together, _Group(together, trained)))
+                self._groups.add(together, {one for one in together if self._data.tensors[one].group is not None})
 
     def __reduce__(self) -> Any:
         """Never.
@@ -238,15 +221,8 @@ class ChunkedOptimizer(Optimizer):
             return loss
         self._occupancy.settle_gradients()
         self._check_frozen()
-        for group in self._groups():
-            wanted = [
-                number
-                for number in group.numbers
-                if self._data.tensors[number].parameter.grad is not None
-                and self._data.tensors[number].group is not None
-            ]
-            group.expected = set(wanted) | self._updated.intersection(group.numbers)
-            self._update([number for number in wanted if number not in self._updated])
+        for numbers in self._groups.left(self._has_gradient):
+            self._update(numbers)
         self.settle()
         self._end_step()
         self._inner._opt_called = True  # type: ignore[attr-defined]  # a scheduler may have been made for it
@@ -261,8 +237,7 @@ class ChunkedOptimizer(Optimizer):
         if not set_to_none and self._data.ranks.group is not None:
             raise ChunkError("expected zero_grad() over several ranks, found set_to_none=False; leave it out")
         self._hooks.abandon_calls()
-        for group in self._groups():  # of a backward that has failed
-            group.arrived &= self._updated
+        self._groups.forget_gradients()  # of a backward that has failed
         if self._elsewhere is not None:
             self._elsewhere.abandon()
         if set_to_none:
@@ -338,24 +313,22 @@ class ChunkedOptimizer(Optimizer):
             ChunkError: for a parameter that has been updated since the last step.
         """
         one = self._data.tensors[number]
-        if number in self._updated:
+        if number in self._groups.updated:
             one.parameter.grad = None
             self._occupancy.give_back((number,))
             raise ChunkError(
                 f"expected optimizer.step() after each backward, found another gradient of {one.name}, which has been "
                 "updated; call step, or torch_lms.chunked(..., step_in_backward=False)"
             )
-        group = self._group_of[number]
-        group.arrived.add(number)
-        if group.arrived >= group.expected:
-            ready = sorted(group.arrived - self._updated)
-            with torch.no_grad():
-                self._update(ready)
-            self._updated.update(ready)
+        ready = self._groups.arrived(number)
+        with torch.no_grad():
+            self._update(ready)
+        self._groups.updated.update(ready)
 
-    def _groups(self) -> Iterable[_Group]:
-        """Each once."""
-        return dict.fromkeys(self._group_of.values())
+    def _has_gradient(self, number: int) -> bool:
+        """One that the optimizer is to use."""
+        one = self._data.tensors[number]
+        return one.group is not None and one.parameter.grad is not None
 
     def _update(self, numbers: list[int]) -> None:
         """Of one group."""
@@ -401,7 +374,7 @@ class ChunkedOptimizer(Optimizer):
                     )
 
     def _skip(self) -> None:
-        if self._updated:
+        if self._groups.updated:
             raise ChunkError(
                 "expected a step that may be skipped, found updates that backward has made; "
                 "call torch_lms.chunked(..., step_in_backward=False)"
@@ -415,8 +388,6 @@ class ChunkedOptimizer(Optimizer):
             self._elsewhere.step_ended()
         if self._residence is not None:
             self._residence.step_ended()
-        self._updated.clear()
-        for group in self._groups():
-            group.arrived.clear()
+        self._groups.step_ended()
         self._occupancy.give_back(range(len(self._data.tensors)))  # whose gradients the program has dropped
         self._occupancy.step_ended()
