@@ -36,7 +36,7 @@ class Tensors(RuleBasedStateMachine):
             with pytest.raises(ChunkError, match=r"expected . to go from"):
                 self.states.access(tensor)
 
-    @rule(tensor=TENSORS, after=st.sampled_from([HOLD, AFTER_FWD, AFTER_BWD]))
+    @rule(tensor=TENSORS, after=st.sampled_from([HOLD, AFTER_FWD]))
     def release(self, tensor: int, after: TensorState) -> None:
         if self.uses[tensor] == 0:
             with pytest.raises(ChunkError, match="expected an access of"):
@@ -51,6 +51,19 @@ class Tensors(RuleBasedStateMachine):
         if not self.uses[tensor] and self.idle[tensor] is AFTER_FWD:
             self.states.move(tensor, HOLD)
             self.idle[tensor] = HOLD
+
+    @rule(tensor=TENSORS)
+    def gradient_takes_the_place(self, tensor: int) -> None:
+        if not self.uses[tensor] and self.idle[tensor] is not AFTER_BWD:
+            self.states.free(tensor)
+            self.states.move(tensor, AFTER_BWD)
+            self.idle[tensor] = AFTER_BWD
+
+    @rule()
+    def an_interrupt_ends_all_uses(self) -> None:
+        self.states.forget_accesses()
+        self.idle = [HOLD if uses else idle for uses, idle in zip(self.uses, self.idle, strict=True)]
+        self.uses = [0, 0, 0]
 
     @rule(tensor=TENSORS)
     def gradient_is_used_up(self, tensor: int) -> None:

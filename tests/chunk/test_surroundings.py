@@ -25,6 +25,7 @@ import torch_lms
 from tests.chunk.plain import Chunked, Plain, same, train
 from tests.unit.fresh_process import run_python
 from tests.unit.trainings import Batch
+from torch_lms.chunk.occupancy import Occupancy
 from torch_lms.errors import ChunkError
 
 X = torch.rand(16, 64, generator=torch.Generator().manual_seed(0))
@@ -246,6 +247,36 @@ def test_gradients_that_are_kept_keep_their_bytes() -> None:
         copies = [one.clone() for one in kept]
         use_up()
         assert all(map(torch.equal, kept, copies))
+
+
+def test_views_of_gradients_are_told_and_keep_their_bytes_from_then_on() -> None:
+    model, optimizer = chunked(optimize=STILL)
+    loss_of(model).backward()
+    kept = [model[0].weight.grad[0], model[2].weight.grad.view(-1)]
+    with pytest.warns(UserWarning, match=r"a view of the gradient of [02].weight.*clone\(\)") as told:
+        optimizer.step()
+    assert len(told) == 2
+    for use_up in (optimizer.step, optimizer.zero_grad):
+        loss_of(model).backward()
+        kept = [model[0].weight.grad[0], model[2].weight.grad.view(-1)]
+        copies = [one.clone() for one in kept]
+        use_up()
+        assert all(map(torch.equal, kept, copies))
+
+
+def test_gradients_that_nobody_keeps_are_used_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = chunked(optimize=STILL)
+    used = []
+    find = Occupancy.gradient
+
+    def noting(self: Occupancy, number: int) -> torch.Tensor:
+        used.append((number, find(self, number).data_ptr()))
+        return find(self, number)
+
+    monkeypatch.setattr(Occupancy, "gradient", noting)
+    loss_of(model).backward()
+    optimizer.step()
+    assert sorted(used) == [(number, view.data_ptr()) for number, view in enumerate(optimizer.data.views)]
 
 
 def test_a_parameter_whose_gradient_is_dropped_has_bytes_after_the_step() -> None:

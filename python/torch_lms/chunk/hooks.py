@@ -28,7 +28,7 @@ class ModuleHooks:
     """
 
     def __init__(self) -> None:
-        self._thread = threading.local()
+        self._threads: dict[int, list[tuple[nn.Module, int | None]]] = {}  # what runs on each
         self._own: dict[nn.Module, tuple[int, ...]] = {}
         self._all: dict[nn.Module, tuple[int, ...]] = {}
 
@@ -63,6 +63,8 @@ class ModuleHooks:
         running = self._running()
         while running:
             self._end(running[-1][0], None, None, None)
+        if not any(self._threads.values()):
+            self._occupancy.nobody_runs()
 
     def _own_numbers(self, model: nn.Module, data: ModelData) -> dict[nn.Module, tuple[int, ...]]:
         """What each module accesses: that of it which is in chunks."""
@@ -74,23 +76,26 @@ class ModuleHooks:
 
     def _running(self) -> list[tuple[nn.Module, int | None]]:
         """The modules that run on the calling thread, and the calls of the model that they belong to."""
-        if not hasattr(self._thread, "running"):
-            self._thread.running = []
-        found: list[tuple[nn.Module, int | None]] = self._thread.running
-        return found
+        return self._threads.setdefault(threading.get_ident(), [])
 
     def _begin(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         if module not in self._all:
             return None
         running = self._running()
+        if running and running[0][0] is module:  # the model in itself: an interrupt has ended the call before this one
+            self.abandon_calls()
         in_backward = torch._C._current_graph_task_id() != -1
         call = running[-1][1] if running else None if in_backward else next(self._calls)
         outermost = not running
         if outermost:
             self._check_filled(self._all[module])
             self._occupancy.call_begins(self._all[module], call)
-        self._occupancy.access(self._own.get(module, ()))
-        running.append((module, call))
+        running.append((module, call))  # before, so that no other thread takes what it accesses for abandoned
+        try:
+            self._occupancy.access(self._own.get(module, ()))
+        except BaseException:
+            running.pop()
+            raise
         return self._cast_inputs(arguments, named) if outermost and call is not None else None
 
     def _check_filled(self, numbers: tuple[int, ...]) -> None:

@@ -103,21 +103,27 @@ class HostUpdates(Updates):
         failed: Exception | None = None
         for place, update in enumerate(running):
             try:
-                went = update.sent.result().result()
-            except Exception as error:
-                failed = failed or error
-                for number, gradient in zip(update.numbers, update.gradients, strict=True):
-                    self._failed(number, gradient)
-                continue
+                error = self._wait_for(update)
             except BaseException:  # an interrupt of the wait alone: updates go on, and are waited for another time
                 with self._lock:
                     self._running = [*running[place:], *self._running]
                 raise
-            if went is not None:
-                torch.cuda.current_stream(self._data.device).wait_event(went)
-            self._ended(update.numbers)
+            failed = failed or error
         if failed is not None:
             raise failed
+
+    def _wait_for(self, update: _Update) -> Exception | None:
+        """Returns what it has failed with."""
+        try:
+            went = update.sent.result().result()
+        except Exception as error:
+            for number, gradient in zip(update.numbers, update.gradients, strict=True):
+                self._failed(number, gradient)
+            return error
+        if went is not None:
+            torch.cuda.current_stream(self._data.device).wait_event(went)
+        self._ended(update.numbers)
+        return None
 
     @torch.no_grad()
     def _send(

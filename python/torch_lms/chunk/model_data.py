@@ -265,8 +265,8 @@ class ModelData:
         return master
 
     def parameter_view(self, number: int) -> torch.Tensor:
-        """A new tensor of a parameter's place."""
-        return self.views[number].as_strided(self.views[number].shape, self.views[number].stride())
+        """A new tensor of a parameter's place. It is no view itself: views of it refer to it."""
+        return self.views[number].data
 
     def tensor_to_update(self, number: int) -> torch.Tensor:
         """The master, or the parameter of which there is none."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterable
 
@@ -37,6 +38,12 @@ _NO_BYTES = (
 )
 
 _OWN_REFERENCES = 2  # to the gradient, where they are counted
+
+_VIEWED = (
+    "expected nobody to keep a view of the gradient of {name}, whose bytes become the parameter's now, found one; use "
+    "clone() of what is to be kept, or torch_lms.chunked(..., reuse_gradients=False). From the next backward on its "
+    "gradients have memory of their own"
+)
 
 
 class Occupancy:
@@ -96,7 +103,7 @@ class Occupancy:
         """A module that uses these is about to run."""
         with self._lock:
             for number in numbers:
-                if self.states[number] is TensorState.HOLD_AFTER_BWD:  # by a backward inside of this call
+                if self._is_no_parameter(number):  # by a backward inside of this call
                     self.give_back((number,))
                 self.states.access(number)
 
@@ -113,13 +120,18 @@ class Occupancy:
                 if self.states[number] is TensorState.HOLD_AFTER_FWD:
                     self.states.move(number, TensorState.HOLD)
 
+    def nobody_runs(self) -> None:
+        """No module does, on any thread."""
+        with self._lock:
+            self.states.forget_accesses()
+
     def give_back(self, numbers: Iterable[int]) -> None:
         """Parameters whose bytes are gradients get theirs back; the gradients, if still wanted, move."""
         numbers = tuple(numbers)
         self._settle(numbers)
         with self._lock:
             for number in numbers:
-                if self.states[number] is TensorState.HOLD_AFTER_BWD:
+                if self._is_no_parameter(number):
                     if self._data.tensors[number].parameter.grad is not None:
                         self._apart.add(number)
                     self.leave_gradient_to_others(number)
@@ -154,13 +166,11 @@ class Occupancy:
         """The parameter's bytes are made from its master, or have been `made`."""
         parameter, view = self._data.tensors[number].parameter, self._data.views[number]
         with self._lock, torch.inference_mode(False), torch.no_grad():
-            if self.states[number] is TensorState.HOLD_AFTER_BWD:
-                self.states.move(number, TensorState.FREE)
-                parameter.data = view
-            else:
-                self.call_ended((number,))  # one that has run again in backward
-                self.states.move(number, TensorState.FREE)
+            self.states.free(number)
+            if same_bytes(parameter, view):
                 torch.autograd.graph.increment_version(parameter)
+            else:
+                parameter.data = view
             if not made:
                 view.copy_(self._data.master(number))
             self.states.move(number, TensorState.HOLD)
@@ -173,9 +183,22 @@ class Occupancy:
             number: of the parameter.
             is_used_up: it is not wanted any more for being the parameter's gradient.
         """
-        alias = self._aliases.pop(number, None)
-        wanted = alias is not None and self._data.tensors[number].parameter.grad is alias and not is_used_up
-        if alias is not None and (wanted or sys.getrefcount(alias) > _OWN_REFERENCES):
+        alias, one = self._aliases.pop(number, None), self._data.tensors[number]
+        if alias is None:
+            return
+        is_gradient = one.parameter.grad is alias
+        try:
+            if is_gradient:
+                one.parameter.grad = None  # it counts, too
+            is_held = sys.getrefcount(alias) > _OWN_REFERENCES
+            is_viewed = alias._use_count() > 1  # type: ignore[attr-defined]  # views refer to it
+        finally:
+            if is_gradient:
+                one.parameter.grad = alias
+        if is_viewed and number not in self._apart:
+            self._apart.add(number)
+            warnings.warn(_VIEWED.format(name=one.name), stacklevel=2)
+        if is_held or (is_gradient and not is_used_up):
             with torch.inference_mode(False), torch.no_grad():
                 alias.data = alias.clone()
 
@@ -186,10 +209,10 @@ class Occupancy:
             ChunkError: if the parameter lies elsewhere, on another device.
         """
         one, view = self._data.tensors[number], self._data.views[number]
-        has_no_bytes = self.states[number] is TensorState.HOLD_AFTER_BWD
-        if has_no_bytes and one.parameter.untyped_storage().nbytes() == 0:
-            return
+        has_no_bytes = self._is_no_parameter(number)
         moved = not same_bytes(one.parameter, view)
+        if has_no_bytes and not (moved and one.parameter.untyped_storage().nbytes()):
+            return
         if not moved and one.parameter._version == self._versions[number]:
             return
         if one.parameter.shape != view.shape or one.parameter.device != view.device:
@@ -228,8 +251,7 @@ class Occupancy:
 
     @torch.no_grad()
     def _gradient_arrived(self, number: int) -> None:
-        one, view = self._data.tensors[number], self._data.views[number]
-        gradient = one.parameter.grad
+        gradient = self._data.tensors[number].parameter.grad
         if gradient is None:
             return
         self._check_gradient(number, gradient)
@@ -238,15 +260,24 @@ class Occupancy:
                 return  # it has been accumulated in its place
             self.note_written(number)
             if self._may_take_the_place(number, gradient):
-                self.states.access(number)
-                view.copy_(gradient)
-                torch.autograd.graph.increment_version(one.parameter)
-                alias = self._data.parameter_view(number)
-                one.parameter.grad = self._aliases[number] = alias
-                core.take_bytes(one.parameter, _NO_BYTES.format(name=one.name))
-                self.states.release(number, TensorState.HOLD_AFTER_BWD)
+                self._put_in_place(number, gradient)
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             self._gradient_ready(number)
+
+    def _put_in_place(self, number: int, gradient: torch.Tensor) -> None:
+        """The parameter is FREE meanwhile: an interrupt leaves bytes that are neither."""
+        one, view = self._data.tensors[number], self._data.views[number]
+        alias = self._data.parameter_view(number)
+        self.states.free(number)
+        view.copy_(gradient)
+        torch.autograd.graph.increment_version(one.parameter)
+        one.parameter.grad = self._aliases[number] = alias
+        core.take_bytes(one.parameter, _NO_BYTES.format(name=one.name))
+        self.states.move(number, TensorState.HOLD_AFTER_BWD)
+
+    def _is_no_parameter(self, number: int) -> bool:
+        """Whether the bytes are a gradient, or mean nothing, since an interrupt has left them so."""
+        return self.states[number] in (TensorState.HOLD_AFTER_BWD, TensorState.FREE)
 
     def _check_gradient(self, number: int, gradient: torch.Tensor) -> None:
         if gradient.layout is not torch.strided:

@@ -23,21 +23,16 @@ from typing import Literal
 
 import torch
 
-from torch_lms._core import core
 from torch_lms.chunk.awaited_backwards import AwaitedBackwards
 from torch_lms.chunk.model_data import ModelData, same_bytes
 from torch_lms.chunk.occupancy import Occupancy
 from torch_lms.chunk.reduction import Reductions
+from torch_lms.chunk.shown_gradients import ShownGradients
 from torch_lms.chunk.states import TensorState
 from torch_lms.chunk.whole_gradients import WholeGradients
 from torch_lms.errors import ChunkError
 
 __all__ = ["ShardedOccupancy"]
-
-_NO_GRADIENT = (
-    "expected gradients to be used by the optimizer alone, since they are spread over ranks, found that of {name} "
-    "being read or written; to clip them call optimizer.clip_grad_norm_(max_norm)"
-)
 
 _WRITTEN = (
     "expected only the optimizer and load_state_dict to write to parameters that are spread over ranks, found {name} "
@@ -78,10 +73,9 @@ class ShardedOccupancy(Occupancy):
         self._running: weakref.ref[Callable[[], None]] | None = None  # what the outermost backward calls at its end
         self._awaited = AwaitedBackwards()
         self._opened: Counter[int] = Counter()  # by chunk: modules that are being loaded
-        self._had: set[int] = set()  # gradients of backwards before the one that runs
-        self._shown: dict[int, torch.Tensor] = {}  # what `parameter.grad` is, by number
         wide = {number: one for number, one in enumerate(data.tensors) if one.wide and one.group is not None}
         self._whole = WholeGradients({number: one.parameter for number, one in wide.items()}, data.ranks)
+        self._shown = ShownGradients(data, self._reductions, self._whole)
 
     # --- modules ---
 
@@ -165,7 +159,7 @@ class ShardedOccupancy(Occupancy):
                 end = partial(self._end_backward)
                 self._running = weakref.ref(end)  # a backward that fails forgets it
                 torch.autograd.Variable._execution_engine.queue_callback(end)
-                self._hide_gradients()
+                self._shown.hide()
             self._complete()
             self._gather(self._cut_chunks(numbers), "backward")
 
@@ -236,24 +230,23 @@ class ShardedOccupancy(Occupancy):
         with self._lock:
             self._abandon_backward()
             self._reductions.finish()
-            if (come := self._reductions.have_come()) and not self._are_wanted(come):
+            if (come := self._reductions.have_come()) and not self._shown.are_wanted(come):
                 self.forget_gradients()
             for number in self._reductions.came_elsewhere():
-                self._note_gradient(number)
-            self._check_shown()
+                self._shown.show(number)
+            self._shown.check()
 
     def forget_gradients(self) -> None:
         """The program has dropped all of them."""
         with self._lock:
             self._abandon_backward()
             self._reductions.forget()
-            self._whole.forget()
-            self._shown.clear()
+            self._shown.forget()
 
     def restore_gradient(self, number: int, gradient: torch.Tensor) -> None:
         """An update has failed: the gradient is wanted still."""
         if self._data.is_cut[self._data.chunk_of(number)]:
-            self._note_gradient(number)
+            self._shown.show(number)
         else:
             super().restore_gradient(number, gradient)
 
@@ -273,9 +266,7 @@ class ShardedOccupancy(Occupancy):
             if not self._data.is_cut[self._data.chunk_of(number)]:
                 super().renew(number, made=made)
                 return
-            if self.states[number] is TensorState.HOLD_AFTER_FWD:
-                self.states.move(number, TensorState.HOLD)
-            self.states.move(number, TensorState.FREE)
+            self.states.free(number)
             if not made and self._data.masters[number] is not None:
                 self._data.parameter_part(number).copy_(self._data.master(number))
             self.states.move(number, TensorState.HOLD)
@@ -297,24 +288,15 @@ class ShardedOccupancy(Occupancy):
 
     def _make_parameters(self, chunk: int) -> None:
         """Where this rank's part of a chunk has become gradients."""
-        there = [one for one in self._data.in_chunk[chunk] if self.states[one] is TensorState.HOLD_AFTER_BWD]
+        there = [one for one in self._data.in_chunk[chunk] if self._is_no_parameter(one)]
         if not there:
             return
         part = self._reductions.parts.pop(chunk, None)
-        if part is not None and (self._is_in_backward() or self._are_wanted(there)):
+        if part is not None and (self._is_in_backward() or self._shown.are_wanted(there)):
             self._chunks_apart.add(chunk)
             self._reductions.parts[chunk] = part.clone()
         for number in there:
             self.renew(number)
-
-    def _are_wanted(self, numbers: Iterable[int]) -> bool:
-        """Whether the program has not dropped their gradients: those that came elsewhere, if all others."""
-        come = self._reductions.have_come()
-        here = come.intersection(numbers)
-        return any(self._has_gradient(number) for number in here or come)
-
-    def _has_gradient(self, number: int) -> bool:
-        return number in self._had or self._data.tensors[number].parameter.grad is not None
 
     def _place_of(self, chunk: int) -> torch.Tensor:
         """For the reduced gradients of a chunk."""
@@ -324,8 +306,8 @@ class ShardedOccupancy(Occupancy):
         if not self._reuse or chunk in self._chunks_apart or used:
             return torch.empty_like(part)
         for number in trained:
-            self.states.access(number)
-            self.states.release(number, TensorState.HOLD_AFTER_BWD)
+            self.states.free(number)
+            self.states.move(number, TensorState.HOLD_AFTER_BWD)
         return part
 
     @torch.no_grad()
@@ -350,50 +332,6 @@ class ShardedOccupancy(Occupancy):
                 f"{self._data.tensors[number].name}; over several ranks take it from torch.autograd.grad"
             )
 
-    def _note_gradient(self, number: int) -> None:
-        """The program sees that there is one."""
-        one = self._data.tensors[number]
-        if number in self._whole:
-            self._whole.show(number)
-            return
-        gradient = self._data.views[number].detach()
-        core.take_bytes(gradient, _NO_GRADIENT.format(name=one.name))
-        one.parameter.grad = self._shown[number] = gradient
-
-    def _check_shown(self) -> None:
-        for number, one in enumerate(self._data.tensors):
-            gradient = one.parameter.grad
-            is_ours = self._data.is_cut[self._data.chunk_of(number)] and one.group is not None
-            if is_ours and gradient is not None and gradient is not self._shown.get(number):
-                raise ChunkError(
-                    "expected gradients that backward has made, since they are spread over ranks, found another one "
-                    f"of {one.name}; call backward, and leave parameter.grad alone"
-                )
-
-    def _hide_gradients(self) -> None:
-        """Autograd must not add to what has no bytes, nor to a mean what is none yet."""
-        come = self._reductions.have_come()
-        if come and not self._are_wanted(come):
-            self._reductions.forget()
-            return
-        self._whole.hide()
-        for number in self._cut(come):
-            parameter = self._data.tensors[number].parameter
-            if parameter.grad is None:
-                self._reductions.drop(number)
-            else:
-                self._had.add(number)
-                parameter.grad = None
-
-    def _show_gradients(self) -> None:
-        for number in self._had | self._cut(self._reductions.have_come()):
-            self._note_gradient(number)
-        self._had.clear()
-        self._whole.restore()  # of a backward that has failed
-
-    def _cut(self, numbers: Iterable[int]) -> set[int]:
-        return {number for number in numbers if number not in self._whole}
-
     def _end_backward(self) -> None:
         with self._lock, torch.no_grad():
             self._complete()
@@ -404,7 +342,7 @@ class ShardedOccupancy(Occupancy):
             here = self._whole.have_come()
             self._whole.reduce()
             self._reductions.end_backward(here)
-            self._show_gradients()
+            self._shown.show_all()
 
     def _is_in_backward(self) -> bool:
         return self._running is not None and self._running() is not None
@@ -416,7 +354,7 @@ class ShardedOccupancy(Occupancy):
             self._release_all()
             self._reductions.abandon_backward()
             self._awaited.end()
-            self._show_gradients()
+            self._shown.show_all()
 
     def _release_all(self) -> None:
         """But what somebody computes with."""

@@ -32,9 +32,9 @@ _FREE, _COMPUTE, _HOLD = TensorState.FREE, TensorState.COMPUTE, TensorState.HOLD
 _AFTER_FWD, _AFTER_BWD = TensorState.HOLD_AFTER_FWD, TensorState.HOLD_AFTER_BWD
 
 LEGAL: dict[TensorState, frozenset[TensorState]] = {
-    _FREE: frozenset({_HOLD}),
+    _FREE: frozenset({_HOLD, _AFTER_BWD}),
     _HOLD: frozenset({_COMPUTE, _FREE}),
-    _COMPUTE: frozenset({_HOLD, _AFTER_FWD, _AFTER_BWD}),
+    _COMPUTE: frozenset({_HOLD, _AFTER_FWD}),
     _AFTER_FWD: frozenset({_COMPUTE, _HOLD}),
     _AFTER_BWD: frozenset({_FREE}),
 }
@@ -69,7 +69,7 @@ class TensorStates:
 
         Args:
             tensor: its number.
-            state: HOLD_AFTER_FWD after a forward, HOLD_AFTER_BWD once its bytes are the gradient, HOLD else.
+            state: HOLD_AFTER_FWD after a forward, HOLD else.
 
         Raises:
             ChunkError: if nobody has accessed it, or `state` cannot follow.
@@ -82,6 +82,20 @@ class TensorStates:
         if self._accesses[tensor] == 1:
             self._move(tensor, state)
         self._accesses[tensor] -= 1
+
+    def forget_accesses(self) -> None:
+        """Nobody computes: what has not been released is of somebody who was interrupted."""
+        for tensor, state in enumerate(self._states):
+            if state is _COMPUTE:
+                self._states[tensor] = _HOLD
+            self._accesses[tensor] = 0
+
+    def free(self, tensor: int) -> None:
+        """Its bytes mean nothing from now on, whatever they have been."""
+        if self._states[tensor] is _AFTER_FWD:
+            self.move(tensor, _HOLD)
+        if self._states[tensor] is not _FREE:
+            self.move(tensor, _FREE)
 
     def move(self, tensor: int, *states: TensorState) -> None:
         """To one state after the other, without computing.

@@ -147,8 +147,8 @@ class StreamedUpdates(Updates):
             return
         if self._compute is not None:
             torch.cuda.current_stream(self._data.device).wait_stream(self._compute)
-        updated, self._updated = self._updated, []
-        self._ended(updated)
+        self._ended(self._updated)  # an interrupt of this alone: it is done another time
+        self._updated = []
 
     def step_ended(self) -> None:
         """The next update is the first of a step."""
