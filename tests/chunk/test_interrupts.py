@@ -1,4 +1,4 @@
-"""Wherever an interrupt ends a step or a backward, the model is usable afterwards, and parameters are their masters'."""
+"""Wherever an interrupt ends a step or a backward, the model is usable, and parameters are their masters'."""
 
 from __future__ import annotations
 

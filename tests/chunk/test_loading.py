@@ -1,4 +1,4 @@
-"""State dicts of optimizers: what is loaded is all that is kept, and what cannot be is refused before anything changes."""
+"""State dicts of optimizers: what is loaded is all that is kept, and what cannot be is refused first."""
 
 from __future__ import annotations
 

@@ -325,6 +325,28 @@ def test_data_assigned_between_backward_and_step_stays(then: str) -> None:
     assert (model.state_dict()["0.weight"] == 3).all()
 
 
+def test_a_model_in_other_types_is_refused_at_its_next_call() -> None:
+    class Embeds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.linear = nn.Embedding(8, 64), nn.Linear(64, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(self.embedding(x))
+
+    model, optimizer = chunked(Embeds())
+    before = model.state_dict()
+    for change in (model.float, model.half, model.double):
+        change()
+        with pytest.raises(ChunkError, match=r"embedding.weight to be torch.bfloat16.*call model.to\(torch.bfloat16\)"):
+            model(CLASSES)
+        model.to(torch.bfloat16)
+        model(CLASSES).float().sum().backward()
+        optimizer.zero_grad()
+    after = model.state_dict()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+
+
 def test_a_write_that_changes_nothing_leaves_the_masters_bits() -> None:
     results = []
     for clamp in (False, True):
@@ -476,6 +498,25 @@ def test_the_state_of_a_16_bit_model_becomes_its_masters() -> None:
     model, optimizer = torch_lms.chunked(model, given)
     step(model, optimizer)
     assert {one["exp_avg"].dtype for one in optimizer.state_dict()["state"].values()} == {torch.float32}
+
+
+class Scaling(torch.optim.SGD):
+    """Scales gradients by the norm of all of them."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        gradients = [one.grad for group in self.param_groups for one in group["params"] if one.grad is not None]
+        norm = torch.stack([one.norm() for one in gradients]).norm()
+        for one in gradients:
+            one.div_(norm)
+        return super().step(closure)
+
+
+def test_an_optimizer_whose_updates_depend_on_one_another_is_refused() -> None:
+    model = make()
+    with pytest.raises(ChunkError, match="treats each parameter alone, found Scaling, whose update"):
+        chunked(model, partial(Scaling, lr=0.1))
+    assert model[0].weight.dtype == torch.float32
 
 
 def test_what_is_in_chunks_or_compiled_is_refused() -> None:

@@ -13,12 +13,20 @@ from torch.utils.weak import WeakIdKeyDictionary
 from torch_lms.chunk.model_data import ModelTensor
 from torch_lms.chunk.optimizer import ChunkedOptimizer
 from torch_lms.chunk.ranks import Ranks
-from torch_lms.chunk.trials import treats_each_element_alone
+from torch_lms.chunk.trials import treats_each_element_alone, treats_each_tensor_alone
 from torch_lms.devices import find_device
 from torch_lms.errors import ChunkError
 from torch_lms.shared_bytes import pairs_that_share
 
-__all__ = ["check_arguments", "check_model", "check_options", "check_ranks", "device_of", "note_in_chunks"]
+__all__ = [
+    "check_arguments",
+    "check_model",
+    "check_optimizer",
+    "check_options",
+    "check_ranks",
+    "device_of",
+    "note_in_chunks",
+]
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -49,7 +57,21 @@ def check_arguments(model: nn.Module, optimizer: Optimizer) -> None:
         raise ChunkError("expected a model to train, found torch.inference_mode on; call chunked outside of it")
 
 
-def check_options(dtype: torch.dtype, update_on: str, *, step_in_backward: bool) -> None:
+def check_optimizer(optimizer: Optimizer, device: torch.device) -> None:
+    """Refuses one that does not treat each parameter alone: it would get those of one chunk at a time.
+
+    Raises:
+        ChunkError: if so.
+    """
+    if not treats_each_tensor_alone(optimizer, device):
+        raise ChunkError(
+            f"expected an optimizer that treats each parameter alone, found {type(optimizer).__name__}, whose update "
+            "of one depends on the gradients of others, as by their norm; take that out of it, and use "
+            "torch.nn.utils.clip_grad_norm_ before its step"
+        )
+
+
+def check_options(dtype: torch.dtype, update_on: str, chunk_numel: int | None, *, step_in_backward: bool) -> None:
     """Refuses what the words of `torch_lms.chunked` cannot be.
 
     Raises:
@@ -58,6 +80,10 @@ def check_options(dtype: torch.dtype, update_on: str, *, step_in_backward: bool)
     if update_on not in ("auto", "device", "host", "stream"):
         raise ChunkError(
             f"expected update_on to be 'auto', 'device', 'host' or 'stream', found {update_on!r}; pass one of these"
+        )
+    if chunk_numel is not None and not isinstance(chunk_numel, int):
+        raise ChunkError(
+            f"expected chunk_numel to be a number of elements, found {chunk_numel!r}; pass an int, or leave it out"
         )
     if dtype not in (torch.bfloat16, torch.float16):
         raise ChunkError(f"expected dtype to be torch.bfloat16 or torch.float16, found {dtype}; pass one of these")

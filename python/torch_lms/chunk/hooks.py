@@ -89,6 +89,7 @@ class ModuleHooks:
         outermost = not running
         if outermost:
             self._check_filled(self._all[module])
+            self._check_types(self._all[module])
             self._occupancy.call_begins(self._all[module], call)
         running.append((module, call))  # before, so that no other thread takes what it accesses for abandoned
         try:
@@ -105,6 +106,16 @@ class ModuleHooks:
                 f"expected parameters with values, found {len(missing)} without, {names} among them; fill them by "
                 "load_state_dict"
             )
+
+    def _check_types(self, numbers: tuple[int, ...]) -> None:
+        for number in numbers:
+            one, view = self._data.tensors[number], self._data.views[number]
+            if one.parameter.dtype is not view.dtype:
+                raise ChunkError(
+                    f"expected {one.name} to be {view.dtype}, as torch_lms.chunked has made it, found "
+                    f"{one.parameter.dtype}; call model.to({view.dtype}), and leave model.float() and such out: the "
+                    "optimizer updates masters of 32 bits"
+                )
 
     def _cast_inputs(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """What the model is to be called with instead; None if nothing changes."""

@@ -13,7 +13,15 @@ from torch.optim import Optimizer
 
 from torch_lms.chunk.budget import budget_of, check_budget, needed_bytes
 from torch_lms.chunk.checkpointing import StateDictHooks
-from torch_lms.chunk.checks import check_arguments, check_model, check_options, check_ranks, device_of, note_in_chunks
+from torch_lms.chunk.checks import (
+    check_arguments,
+    check_model,
+    check_optimizer,
+    check_options,
+    check_ranks,
+    device_of,
+    note_in_chunks,
+)
 from torch_lms.chunk.hooks import ModuleHooks
 from torch_lms.chunk.layout import ALIGNMENT, Layout, best_chunk_numel, pack
 from torch_lms.chunk.model_data import ModelData, ModelTensor
@@ -99,8 +107,9 @@ def chunked(
     check_arguments(model, optimizer)
     tensors = _tensors_of(model, optimizer)
     check_model(model, optimizer, tensors)
-    check_options(dtype, update_on, step_in_backward=step_in_backward)
+    check_options(dtype, update_on, chunk_numel, step_in_backward=step_in_backward)
     device, ranks = device_of(model, tensors, device), ranks_of(mesh)
+    check_optimizer(optimizer, device)
     check_ranks(ranks, optimizer, device, dtype, step_in_backward=step_in_backward)
     runs = _runs_of(_in_order(tensors, order, ranks))
     ordered = [one for run in runs for one in run]
@@ -185,11 +194,13 @@ def _in_order(tensors: list[ModelTensor], order: Iterable[nn.Parameter] | None, 
     if order is None:
         return tensors
     known = {one.parameter: one for one in tensors}
-    used = dict.fromkeys(order)
+    used = dict.fromkeys(order) if isinstance(order, Iterable) else {order: None}
     if strangers := [one for one in used if one not in known]:
-        shapes = ", ".join(str(tuple(one.shape)) for one in strangers[:3])
+        found = ", ".join(
+            f"one of shape {tuple(one.shape)}" if isinstance(one, torch.Tensor) else repr(one) for one in strangers[:3]
+        )
         raise ChunkError(
-            f"expected an order of the model's own parameters, found {len(strangers)} others (of shapes {shapes}); "
+            f"expected an order of the model's own parameters, found {len(strangers)} others ({found}); "
             "take it from torch_lms.chunk.order_of_use(model, ...)"
         )
     by_name = {one.name: one for one in tensors}

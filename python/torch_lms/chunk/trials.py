@@ -14,11 +14,13 @@ from torch.optim import Optimizer
 from torch_lms.chunk.values import with_own_tensors
 from torch_lms.swap.link import wait_for_device
 
-__all__ = ["state_bytes_each", "treats_each_element_alone", "update_seconds"]
+__all__ = ["state_bytes_each", "treats_each_element_alone", "treats_each_tensor_alone", "update_seconds"]
 
 _SHAPE = (4, 6)
 _PIECE = 7
 _TIMED_STEPS = 3
+_LARGE = 1e3  # a gradient beside which another hardly counts in their norm
+_CLOSE = 1e-3  # an optimizer may compute with both tensors in one, which rounds otherwise
 
 
 def treats_each_element_alone(optimizer: Optimizer, device: torch.device) -> bool:
@@ -32,6 +34,24 @@ def treats_each_element_alone(optimizer: Optimizer, device: torch.device) -> boo
         except Exception:
             return False
         if not torch.equal(whole[0].flatten(), torch.cat(pieces)):
+            return False
+    return True
+
+
+def treats_each_tensor_alone(optimizer: Optimizer, device: torch.device) -> bool:
+    """Whether a matrix becomes beside another what it becomes alone, in a step; True if that cannot be tried."""
+    start, gradient, other = _matrices(3, device)
+    beside = [start.clone(), start.clone()], [[gradient, other * _LARGE]]
+    alone = [start.clone()], [[gradient]]
+    for group in optimizer.param_groups:
+        for tensors, gradients in (beside, alone):
+            try:
+                with torch.random.fork_rng([device] if device.type == "cuda" else []):
+                    torch.manual_seed(0)
+                    _steps(optimizer, group, tensors, gradients)
+            except Exception:
+                return True
+        if not torch.allclose(beside[0][0], alone[0][0], rtol=_CLOSE):
             return False
     return True
 
