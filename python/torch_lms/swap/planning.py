@@ -313,17 +313,25 @@ def _plan_beside(request: dict[str, Any], wishes: Wishes, followed: str) -> None
 
 
 def _answers(request: Mapping[str, Any], wishes: Wishes) -> Iterator[dict[str, Any]]:
-    """By a process that `end`, and the next recording, kill."""
+    """By a process that `end`, and the next recording, kill; if others kill it before it answers, by one more."""
     global _process
-    with _lock:
-        if not _is_wanted(wishes):
-            return
-        process = _process = PlannerProcess()
-    try:
-        yield from process.answers(request)
-    finally:
+    has_answered = False
+    for is_last in (False, True):
         with _lock:
-            _process = None if _process is process else _process
+            if not _is_wanted(wishes):
+                return
+            process = _process = PlannerProcess()
+        try:
+            for answer in process.answers(request):
+                has_answered = True
+                yield answer
+            return
+        except PlanError:
+            if is_last or has_answered or not process.was_killed:
+                raise
+        finally:
+            with _lock:
+                _process = None if _process is process else _process
 
 
 def _is_wanted(wishes: Wishes) -> bool:
