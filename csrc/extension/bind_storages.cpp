@@ -20,15 +20,21 @@ namespace py = pybind11;
 namespace torch_lms {
 namespace {
 
+/// Whether its storage is no memory: its values are another tensor.
+bool is_nested_wrapper(const at::Tensor& tensor) {
+  return tensor.key_set().has(c10::DispatchKey::Python) && c10::str(tensor.layout()) == "Jagged";
+}
+
 c10::Storage storage_of(const py::handle& object) {
   if (THPVariable_Check(object.ptr())) {
     const at::Tensor& tensor = THPVariable_Unpack(object.ptr());
-    if (!tensor.has_storage()) {
+    if (!tensor.has_storage() || is_nested_wrapper(tensor)) {
       throw PageoutRefused(
           "expected a tensor with a storage, found one of layout " +
           std::string(c10::str(tensor.layout())) +
           " or a wrapper; page out the tensors it is made of (for a sparse tensor: "
-          "tensor.indices() and tensor.values())");
+          "tensor.indices() and tensor.values(), for a nested one: tensor.values() and "
+          "tensor.offsets())");
     }
     return tensor.storage();
   }

@@ -109,6 +109,17 @@ def test_a_sparse_tensor_is_refused_and_its_parts_go_out(kind: str) -> None:
     assert torch.equal(tensor.to_dense(), dense)
 
 
+def test_a_jagged_tensor_is_refused_and_its_values_go_out() -> None:
+    tensor = torch.nested.nested_tensor([torch.ones(300), torch.rand(500)], layout=torch.jagged)
+    before = tensor.values().tolist()
+    for call in (torch_lms.pageout, torch_lms.prefetch, torch_lms.pin, state):
+        with raises_saying(PageoutError, found="layout Jagged", do="for a nested one: tensor.values()"):
+            call(tensor)  # type: ignore[operator]
+    assert torch_lms.pageout(tensor.values()) == 1
+    torch_lms.wait()
+    assert tensor.values().tolist() == before
+
+
 def test_a_tensor_of_vmap_is_refused() -> None:
     def page_out(row: torch.Tensor) -> torch.Tensor:
         torch_lms.pageout(row)
