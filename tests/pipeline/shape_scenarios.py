@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -166,3 +167,11 @@ def closed_too_early(rank: int, world: int) -> None:
         if rank == 0:
             with pytest.raises(PipelineError, match="rank 1, found that it has closed its pipeline"):
                 pipeline.step(**batch)
+        else:
+            pipeline.close()
+            state = pipeline.state_dict()
+            for use in (partial(pipeline.step, **batch), partial(pipeline.load_state_dict, state)):
+                with pytest.raises(
+                    PipelineError, match=r"expected an open pipeline, found one that close\(\) has ended"
+                ):
+                    use()

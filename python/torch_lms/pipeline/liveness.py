@@ -134,9 +134,11 @@ class Liveness:
         self.check()  # waits on CUDA may have ended without an error
 
     def check(self) -> None:
-        """Raises PipelineError if a rank has failed."""
+        """Raises PipelineError if a rank has failed, or this one has closed."""
         if self._failure is not None:
             raise self._failure.error()
+        if self._closing.is_set():
+            raise PipelineError("expected an open pipeline, found one that close() has ended; make another one")
 
     def announce(self, reason: str) -> None:
         """Tells all others that this rank has failed, unless another one failed before or this one has closed."""
