@@ -21,7 +21,7 @@ from tests.unit.trainings import one_thread
 FOLDER = str(Path(torch_lms.chunk.__file__).parent)
 X = torch.rand(16, 64, generator=torch.Generator().manual_seed(0))
 CLASSES = torch.arange(16) % 8
-EVERY = 151  # of the lines that run; it shares no factor with what loops run
+EVERY = 83  # of the lines that run; it shares no factor with what loops run
 MOST = 0.08  # that two steps of this learning rate change a number by
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
 

@@ -61,9 +61,11 @@ class ModuleHooks:
     def abandon_calls(self) -> None:
         """The calling thread's calls have ended, whatever they have told: an interrupt leaves without a word."""
         running = self._running()
-        while running:
-            self._end(running[-1][0], None, None, None)
-        if not any(self._threads.values()):
+        if any(other and other is not running for other in list(self._threads.values())):
+            while running:
+                self._end(running[-1][0], None, None, None)
+        else:
+            running.clear()
             self._occupancy.nobody_runs()
 
     def _own_numbers(self, model: nn.Module, data: ModelData) -> dict[nn.Module, tuple[int, ...]]:

@@ -121,9 +121,10 @@ class Occupancy:
                     self.states.move(number, TensorState.HOLD)
 
     def nobody_runs(self) -> None:
-        """No module does, on any thread."""
+        """No module does, on any thread: all calls have ended."""
         with self._lock:
             self.states.forget_accesses()
+            self.call_ended(range(len(self.states)))
 
     def give_back(self, numbers: Iterable[int]) -> None:
         """Parameters whose bytes are gradients get theirs back; the gradients, if still wanted, move."""
