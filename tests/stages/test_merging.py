@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -189,13 +190,23 @@ class Telling(Told):
         return self.last(self.inner(self.layer(x)))
 
 
-def test_a_state_dict_has_the_extra_state_of_opened_modules() -> None:
-    model = Telling("one")
+@pytest.mark.parametrize(
+    "told", ["one", np.array([1.0, float("nan")]), [torch.tensor(float("nan")), {"a": np.arange(2)}]]
+)
+def test_a_state_dict_has_the_extra_state_of_opened_modules(told: Any) -> None:
+    model = Telling(told)
     stages = cut_everywhere(copy.deepcopy(model))
     assert list(stages.state_dict()) == list(merge_state_dicts(stages)) == list(model.state_dict())
     model.load_state_dict(stages.state_dict())
     stages.load_state_dict(model.state_dict())
-    copy.deepcopy(stages).load_state_dict(model.state_dict())
+    copy.deepcopy(stages).load_state_dict(copy.deepcopy(model).state_dict())
+
+
+def test_the_extra_state_of_the_cut_is_no_more_the_modules() -> None:
+    model = Telling({"a": 1})
+    stages, before = cut_everywhere(model), copy.deepcopy(model.state_dict())
+    model.told["a"] = 2
+    stages.load_state_dict(before)
 
 
 def test_another_extra_state_than_that_of_the_cut_is_refused() -> None:

@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from torch_lms._torch_compat import tree_flatten, tree_map, tree_unflatten
 from torch_lms.errors import ProfileError
+from torch_lms.profile.sameness import is_same
 
 __all__ = ["Sample", "bind_sample", "check_model"]
 
@@ -60,7 +61,7 @@ class Sample:
                 f"expected arguments of the sample's structure ({self.describe()}), found others; trace the model again"
             )
         for mine, given in zip(own, leaves, strict=True):
-            if not isinstance(mine, torch.Tensor) and mine is not given and mine != given:
+            if not isinstance(mine, torch.Tensor) and not is_same(mine, given):
                 raise ProfileError(
                     f"expected {mine!r}, a constant of the graph, found {given!r}; trace the model again for this value"
                 )

@@ -11,12 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import fx
 
 from torch_lms._torch_compat import tree_flatten
 from torch_lms.errors import PartitionError
+from torch_lms.profile.sameness import is_same
 
 __all__ = ["Argument", "bind_arguments", "find_arguments"]
 
@@ -66,22 +66,11 @@ class Argument:
 
 
 def _check_constant(name: str, expected: Any, found: Any) -> None:
-    if not _is_same(expected, found):
+    if not is_same(expected, found):
         raise PartitionError(
             f"expected {name}={expected!r}, which is a constant of the graph, found {_shown(found)}; "
             "trace the model again for this value"
         )
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    if one is other or (isinstance(one, float) and isinstance(other, float) and one != one and other != other):
-        return True  # a number that is none is not equal to itself
-    try:
-        if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
-            return one.dtype == other.dtype and np.array_equal(one, other)
-        return bool(one == other)
-    except (RuntimeError, ValueError, TypeError):  # a tensor is not simply equal or not
-        return False
 
 
 def _shown(value: Any) -> str:

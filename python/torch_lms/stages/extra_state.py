@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
-import torch
 from torch import nn
 
-from torch_lms._torch_compat import tree_flatten
+from torch_lms.profile.sameness import is_same
 
 __all__ = ["EXTRA_STATE", "KeepsExtraState", "has_extra_state", "state_dict_hooks"]
 
@@ -31,7 +31,7 @@ class KeepsExtraState(nn.Module):
 
     def keep_extra_state(self, state: Any) -> None:
         """Takes what `get_extra_state` of the module gave."""
-        vars(self)[_KEPT] = state
+        vars(self)[_KEPT] = copy.deepcopy(state)  # the module may change it
 
     def share_extra_state(self, other: nn.Module) -> None:
         """Takes that of another part of the same module, if it has some."""
@@ -62,22 +62,8 @@ class KeepsExtraState(nn.Module):
             missing_keys += [name] if strict else []
             return
         unexpected_keys[:] = [one for one in unexpected_keys if one != name]
-        if not _same(state_dict[name], vars(self)[_KEPT]):
+        if not is_same(state_dict[name], vars(self)[_KEPT]):
             error_msgs.append(
                 f"expected {name!r} as it was when the model was cut, since the code of stages is made for it, found "
                 "another; load the state dict into the model and cut it again"
             )
-
-
-def _same(one: Any, other: Any) -> bool:
-    (leaves, structure), (others, another) = tree_flatten(one), tree_flatten(other)
-    return bool(structure == another) and all(map(_same_leaf, leaves, others))
-
-
-def _same_leaf(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.shape == other.shape and torch.equal(one.cpu(), other.cpu())
-    try:
-        return one is other or bool(one == other)
-    except (RuntimeError, ValueError, TypeError):  # an array is not simply equal or not
-        return False

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
-
 from torch_lms.errors import PartitionError
+from torch_lms.profile.sameness import is_same
 from torch_lms.stages.stage import Stage
 
 __all__ = ["find_entry", "in_order", "merge_state_dicts"]
@@ -34,7 +33,7 @@ def merge_state_dicts(stages: Iterable[Stage | StateDict]) -> dict[str, Any]:
         shared = stage.shared if isinstance(stage, Stage) else {}
         for name, value in (stage.state_dict() if isinstance(stage, Stage) else stage).items():
             for known in (name, *(other for _, other in shared.get(name, ()))):
-                if known in merged and not _same(merged[known], value):
+                if known in merged and not is_same(merged[known], value):
                     raise PartitionError(
                         f"expected {name!r} equal in all stages that share it, found two values; its gradients were "
                         "not summed over these stages before the optimizer's step"
@@ -46,14 +45,6 @@ def merge_state_dicts(stages: Iterable[Stage | StateDict]) -> dict[str, Any]:
 def in_order(state_dict: StateDict, order: Iterable[str]) -> dict[str, Any]:
     """The entries in an order of names; others follow."""
     return {name: state_dict[name] for name in (*(one for one in order if one in state_dict), *state_dict)}
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        if one.device.type == "meta" or other.device.type == "meta":
-            return one.shape == other.shape and one.dtype == other.dtype
-        return torch.equal(one.detach().cpu(), other.detach().cpu())
-    return bool(one == other)
 
 
 def find_entry(state_dict: StateDict, stage: Stage, name: str) -> Any:
