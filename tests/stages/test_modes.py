@@ -145,20 +145,18 @@ IN_TRAINING: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("body", [*IN_BOTH, *IN_TRAINING])
-def test_stages_cut_in_training_follow_the_mode(body: Body) -> None:
-    model = Model(body)
-    stages = cut(copy.deepcopy(model))
-    for mode in (True, False, True):
-        assert_same(stages.train(mode), model.train(mode))
+def in_mode(mode: bool, bodies: list[Any]) -> list[Any]:
+    """Each body and its marks, with the mode of the cut."""
+    given = [one if hasattr(one, "marks") else pytest.param(one) for one in bodies]
+    return [pytest.param(*one.values, mode, marks=one.marks) for one in given]
 
 
-@pytest.mark.parametrize("body", IN_BOTH)
-def test_stages_cut_in_evaluation_follow_the_mode(body: Body) -> None:
-    model = Model(body).eval()
+@pytest.mark.parametrize(("body", "mode"), [*in_mode(True, IN_BOTH + IN_TRAINING), *in_mode(False, IN_BOTH)])
+def test_stages_follow_the_mode(body: Body, mode: bool) -> None:
+    model = Model(body).train(mode)
     stages = cut(copy.deepcopy(model))
-    for mode in (False, True, False):
-        assert_same(stages.train(mode), model.train(mode))
+    for now in (mode, not mode, mode):
+        assert_same(stages.train(now), model.train(now))
 
 
 @pytest.mark.parametrize("body", IN_TRAINING)
