@@ -1,13 +1,20 @@
 from __future__ import annotations
 
+import copy
 import io
 import json
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
 
 from torch_lms.errors import ProfileError
-from torch_lms.profile import LinkProfile, NodeProfile, Profile
+from torch_lms.profile import LinkProfile, NodeProfile, Profile, ProfileConfig, profile
 from torch_lms.profile.document import VERSION
 from torch_lms.profile.table import profile_table
 
@@ -74,7 +81,7 @@ def test_file_comes_back_equal(tmp_path: object) -> None:
         (PROFILE.to_json().replace('"step_us": 8.0', '"step_us": NaN'), "NaN is no JSON number"),
         (
             PROFILE.to_json().replace('"step_us": 8.0', '"step_us": "8"'),
-            r"a number of at least 0 and below 2\*\*63 at profile\.step_us",
+            r"a number from 0 to 2\*\*53 at profile\.step_us",
         ),
         (PROFILE.to_json().replace('"step_us": 8.0,', ""), r"a field profile\.step_us, found none"),
         (json.dumps({**json.loads(PROFILE.to_json()), "trainable": "all"}), r"a list at profile\.trainable"),
@@ -85,6 +92,42 @@ def test_file_comes_back_equal(tmp_path: object) -> None:
 def test_what_is_no_profile_is_refused(text: str, words: str) -> None:
     with pytest.raises(ProfileError, match=words):
         Profile.from_json(text)
+
+
+def numbers_in(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, item in items:
+        yield from numbers_in(item, (*path, name))
+    if isinstance(value, (int, float)):
+        yield path
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict[str, Any]:
+    """A document of a real profile, with numbers in all places."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU())
+    found = profile(
+        model, torch.randn(3, 4), optimizer=torch.optim.Adam, config=ProfileConfig(warmup_runs=1, timed_runs=1)
+    )
+    links = (LinkProfile(source="cpu", target="cuda:0", bytes_per_us=55e3, latency_us=7.5),)
+    made: dict[str, Any] = json.loads(replace(found, links=links).to_json())
+    assert Profile.from_json(json.dumps(made)) == replace(found, links=links)
+    return made
+
+
+@given(data=st.data())
+@settings(deadline=None, derandomize=True, max_examples=200)
+def test_each_number_that_is_damaged_is_refused(measured: dict[str, Any], data: st.DataObject) -> None:
+    changed = copy.deepcopy(measured)
+    path = data.draw(st.sampled_from(list(numbers_in(changed))))
+    holder: Any = changed
+    for step in path[:-1]:
+        holder = holder[step]
+    wrong = st.sampled_from([10**20, 1e20, -0.5, float("nan"), float("inf"), "1", []])
+    wrong |= st.integers(min_value=2**53 + 1) | st.integers(max_value=-1)
+    holder[path[-1]] = data.draw(wrong if isinstance(holder[path[-1]], bool) else wrong | st.booleans())
+    with pytest.raises(ProfileError, match="expected"):
+        Profile.from_json(json.dumps(changed))
 
 
 def test_a_storage_that_two_nodes_keep_counts_once() -> None:

@@ -1,13 +1,14 @@
 """Dataclasses as JSON documents, read strictly by their own annotations.
 
 Every field is there, of its type and in its range, and an error names the one that is not. `Annotated` says more of a
-type: a tuple of the words that a text may be, or the `Range` of a number; without one, numbers are at least 0
-and below 2**63.
+type: a tuple of the words that a text may be, or the `Range` of a number; without one, numbers are from 0 to 2**53, up
+to which floats hold each whole number: sums of greater ones would be wrong, or fit no integer of NumPy.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from functools import lru_cache, partial
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Document", "Range", "ascending", "read_object", "read_text", "refuse_constant"]
 
-_TOO_MUCH = 1 << 63  # for the core
+_MOST = 2**53
 
 
 class Document:
@@ -91,23 +92,20 @@ class Range:
     Attributes:
         least: it is not below this.
         above: and above this; None for no such bound.
-        most: and not above this; None for what 64 bits hold with a sign.
+        most: and not above this.
     """
 
     least: float = 0
     above: float | None = None
-    most: float | None = None
+    most: float = _MOST
 
     def holds(self, value: float) -> bool:
         """Whether a number is in the range."""
-        above = self.above is None or value > self.above
-        return self.least <= value and above and (value < _TOO_MUCH if self.most is None else value <= self.most)
+        return self.least <= value <= self.most and (self.above is None or value > self.above)
 
     def __str__(self) -> str:
-        if self.most is not None:
-            return f"from {self.least} to {self.most}"
-        least = f"of at least {self.least:g}" if self.above is None else f"above {self.above:g}"
-        return f"{least} and below 2**63"
+        most = "2**53" if self.most == _MOST else f"{self.most}"
+        return f"from {self.least:g} to {most}" if self.above is None else f"above {self.above:g} and up to {most}"
 
 
 def read_text(path: str | Path) -> str:
@@ -227,7 +225,8 @@ def _read_integer(asked: Range, value: Any, path: str) -> int:
 
 
 def _read_number(asked: Range, value: Any, path: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not asked.holds(value):
+    good = isinstance(value, (int, float)) and not isinstance(value, bool) and _finite(value)
+    if not good or not asked.holds(value):
         raise PlanError(f"expected a number {asked} at {path}, found {_short(value)}; correct this field")
     return float(value)
 
@@ -238,6 +237,13 @@ _PLAIN: dict[type, Callable[..., Any]] = {
     int: _read_integer,
     float: _read_number,
 }
+
+
+def _finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number that no float holds
+        return False
 
 
 def _short(value: Any) -> str:
