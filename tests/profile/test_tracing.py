@@ -25,7 +25,6 @@ from torch_lms._torch_compat import has_export
 from torch_lms.errors import ProfileError
 from torch_lms.profile import ProfilingInterpreter, TracedModel, trace
 from torch_lms.profile.ownership import module_of
-from torch_lms.profile.profiler import ProfileConfig, profile
 
 needs_export = pytest.mark.skipif(not has_export(), reason="this PyTorch has no torch.export")
 SOURCES = ["symbolic", pytest.param("export", marks=needs_export)]
@@ -212,37 +211,6 @@ def test_a_part_without_gradient_stays_without() -> None:
     expected, x.grad = x.grad, None
     graph_of(traced)(x).sum().backward()
     assert torch.equal(x.grad, expected)
-
-
-class Mapped(nn.Module):
-    """A layer, then a function of torch.func."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = torch.func.vmap(torch.tanh)(self.layer(x))
-        return found
-
-
-@needs_export
-def test_what_is_open_between_calls_has_no_graph() -> None:
-    with pytest.raises(ProfileError, match=r"a transform of torch\.func"):
-        trace(Mapped(), (torch.ones(2, 4),), sources=["export"])
-    found = profile(Mapped(), torch.ones(2, 4), config=ProfileConfig(warmup_runs=0, timed_runs=1, links=False))
-    assert found.level == "runtime"
-    tanh = next(node for node in found.nodes if node.name == "tanh")
-    assert tanh.inputs == ("linear",)
-    assert torch.rand(2).shape == (2,)  # no transform is open
-
-
-@needs_export
-def test_what_is_open_between_calls_may_stay_whole() -> None:
-    model, x = nn.Sequential(nn.Linear(4, 4), Mapped()), torch.ones(2, 4)
-    traced = trace(model, (x,))
-    assert traced.level == "module"
-    assert torch.equal(graph_of(traced)(x), model(x))
 
 
 class Named(nn.Module):

@@ -140,6 +140,7 @@ class NodesAlone(fx.Interpreter, Generic[_Found]):
         with_gradient: names of the nodes whose outputs need a gradient.
         precision: what forwards run under.
         advance: is called after each node.
+        inside: names of the nodes whose forward runs a backward, and so needs gradients.
 
     Attributes:
         found: what `measure` returned, by the nodes' names.
@@ -152,8 +153,10 @@ class NodesAlone(fx.Interpreter, Generic[_Found]):
         with_gradient: Collection[str],
         precision: Callable[[], AbstractContextManager[Any]],
         advance: Callable[[], None],
+        inside: Collection[str] = (),
     ) -> None:
         super().__init__(graph_module)
+        self._inside = inside
         self.found: dict[str, _Found] = {}
         self._measure, self._precision, self._advance = measure, precision, advance
         self._with_gradient = with_gradient
@@ -173,7 +176,7 @@ class NodesAlone(fx.Interpreter, Generic[_Found]):
                 if key not in self._known:
                     self._known[key] = self._measure(self._alone(n, needs_gradient))
                 self.found[n.name] = self._known[key]
-            with torch.no_grad(), self._precision():
+            with torch.set_grad_enabled(n.name in self._inside), self._precision():
                 value = super().run_node(n)
             self._give_gradients(into)
         except Exception as error:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["LEAVING", "READS", "has_tensors", "property_of", "target_of"]
+__all__ = ["BACKWARDS", "LEAVING", "READS", "has_tensors", "property_of", "target_of"]
 
 # What gives Python a value of a tensor; all else that gives no tensor tells of its size, type or place.
 READS = frozenset(
@@ -18,6 +18,8 @@ READS = frozenset(
     ]
 )
 LEAVING = frozenset(["numpy", "__array__", "__dlpack__", "data_ptr", "storage", "untyped_storage", "__set__"])
+# A backward goes through the calls before it, whereas a graph's calls each stand alone.
+BACKWARDS = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward, "backward")
 
 
 def property_of(getter: Any) -> str:

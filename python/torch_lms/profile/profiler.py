@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -39,7 +39,7 @@ from torch_lms.profile.preserving import (
 )
 from torch_lms.profile.progress import Progress
 from torch_lms.profile.runtime import OpRecorder
-from torch_lms.profile.sizes import NodeSizes, SizeWatcher
+from torch_lms.profile.sizes import NodeSizes, SizeWatcher, transforms_watched
 from torch_lms.profile.steps import StepTime, backward_of, time_step, typical_step
 from torch_lms.profile.storages import StorageNames, tensor_bytes
 from torch_lms.profile.timing import NodeTimes, RunTimer, make_clock
@@ -226,17 +226,14 @@ class _ProfileRun:
     def measure(self, traced: TracedModel, optimizer: Any) -> Profile:
         """Sizes, times, and puts it all together."""
         self.traced = traced
-        storages = StorageNames(self.model)
         graph_module = traced.graph_module
-        of_weights = nodes_of_weights(graph_module.graph) if graph_module is not None else ()
-        watcher = SizeWatcher(storages, {node.name for node in of_weights})
         timer = RunTimer(make_clock(self.device))
         with as_in_training(self.model, self.sample, []), nullcontext() if self.timed else fused_attention():
             if self.config.pieces and self.timed:
-                self._time_pieces(watcher, storages, timer)
+                watcher, storages = self._watch_sizes(partial(self._time_pieces, timer), keeps=True)
             else:
                 with self.progress.phase("sizes"):
-                    self._run(watcher)
+                    watcher, storages = self._watch_sizes(lambda watcher, _: self._run(watcher))
                 if self.timed:
                     self._time(timer)
                 if graph_module is not None:
@@ -261,7 +258,24 @@ class _ProfileRun:
             self.notes.append(f"the optimizer's step is not timed: {error}")
             return None
 
-    def _time_pieces(self, sizes: SizeWatcher, storages: StorageNames, timer: RunTimer) -> None:
+    def _watch_sizes(
+        self, run: Callable[[SizeWatcher, StorageNames], Any], *, keeps: bool = False
+    ) -> tuple[SizeWatcher, StorageNames]:
+        """Keeps nothing for backward, unless the forward itself runs one."""
+        graph_module = self.traced.graph_module
+        of_weights = nodes_of_weights(graph_module.graph) if graph_module is not None else ()
+        storages = StorageNames(self.model)
+        watcher = SizeWatcher(storages, {node.name for node in of_weights}, keeps=keeps)
+        try:
+            with transforms_watched():
+                run(watcher, storages)
+        except ProfileError:
+            if keeps or not watcher.inside:
+                raise
+            return self._watch_sizes(run, keeps=True)
+        return watcher, storages
+
+    def _time_pieces(self, timer: RunTimer, sizes: SizeWatcher, storages: StorageNames) -> None:
         """Sizes and times with one node at a time on the device; there is no whole step to time."""
         self.nodes = graph_facts(self.traced) if self.traced.graph_module is not None else []
         config = self.config
@@ -338,7 +352,7 @@ class _ProfileRun:
         measure = partial(measure_alone, self.device, clock, bool(self.config.accumulate))
         with_gradient = {name for name, one in sizes.sizes.items() if one.gradient_bytes}
         with self.progress.phase("nodes alone", len(graph_module.graph.nodes)) as advance:
-            nodes = NodesAlone(graph_module, measure, with_gradient, self._precision, advance)
+            nodes = NodesAlone(graph_module, measure, with_gradient, self._precision, advance, sizes.inside)
             run_or_explain(self.model, self.sample, partial(nodes.run, *self.sample.leaves()))
         self.alone = AloneFigures(nodes.found, in_parts)
         self.notes += self.alone.notes()

@@ -29,7 +29,7 @@ from torch_lms._torch_compat import function_mode, named_parameters_with_ties
 from torch_lms.errors import ProfileError
 from torch_lms.profile.arguments import Sample
 from torch_lms.profile.attributes import Attributes, refuse_assigned
-from torch_lms.profile.calls import LEAVING, READS, has_tensors, property_of, target_of
+from torch_lms.profile.calls import BACKWARDS, LEAVING, READS, has_tensors, property_of, target_of
 from torch_lms.profile.generators import PythonDraws
 from torch_lms.profile.hooks import is_pytorchs, refuse_backward_hooks
 from torch_lms.profile.modes import Modes
@@ -154,6 +154,8 @@ class _Recording:
         name = getattr(function, "__name__", str(function))
         if name in LEAVING:
             raise RecordingError(f"{name} hands a tensor to what is no function of PyTorch, at {calling_line()}")
+        if function in BACKWARDS:
+            raise RecordingError(f"a backward, which no call alone can be, at {calling_line()}")
         if name == "register_hook":
             raise RecordingError(f"a hook changes a value's gradient, at {calling_line()}")
         if name != "_set_grad_enabled":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -170,8 +170,18 @@ class _NoWatcher:
 
 
 def record_ops(model: nn.Module, sample: Sample) -> list[NodeFacts]:
-    """The ops of one run, which keeps nothing for a backward and leaves the model and random numbers as they were."""
+    """The ops of one run, which leaves the model and random numbers as they were.
+
+    It keeps nothing for a backward, unless the forward only runs with gradients, as one that itself runs a backward.
+    """
+    with suppress(ProfileError), torch.no_grad():
+        return _record_ops(model, sample)
+    with torch.enable_grad():
+        return _record_ops(model, sample)
+
+
+def _record_ops(model: nn.Module, sample: Sample) -> list[NodeFacts]:
     recorder = OpRecorder(model, sample, _NoWatcher())
-    with preserved(model, sample), parameters_unwritten(model), torch.no_grad():
+    with preserved(model, sample), parameters_unwritten(model):
         run_or_explain(model, sample, lambda: recorder.run(tuple(tensor.detach() for tensor in sample.tensors)))
     return recorder.ops

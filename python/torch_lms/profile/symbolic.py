@@ -30,7 +30,7 @@ from torch import fx, nn
 from torch_lms._torch_compat import function_mode, named_parameters_with_ties
 from torch_lms.profile.arguments import Sample
 from torch_lms.profile.attributes import Attributes, plain_tensors, refuse_assigned
-from torch_lms.profile.calls import LEAVING, READS, has_tensors, property_of, target_of
+from torch_lms.profile.calls import BACKWARDS, LEAVING, READS, has_tensors, property_of, target_of
 from torch_lms.profile.generators import PythonDraws, generators_kept
 from torch_lms.profile.hooks import has_backward_hooks, refuse_backward_hooks
 from torch_lms.profile.mappings import is_own_mapping
@@ -222,6 +222,10 @@ class _Tracer(fx.Tracer):
     def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """Notes the module that a node belongs to."""
         check_name(kind, target)
+        if kind.startswith("call_") and target in BACKWARDS:
+            raise TypeError(
+                "expected a forward without a backward in it, found one, which no call can be that stands alone"
+            )
         if kind.startswith("call"):
             self.modes.check()
         node = super().create_node(kind, target, *args, **kwargs)
