@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import builtins
+import random
 import sys
 import threading
 from collections.abc import Callable
@@ -10,7 +11,9 @@ import pytest
 import torch
 from torch import arange, fx, nn
 
+from torch_lms.profile import trace, tracing
 from torch_lms.profile.arguments import bind_sample
+from torch_lms.profile.attributes import Attributes
 from torch_lms.profile.symbolic import SymbolicError, trace_symbolically
 
 
@@ -31,7 +34,7 @@ class Calling(nn.Module):
 
 
 def symbolic(model: nn.Module, *args: Any) -> fx.GraphModule:
-    return fx.GraphModule(model, trace_symbolically(model, bind_sample(model, args, {})))
+    return fx.GraphModule(model, trace_symbolically(model, bind_sample(model, args, {}), Attributes(model)))
 
 
 def test_other_threads_see_python_and_pytorch_as_they_are() -> None:
@@ -160,3 +163,38 @@ class Unions(nn.Module):
 def test_a_symbol_is_of_every_class_that_a_tensor_is_of() -> None:
     x = torch.ones(2)
     assert torch.equal(symbolic(Unions(), x)(x), x * 2)
+
+
+class Drawing(nn.Module):
+    """A layer, and a number that Python draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.layer(x) * random.random()
+        return found
+
+
+def test_a_trace_looks_once_at_attributes_and_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[str] = []
+
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: (looks.append(function.__name__), function(*args))[1]
+
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(5)))
+    monkeypatch.setattr(random, "getstate", counted(random.getstate))
+    monkeypatch.setattr(tracing, "Attributes", counted(Attributes))
+    assert trace(model, (torch.ones(2, 3),), sources=["symbolic"]).graph_module is not None
+    assert looks == ["Attributes", "getstate", "getstate"]  # of numbers before and after
+
+
+def test_the_module_that_draws_is_named() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(Drawing(), nn.Linear(3, 3)))
+    with pytest.raises(SymbolicError) as caught:
+        symbolic(model, torch.ones(2, 3))
+    assert caught.value.path == "1.0"
+    traced = trace(model, (torch.ones(2, 3),), sources=["opened"])
+    assert traced.graph_module is not None
+    assert "1.0" in [node.target for node in traced.graph_module.graph.nodes]

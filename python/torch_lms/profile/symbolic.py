@@ -86,12 +86,15 @@ class SymbolicError(Exception):
         self.error = error
 
 
-def trace_symbolically(model: nn.Module, sample: Sample, leaves: frozenset[str] = frozenset()) -> fx.Graph:
+def trace_symbolically(
+    model: nn.Module, sample: Sample, attributes: Attributes, leaves: frozenset[str] = frozenset()
+) -> fx.Graph:
     """Traces a model.
 
     Args:
         model: is not run, and left as it was, but that it gets what the graph holds as constants.
         sample: its tensors become placeholders.
+        attributes: of the model, as they are.
         leaves: paths of modules that stay whole.
 
     Returns:
@@ -100,34 +103,45 @@ def trace_symbolically(model: nn.Module, sample: Sample, leaves: frozenset[str] 
     Raises:
         SymbolicError: if that is not possible.
     """
-    with torch.enable_grad():
-        tracer = _Tracer(model, sample, leaves)
-        try:
+    tracer = _Tracer(model, sample, leaves)
+    try:
+        with torch.enable_grad():
             refuse_backward_hooks([("", model)])
-            with generators_kept(), _attributes_kept(model, tracer), _tracing_aids(tracer, model):
-                return tracer.trace(model)
-        except Exception as error:
-            raise SymbolicError(tracer.failed or "", error) from error
+            with generators_kept() as draws:
+                graph = _trace(tracer, model, attributes)
+                if not draws.any():
+                    return graph
+            tracer = _Tracer(model, sample, leaves, draws=True)
+            with generators_kept() as draws:
+                graph = _trace(tracer, model, attributes)
+                draws.refuse()
+            return graph
+    except Exception as error:
+        raise SymbolicError(tracer.failed or "", error) from error
 
 
-@contextmanager
-def _attributes_kept(model: nn.Module, tracer: _Tracer) -> Iterator[None]:
+def _trace(tracer: _Tracer, model: nn.Module, attributes: Attributes) -> fx.Graph:
     """Undoes what the forward assigns, and refuses what the graph then lacks."""
-    attributes, buffers = Attributes(model), {name for name, _ in model.named_buffers()}
+    buffers = {name for name, _ in model.named_buffers()}
     read: set[str] = set()
     for module in model.modules():
         vars(module).pop("_compiled_call_impl", None)  # of nn.Module.compile, which takes no symbols
     try:
-        yield
-        read |= {str(node.target) for node in tracer.graph.nodes if node.op == "get_attr"}
+        with _tracing_aids(tracer, model):
+            graph = tracer.trace(model)
+        read |= {str(node.target) for node in graph.nodes if node.op == "get_attr"}
     finally:
         replaced = attributes.put_back(keep=read)
     refuse_assigned(replaced & (read | buffers))
+    return graph
 
 
 class _Tracer(fx.Tracer):
-    def __init__(self, model: nn.Module, sample: Sample, leaves: frozenset[str]) -> None:
+    """Traces one model; with ``draws`` it looks which module draws random numbers that are not PyTorch's."""
+
+    def __init__(self, model: nn.Module, sample: Sample, leaves: frozenset[str], *, draws: bool = False) -> None:
         super().__init__()
+        self._draws = draws
         self._names: dict[int, str] = {}
         for name, tensor in (*named_parameters_with_ties(model), *model.named_buffers()):
             self._names.setdefault(id(tensor), name)
@@ -161,9 +175,10 @@ class _Tracer(fx.Tracer):
             return super().call_module(m, forward, args, kwargs)
         self._path.append(path)
         try:
-            draws = PythonDraws()
+            draws = PythonDraws() if self._draws else None
             found = super().call_module(m, forward, args, kwargs)
-            draws.refuse()
+            if draws is not None:
+                draws.refuse()
             return found
         except Exception:
             self.failed = path if self.failed is None else self.failed

@@ -111,7 +111,9 @@ def trace_sample(model: nn.Module, sample: Sample, *, sources: Collection[str] =
         attributes = Attributes(model)
         try:
             for source in SOURCES:
-                found: TracedModel | None = _ATTEMPTS[source](model, sample, notes) if source in sources else None
+                found: TracedModel | None = (
+                    _ATTEMPTS[source](model, sample, notes, attributes) if source in sources else None
+                )
                 if found is not None:
                     return found
         finally:
@@ -121,9 +123,9 @@ def trace_sample(model: nn.Module, sample: Sample, *, sources: Collection[str] =
     )
 
 
-def _from_symbols(model: nn.Module, sample: Sample, notes: list[str]) -> TracedModel | None:
+def _from_symbols(model: nn.Module, sample: Sample, notes: list[str], attributes: Attributes) -> TracedModel | None:
     try:
-        graph = trace_symbolically(model, sample)
+        graph = trace_symbolically(model, sample, attributes)
         return TracedModel(_build(model, model, graph), "operator", model, sample, (*notes, *_kept_by_hooks(model)))
     except SymbolicError as failure:
         notes.append(_explain("torch.fx cannot trace", failure.path, failure.error))
@@ -132,7 +134,7 @@ def _from_symbols(model: nn.Module, sample: Sample, notes: list[str]) -> TracedM
     return None
 
 
-def _from_export(model: nn.Module, sample: Sample, notes: list[str]) -> TracedModel | None:
+def _from_export(model: nn.Module, sample: Sample, notes: list[str], _: Any) -> TracedModel | None:
     if not has_export():
         return None
     try:
@@ -144,13 +146,13 @@ def _from_export(model: nn.Module, sample: Sample, notes: list[str]) -> TracedMo
     return TracedModel(graph_module, "operator", model, sample, (*notes, *found.notes), shapes=found.shapes)
 
 
-def _from_children(model: nn.Module, sample: Sample, notes: list[str]) -> TracedModel | None:
+def _from_children(model: nn.Module, sample: Sample, notes: list[str], attributes: Attributes) -> TracedModel | None:
     """Keeps modules whole where tracing fails, until it does not; modules of one class share their fate."""
     leaves: set[str] = set()
     kept: list[str] = []
     for _ in range(_MAX_LEAVES):
         try:
-            graph = trace_symbolically(model, sample, frozenset(leaves))
+            graph = trace_symbolically(model, sample, attributes, frozenset(leaves))
         except SymbolicError as failure:
             if not failure.path or failure.path in leaves:
                 return None
@@ -170,7 +172,7 @@ def _kept_by_hooks(model: nn.Module) -> list[str]:
     return [f"kept whole, since hooks run in their backward: {', '.join(hooked)}"] if hooked else []
 
 
-def _from_one_run(model: nn.Module, sample: Sample, notes: list[str]) -> TracedModel | None:
+def _from_one_run(model: nn.Module, sample: Sample, notes: list[str], _: Any) -> TracedModel | None:
     if not has_export():
         notes.append("not recorded: this PyTorch does not show all calls")
         return None
@@ -190,7 +192,7 @@ def _from_one_run(model: nn.Module, sample: Sample, notes: list[str]) -> TracedM
     return TracedModel(graph_module, "recorded", model, sample, tuple(notes), shapes=shapes)
 
 
-def _from_runtime(model: nn.Module, sample: Sample, notes: list[str]) -> TracedModel | None:
+def _from_runtime(model: nn.Module, sample: Sample, notes: list[str], _: Any) -> TracedModel | None:
     ops = tuple(op.name for op in record_ops(model, sample))
     notes = [*notes, "no graph: the ops are those of one run with the sample"]
     return TracedModel(None, "runtime", model, sample, tuple(notes), ops)
