@@ -15,7 +15,7 @@ from torch_lms._torch_compat import has_export
 from torch_lms.errors import PartitionError
 from torch_lms.partition.relief import StageRelief
 from torch_lms.profile.constraints import COMPUTED
-from torch_lms.profile.tracing import trace
+from torch_lms.profile.tracing import SOURCES, trace
 from torch_lms.stages.cutting import split
 from torch_lms.stages.running import Stages
 
@@ -27,6 +27,7 @@ class Block(nn.Module):
     def __init__(self, body: Body) -> None:
         super().__init__()
         self.layer, self.norm, self.drop = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)
+        self.attention = nn.MultiheadAttention(4, 2, dropout=0.5)
         self.body = body
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -108,8 +109,39 @@ def other_edge(self: Any, x: torch.Tensor) -> torch.Tensor:
     return one + (two if self.training else one)
 
 
-def cut(model: nn.Module, at: int = 2, **options: Any) -> Stages:
-    found = trace(model, (X,))
+def exported_branch(self: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        y = x.exp()
+    return branch(self, x) + y
+
+
+def branch_in_a_region(self: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        y = branch(self, x)
+    return x + y
+
+
+def mode_as_a_constant(self: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        y = x.exp()
+    return y + x * torch.Tensor([2.0 if self.training else 3.0])
+
+
+def dropped_always(self: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        y = x.exp()
+    return functional.dropout(x, 0.5) + y
+
+
+def attending(self: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        y = x[None].exp()
+    found: torch.Tensor = self.attention(y, x[None], y)[0][0]
+    return found
+
+
+def cut(model: nn.Module, at: int = 2, sources: Any = SOURCES, **options: Any) -> Stages:
+    found = trace(model, (X,), sources=sources)
     assert found.graph_module is not None
     names = [node.name for node in found.graph_module.graph.nodes if node.op in COMPUTED]
     return Stages(split(found, {name: int(place >= at) for place, name in enumerate(names)}, model=model, **options))
@@ -138,10 +170,12 @@ has_attention = pytest.mark.skipif(
 exported = pytest.mark.skipif(not has_export(), reason="this PyTorch does not export models")
 IN_BOTH: list[Any] = [drop, drop_by_name, drop_always, drop_builtin, leaky, modules, constant, norm_of_batch]
 IN_BOTH += [pytest.param(attention, marks=has_attention)]
+IN_BOTH += [pytest.param(exported_attention, marks=[has_attention, exported])]
+IN_BOTH += [pytest.param(dropped_always, marks=exported)]
 IN_TRAINING: list[Any] = [
     norm,
-    pytest.param(exported_attention, marks=[has_attention, exported]),
     pytest.param(without_gradient, marks=exported),
+    pytest.param(attending, marks=exported),
 ]
 
 
@@ -178,7 +212,11 @@ def test_a_part_may_be_in_another_mode(body: Body) -> None:
     assert_same(stages, model)
 
 
-@pytest.mark.parametrize("body", [branch, other_edge])
+IN_ONE: list[Any] = [branch, other_edge]
+IN_ONE += [pytest.param(body, marks=exported) for body in (exported_branch, branch_in_a_region, mode_as_a_constant)]
+
+
+@pytest.mark.parametrize("body", IN_ONE)
 @pytest.mark.parametrize("mode", [True, False])
 def test_what_computes_otherwise_in_the_other_mode_is_refused_there(body: Body, mode: bool) -> None:
     model = Model(body).train(mode)
@@ -193,6 +231,33 @@ def test_what_computes_otherwise_in_the_other_mode_is_refused_there(body: Body, 
         stages(X)
     stages.train(mode)
     assert_same(stages, model)
+
+
+def made_otherwise(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return x * 2 if self.training else x * float(x.detach().numpy()[0, 0])
+
+
+SOURCES_OF_GRAPHS = ["symbolic", "opened", *(["export", "recorded"] if has_export() else [])]
+
+
+@pytest.mark.parametrize("source", SOURCES_OF_GRAPHS)
+@pytest.mark.parametrize("body", [branch, made_otherwise])
+def test_a_graph_of_any_source_knows_its_mode(source: str, body: Body) -> None:
+    model = Model(body)
+    stages = cut(copy.deepcopy(model), sources=[source])
+    assert_same(stages, model)
+    stages.eval()
+    with pytest.raises(PartitionError, match=r"in training in stage 0.*call eval\(\) on the model and cut it again"):
+        stages(X)
+
+
+@pytest.mark.parametrize("source", SOURCES_OF_GRAPHS)
+@pytest.mark.parametrize("body", [drop, modules])
+def test_a_graph_of_any_source_is_for_both_modes_where_they_do_the_same(source: str, body: Body) -> None:
+    model = Model(body)
+    stages = cut(copy.deepcopy(model), sources=[source])
+    for mode in (True, False, True):
+        assert_same(stages.train(mode), model.train(mode))
 
 
 @pytest.mark.parametrize("body", [drop, norm_of_batch, pytest.param(attention, marks=has_attention)])

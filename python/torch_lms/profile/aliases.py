@@ -17,7 +17,7 @@ from torch import fx, nn
 
 from torch_lms.profile.hooks import is_pytorchs
 
-__all__ = ["Memory", "Modules", "attribute_of", "lineages", "may_share", "memory_of", "written"]
+__all__ = ["Memory", "Modules", "attribute_of", "by_schema", "lineages", "may_share", "memory_of", "written"]
 
 Modules = Mapping[str, nn.Module]
 
@@ -137,7 +137,7 @@ def written(node: fx.Node, modules: Modules) -> tuple[fx.Node, ...]:
         return tuple(dict.fromkeys(value for place in memory.written for value in _nodes(node.args[place])))
     schema = _schema_of(node)
     if schema is not None:
-        found = [_nodes(value) for info, value in _by_schema(node, schema) if _is_write(info)]
+        found = [_nodes(value) for info, value in by_schema(node, schema) if _is_write(info)]
     else:
         found = [_nodes(node.kwargs.get("out"))] if node.op == "call_function" else []
         if _is_in_place(node, modules):
@@ -219,7 +219,7 @@ def _nodes(value: Any) -> tuple[fx.Node, ...]:
     return tuple(item for item in values if isinstance(item, fx.Node))
 
 
-def _by_schema(node: fx.Node, schema: Any) -> Iterator[tuple[Any, Any]]:
+def by_schema(node: fx.Node, schema: Any) -> Iterator[tuple[Any, Any]]:
     """Each argument as the schema has it, with its value."""
     for index, argument in enumerate(schema.arguments):
         value = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name, argument.default_value)
@@ -260,7 +260,7 @@ def option_of(node: fx.Node, names: tuple[str, ...], missing: Any) -> Any:
             return node.kwargs[name]
     schema = getattr(node.target, "_schema", None)
     if schema is not None:
-        return next((value for argument, value in _by_schema(node, schema) if argument.name in names), missing)
+        return next((value for argument, value in by_schema(node, schema) if argument.name in names), missing)
     if node.op != "call_function" or not inspect.isfunction(node.target):
         return missing
     try:

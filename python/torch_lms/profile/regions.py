@@ -37,13 +37,14 @@ class Region(Generated):
     Attributes:
         memory: what the part does to the memory of what it is given.
         draws: whether it draws random numbers.
+        graph: that the code is of; copies and pickles are without.
     """
 
     def __init__(self, graph_module: fx.GraphModule, mode: Any, arguments: tuple[Any, ...]) -> None:
         super().__init__()
         self._mode = mode
         self._arguments = arguments
-        graph = graph_module.graph
+        self.graph = graph = graph_module.graph
         for node in list(graph.nodes):
             if is_assertion(node):
                 graph.erase_node(node)
@@ -85,6 +86,13 @@ class Region(Generated):
             node.graph.erase_node(node)
         elif str(node.target) not in self._buffers:
             self.register_buffer(str(node.target), getattr(holder, str(node.target)), persistent=False)
+
+    def extra_repr(self) -> str:
+        """The mode."""
+        return f"{self._mode}, {self._arguments}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in super().__getstate__().items() if key != "graph"}
 
     def make_on(self, device: torch.device, instead_of: torch.device) -> None:
         """As of `Generated`; autocast is then the other device's."""

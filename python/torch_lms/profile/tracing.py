@@ -12,7 +12,7 @@ The ladder, from the finest on; each step down says which line of the user's cod
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import fx, nn
@@ -31,7 +31,7 @@ from torch_lms.profile.runtime import record_ops
 from torch_lms.profile.source_lines import blame, first_line
 from torch_lms.profile.symbolic import SymbolicError, trace_symbolically
 
-__all__ = ["SOURCES", "TracedModel", "trace", "trace_sample"]
+__all__ = ["SOURCES", "TracedModel", "trace", "trace_again", "trace_sample"]
 
 SOURCES = ("symbolic", "export", "opened", "recorded", "runtime")
 _MAX_LEAVES = 64  # kinds of modules that are kept whole before the model is given up
@@ -50,6 +50,7 @@ class TracedModel:
         ops: at runtime level, the names of the ops as they ran, in order.
         shapes: of each argument the least and the largest size of each dimension that the graph is for; arguments that
             are not in it may have any shape with which the model runs.
+        source: where the graph is from, one of `SOURCES`.
     """
 
     graph_module: fx.GraphModule | None
@@ -59,6 +60,7 @@ class TracedModel:
     notes: tuple[str, ...] = ()
     ops: tuple[str, ...] = field(default=())
     shapes: Shapes = field(default_factory=dict)
+    source: str = "symbolic"
 
     @property
     def name(self) -> str:
@@ -115,12 +117,21 @@ def trace_sample(model: nn.Module, sample: Sample, *, sources: Collection[str] =
                     _ATTEMPTS[source](model, sample, notes, attributes) if source in sources else None
                 )
                 if found is not None:
-                    return found
+                    return replace(found, source=source)
         finally:
             attributes.put_back()  # what a graph holds as constants is in its graph module as well
     raise ProfileError(
         f"expected a model that can be traced, found {type(model).__name__}, which cannot: {'; '.join(notes)}"
     )
+
+
+def trace_again(traced: TracedModel) -> TracedModel:
+    """Traces a model once more, from the same source, such as in another mode.
+
+    Raises:
+        ProfileError: if it cannot be traced so now.
+    """
+    return trace_sample(traced.model, _beside(traced.model, traced.sample), sources=(traced.source,))
 
 
 def _from_symbols(model: nn.Module, sample: Sample, notes: list[str], attributes: Attributes) -> TracedModel | None:

@@ -24,7 +24,8 @@ from torch_lms.profile.graph_code import generate
 from torch_lms.stages import installation, mutations
 from torch_lms.stages.arguments import find_arguments
 from torch_lms.stages.folding import generate_with_relief
-from torch_lms.stages.modes import ModeWriter, OtherMode
+from torch_lms.stages.modes import ModeWriter
+from torch_lms.stages.other_mode import OtherMode
 from torch_lms.stages.sizes import sizes_in
 from torch_lms.stages.stage import Borders, Stage, own_name
 

@@ -1,0 +1,151 @@
+"""How a graph differs from that of the other mode, training or evaluation: the same model, traced once more."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import fx, nn
+
+from torch_lms.errors import ProfileError
+from torch_lms.profile.aliases import DROPOUTS, attribute_of, by_schema, name_of
+from torch_lms.profile.ownership import module_of
+from torch_lms.profile.regions import Region
+from torch_lms.profile.sameness import is_same
+from torch_lms.profile.tracing import trace_again
+from torch_lms.stages.mode_arguments import FLAG, given_to, mode_name, with_argument
+
+if TYPE_CHECKING:
+    from torch_lms.profile.tracing import TracedModel
+
+__all__ = ["OtherMode", "told"]
+
+# What a tracer calls the tensors that the model made while it was traced.
+_CONSTANT = re.compile(r"^_tensor_constant\d+$|lifted_tensor_\d+$")
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+_COUNT = "num_batches_tracked"
+
+
+@dataclass(frozen=True)
+class OtherMode:
+    """How a graph differs from that of the other mode; nothing is known where it was not looked for.
+
+    Attributes:
+        elsewhere: paths of modules whose code computes otherwise, such as behind ``if self.training``.
+        told: what calls are told of the mode there, by the names of their nodes.
+    """
+
+    elsewhere: frozenset[str] = frozenset()
+    told: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, traced: TracedModel) -> OtherMode:
+        """Has the model traced in the other mode, from the same source; what cannot be traced computes otherwise."""
+        if traced.graph_module is None:
+            return cls()
+        other = _traced_in_other_mode(traced)
+        if other is None:
+            return cls(elsewhere=frozenset([""]))
+        found = _told_by_twins(traced.graph_module, other)
+        if found is not None:
+            return cls(told=found)
+        parts, others = (_lines_by_module(one) for one in (traced.graph_module, other))
+        elsewhere = {path for path in {**parts, **others} if parts.get(path) != others.get(path)}
+        return cls(elsewhere=frozenset(elsewhere or [""]))
+
+
+def _traced_in_other_mode(traced: TracedModel) -> fx.GraphModule | None:
+    model = traced.model
+    modes, names = [(module, module.training) for module in model.modules()], set(vars(model))
+    other = not model.training
+    try:
+        for module, _ in modes:
+            module.training = other
+        return trace_again(traced).graph_module
+    except ProfileError:
+        return None
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        for name in set(vars(model)) - names:  # constants of the other graph
+            delattr(model, name)
+
+
+def told(node: fx.Node) -> Any:
+    """What a call is told of the mode; None where it is not."""
+    name = mode_name(node.target) if node.op == "call_function" else None
+    return None if name is None else given_to(node.target, node.args, node.kwargs, name)
+
+
+def _told_by_twins(one: nn.Module, other: nn.Module) -> dict[str, Any] | None:
+    """What the calls of a graph are told in another, which does the same but for its mode; None if it does not.
+
+    A dropout that is on in the first may be missing in the other. Batch norms count their batches in training alone.
+    """
+    found: dict[str, Any] = {}
+    places: dict[fx.Node, str] = {}
+    left = iter(_nodes_of(other))
+    twin = next(left, None)
+    for place, node in enumerate(_nodes_of(one)):
+        if (
+            twin is not None
+            and _line(node, places.get) == _line(twin, places.get)
+            and _reads_same(one, node, other, twin)
+        ):
+            places[node] = places[twin] = str(place)
+            found[node.name] = told(twin)
+            twin = next(left, None)
+        elif _drops(node):
+            places[node], found[node.name] = places[node.all_input_nodes[0]], False
+        else:
+            return None
+    return found if twin is None else None
+
+
+def _nodes_of(holder: Any) -> list[fx.Node]:
+    """Those of a graph module or a region, without such as count the batches of a batch norm."""
+    return [node for node in holder.graph.nodes if not any(map(_is_count, (node, *node.all_input_nodes[:1])))]
+
+
+def _is_count(node: fx.Node) -> bool:
+    return node.op == "get_attr" and str(node.target).rpartition(".")[2] == _COUNT
+
+
+def _drops(node: fx.Node) -> bool:
+    return told(node) is True and name_of(node.target).rstrip("_") in DROPOUTS
+
+
+def _reads_same(one: nn.Module, node: fx.Node, other: nn.Module, twin: fx.Node) -> bool:
+    """Whether attributes that two nodes read are the same, and what regions do that they call."""
+    if node.op == "get_attr":
+        return is_same(attribute_of(node, {"": one}), attribute_of(twin, {"": other}))
+    if node.op != "call_module":
+        return True
+    parts = [holder.get_submodule(str(call.target)) for holder, call in ((one, node), (other, twin))]
+    return not isinstance(parts[0], Region) or (repr(parts[0]) == repr(parts[1]) and _told_by_twins(*parts) is not None)
+
+
+def _line(node: fx.Node, shown: Callable[[fx.Node], Any]) -> tuple[str, ...]:
+    """What a node does, whatever the mode, and whatever the constants are called."""
+    target = _CONSTANT.sub("constant", str(node.target)) if node.op == "get_attr" else str(node.target)
+    args, kwargs = node.args, dict(node.kwargs)
+    schema = getattr(node.target, "_schema", None)
+    if schema is not None:  # graphs leave defaults out
+        args, kwargs = (), {argument.name: value for argument, value in by_schema(node, schema)}
+    if told(node) is not None:
+        args, kwargs = with_argument(node.target, args, kwargs, mode_name(node.target) or "", FLAG)
+    args, kwargs = fx.node.map_arg((args, kwargs), shown)
+    return node.op, *(_ADDRESS.sub("", text) for text in (target, str(args), str(kwargs)))
+
+
+def _lines_by_module(holder: Any) -> dict[str, list[tuple[str, ...]]]:
+    found: dict[str, list[tuple[str, ...]]] = defaultdict(list)
+    for node in _nodes_of(holder):
+        found[module_of(node)].append(_line(node, lambda _: "value"))
+        called = holder.get_submodule(str(node.target)) if node.op == "call_module" else None
+        if isinstance(called, Region):
+            found[module_of(node)].append((called.generated.source,))
+    return found
