@@ -3,27 +3,51 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from torch_lms.errors import ProfileError
+from torch_lms.profile.sameness import is_same
 
-__all__ = ["Attributes", "plain_tensors", "refuse_assigned"]
+__all__ = ["Attributes", "Change", "plain_tensors", "refuse_assigned"]
 
 _MISSING = object()
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device)
 _COLLECTIONS = (list, dict, set, deque)
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a forward has made of a plain attribute.
+
+    Attributes:
+        module: the path of the module that has it.
+        name: of the attribute.
+        make: makes the same change.
+    """
+
+    module: str
+    name: str
+    make: Callable[[], None]
 
 
 class Attributes:
     """What the modules of a model have as attributes now, to find what its forward assigns, and to undo it.
 
     What lists, dicts, sets and deques among them hold is noted as well, though not what those inside of them hold.
+
+    Attributes:
+        changed: what the last `put_back` has undone of numbers, text and flags, such as a count of calls.
     """
 
     def __init__(self, model: nn.Module) -> None:
+        self.changed: list[Change] = []
         self._places = [(path, place) for path, module in model.named_modules() for place in _places(module)]
         self._held = [
             (f"{path}.{name}" if path else name, place, name, value)
@@ -45,6 +69,7 @@ class Attributes:
             The paths of the tensors in whose place there was something else.
         """
         replaced = set()
+        self.changed = list(self._changes())
         for path, place, name, value in self._held:
             if place.get(name, _MISSING) is not value:
                 place[name] = value
@@ -56,9 +81,21 @@ class Attributes:
                     del place[name]
         for collection, items in self._collections:
             if not _are_same(_items_of(collection), items):
-                collection.clear()
-                _fill(collection, items)
+                _refill(collection, items)
         return frozenset(replaced)
+
+    def _changes(self) -> Iterator[Change]:
+        """Of plain values; all else would be of the run that has ended."""
+        before = {(id(place), name): value for _, place, name, value in self._held}
+        for path, place in self._places:
+            for name, value in place.items():
+                if _is_plain(value) and not is_same(value, before.get((id(place), name), _MISSING)):
+                    yield Change(path, name, partial(place.__setitem__, name, value))
+        for collection, items in self._collections:
+            found = _items_of(collection)
+            if all(map(_is_plain, found)) and not is_same(found, items):
+                path, name = next((path, name) for path, _, name, value in self._held if value is collection)
+                yield Change(path.rpartition(".")[0], name, partial(_refill, collection, found))
 
 
 def refuse_assigned(names: Collection[str]) -> None:
@@ -101,7 +138,12 @@ def _are_same(found: list[Any], items: list[Any]) -> bool:
     return len(found) == len(items) and all(one is other for one, other in zip(found, items, strict=True))
 
 
-def _fill(collection: Any, items: Iterable[Any]) -> None:
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, _PLAIN) or (type(value) is tuple and all(map(_is_plain, value)))
+
+
+def _refill(collection: Any, items: Iterable[Any]) -> None:
+    collection.clear()
     if isinstance(collection, dict):
         held = list(items)
         collection.update(zip(held[: len(held) // 2], held[len(held) // 2 :], strict=True))

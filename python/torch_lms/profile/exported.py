@@ -7,7 +7,7 @@ import dataclasses
 import io
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -17,11 +17,12 @@ from torch import fx, nn
 from torch_lms._torch_compat import named_parameters_with_ties
 from torch_lms.errors import ProfileError
 from torch_lms.profile.arguments import Sample
-from torch_lms.profile.attributes import Attributes, plain_tensors, refuse_assigned
+from torch_lms.profile.attributes import Attributes, Change, plain_tensors, refuse_assigned
 from torch_lms.profile.generators import PythonDraws, generators_kept
 from torch_lms.profile.hooks import refuse_backward_hooks
 from torch_lms.profile.mappings import is_own_mapping
 from torch_lms.profile.modes import functions_refused
+from torch_lms.profile.next_call import describe, refuse_other_call
 from torch_lms.profile.ownership import set_module
 from torch_lms.profile.preserving import contents_kept
 from torch_lms.profile.regions import Region, is_assertion, is_region
@@ -59,6 +60,7 @@ class _Entry(nn.Module):
             self.outputs.structure = self.outputs.flatten(self.sample.call(self.model, tensors), found)
         draws.refuse()
         self.outputs.assigned = attributes.put_back()
+        self.outputs.changed = attributes.changed
         return tuple(found)
 
 
@@ -68,6 +70,7 @@ class _Outputs:
     def __init__(self) -> None:
         self.structure: Any = None
         self.assigned: frozenset[str] = frozenset()
+        self.changed: list[Change] = []
         self.unknown: set[str] = set()
 
     def flatten(self, value: Any, found: list[torch.Tensor]) -> Any:
@@ -122,9 +125,21 @@ def export_graph(model: nn.Module, sample: Sample) -> Exported:
     Sizes stay open where the model's code lets them.
     """
     refuse_backward_hooks(model.named_modules())
+    made, changes = _export_once(model, sample)
+    if changes:
+        again, _ = _export_once(model, sample, changes)
+        first, second = (describe(one.graph, one.attributes.__getitem__) for one in (made, again))
+        refuse_other_call(first, second, changes)
+    return made
+
+
+def _export_once(model: nn.Module, sample: Sample, before: Sequence[Change] = ()) -> tuple[Exported, list[Change]]:
+    """A graph, after some changes, and what the forward changes; see `torch_lms.profile.next_call`."""
     entry = _Entry(model, sample)
     attributes = Attributes(model)
     try:
+        for change in before:
+            change.make()
         with generators_kept(), contents_kept(tensor for tensor in plain_tensors(model).values() if tensor.is_leaf):
             program = _export(entry, _distinct(sample.tensors))
     finally:
@@ -140,7 +155,7 @@ def export_graph(model: nn.Module, sample: Sample) -> Exported:
     notes = [f"the graph is for {name} of shape {sizes}" for name, sizes in fixed.items() if set(sizes) != {"any"}]
     if entry.outputs.unknown:
         notes.append(f"left out of the outputs, since no graph can hold it: {', '.join(sorted(entry.outputs.unknown))}")
-    return Exported(rebuilt.attributes, rebuilt.graph, tuple(notes), shapes)
+    return Exported(rebuilt.attributes, rebuilt.graph, tuple(notes), shapes), entry.outputs.changed
 
 
 def _export(entry: _Entry, tensors: tuple[torch.Tensor, ...]) -> Any:

@@ -7,7 +7,7 @@ Note [Reads]: so the graph is right only while Python would see the same values 
 (``if x.sum() > 0``, ``int(count)``, the length of ``nonzero()``) is computed in the graph as well and compared with
 what it was; if it differs the graph stops with an error that names the line. Sizes that follow from those of the
 arguments are fixed by their shapes, which a stage checks. What Python itself remembers, such as a count of calls, is
-as it was, as in any traced graph.
+as it was, as in any traced graph, which is refused if the next call then does something else.
 
 Source: the RFC's section on models that are not compatible with torch.fx, and its note on recording a program by
 ``__torch_function__``.
@@ -16,9 +16,10 @@ Source: the RFC's section on models that are not compatible with torch.fx, and i
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -28,11 +29,12 @@ from torch.autograd.function import BackwardCFunction
 from torch_lms._torch_compat import function_mode, named_parameters_with_ties
 from torch_lms.errors import ProfileError
 from torch_lms.profile.arguments import Sample
-from torch_lms.profile.attributes import Attributes, refuse_assigned
+from torch_lms.profile.attributes import Attributes, Change, refuse_assigned
 from torch_lms.profile.calls import BACKWARDS, LEAVING, READS, has_tensors, property_of, target_of
 from torch_lms.profile.generators import PythonDraws
 from torch_lms.profile.hooks import is_pytorchs, refuse_backward_hooks
 from torch_lms.profile.modes import Modes
+from torch_lms.profile.next_call import describe, refuse_other_call
 from torch_lms.profile.ownership import set_module
 from torch_lms.profile.preserving import preserved
 from torch_lms.profile.source_lines import calling_line
@@ -81,7 +83,20 @@ def record_graph(model: nn.Module, sample: Sample) -> fx.Graph:
             own, or hands a tensor out of PyTorch.
     """
     refuse_backward_hooks(model.named_modules())
+    graph, changes = _record(model, sample)
+    if changes:
+        first, second = (
+            describe(one, lambda name: attrgetter(name)(model)) for one in (graph, _record(model, sample, changes)[0])
+        )
+        refuse_other_call(first, second, changes)
+    return graph
+
+
+def _record(model: nn.Module, sample: Sample, before: Sequence[Change] = ()) -> tuple[fx.Graph, list[Change]]:
+    """The graph of one run, after some changes, and what it changes; see `torch_lms.profile.next_call`."""
     with torch.enable_grad(), preserved(model, sample), parameters_unwritten(model):
+        for change in before:
+            change.make()
         attributes, draws = Attributes(model), PythonDraws()
         recording = _Recording(model, sample)
         with recording.modules_told(), function_mode(recording.call), recording.modes.watched():
@@ -90,7 +105,7 @@ def record_graph(model: nn.Module, sample: Sample) -> fx.Graph:
         replaced = attributes.put_back()
         draws.refuse()
     refuse_assigned(replaced & {name for name, _ in model.named_buffers()})
-    return recording.graph
+    return recording.graph, attributes.changed
 
 
 class _Recording:

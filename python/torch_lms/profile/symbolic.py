@@ -19,8 +19,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
-from operator import getitem
+from functools import partial, wraps
+from operator import attrgetter, getitem
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
@@ -36,6 +36,7 @@ from torch_lms.profile.hooks import has_backward_hooks, refuse_backward_hooks
 from torch_lms.profile.mappings import is_own_mapping
 from torch_lms.profile.modes import Modes
 from torch_lms.profile.names import check_name
+from torch_lms.profile.next_call import describe, refuse_other_call
 from torch_lms.profile.ownership import set_module
 from torch_lms.profile.preserving import storages_of
 from torch_lms.profile.symbols import Known, Symbol, is_tensor
@@ -103,21 +104,39 @@ def trace_symbolically(
     Raises:
         SymbolicError: if that is not possible.
     """
-    tracer = _Tracer(model, sample, leaves)
+    make = partial(_Tracer, model, sample, leaves)
+    tracer = make()
     try:
         with torch.enable_grad():
             refuse_backward_hooks([("", model)])
             with generators_kept() as draws:
                 graph = _trace(tracer, model, attributes)
-                if not draws.any():
-                    return graph
-            tracer = _Tracer(model, sample, leaves, draws=True)
-            with generators_kept() as draws:
-                graph = _trace(tracer, model, attributes)
-                draws.refuse()
-            return graph
+                drawn = draws.any()
+            if drawn:
+                tracer = make(draws=True)
+                with generators_kept() as draws:
+                    _trace(tracer, model, attributes)
+                    draws.refuse()
+            if not attributes.changed:
+                return graph
+            tracer = make()
+            return _trace_next_call(tracer, model, attributes, graph)
     except Exception as error:
         raise SymbolicError(tracer.failed or "", error) from error
+
+
+def _trace_next_call(tracer: _Tracer, model: nn.Module, attributes: Attributes, graph: fx.Graph) -> fx.Graph:
+    """See `torch_lms.profile.next_call`; a graph is its own, since both would be given the same names of constants."""
+    changes, read = attributes.changed, lambda name: attrgetter(name)(model)
+    first = describe(graph, read)
+    attributes.put_back()
+    for change in changes:
+        change.make()
+    with generators_kept():
+        graph = _trace(tracer, model, attributes)
+    tracer.failed = next((change.module for change in changes if change.module), "")
+    refuse_other_call(first, describe(graph, read), changes)
+    return graph
 
 
 def _trace(tracer: _Tracer, model: nn.Module, attributes: Attributes) -> fx.Graph:
@@ -216,7 +235,9 @@ class _Tracer(fx.Tracer):
     def _check_constant(self, value: torch.Tensor) -> None:
         """Refuses a constant that was computed, as far as can be seen: PyTorch 1.12 does not show all calls."""
         own = [*self.root.parameters(), *self.root.buffers(), *plain_tensors(self.root).values()]
-        if value.grad_fn is not None or storages_of([value]) & storages_of(own):
+        with torch._C.DisableTorchFunction():  # else the question is one of the model's
+            computed = value.grad_fn is not None or bool(storages_of([value]) & storages_of(own))
+        if computed:
             raise TypeError("expected tensors of the model itself, found one that was made of them while tracing")
 
     def of_tensors(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
