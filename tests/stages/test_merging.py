@@ -257,3 +257,48 @@ def test_what_cannot_be_cut_is_told() -> None:
     for stage in ("0", 0.0, None):
         with pytest.raises(PartitionError, match=f"the number of a stage for 'mul', found {stage!r}; count from 0"):
             split(found, {"mul": stage})  # type: ignore[dict-item]
+
+
+class Around(nn.Module):
+    """Stays whole, since it reads a value."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.layer(x) * (2 if x.sum() < 1e9 else 1)
+        return found
+
+
+class Twins(nn.Module):
+    """Has one layer under three names, two of them inside of others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.same = nn.Linear(4, 4)
+        self.one, self.drop, self.two = Around(self.same), nn.Dropout(0.0), Around(self.same)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.two(self.drop(self.one(x)))
+        return found
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_module_with_several_names_is_one_in_all_stages(own: bool) -> None:
+    model = Twins()
+    stages = cut_everywhere(copy.deepcopy(model), own=own)
+    assert list(stages.state_dict()) == list(model.state_dict())
+    assert stages.one.layer is stages.two.layer is stages.same
+    calls: list[int] = []
+    stages.two.layer.register_forward_hook(lambda *_: calls.append(1))
+    for one in (stages, model):
+        one.same.weight = nn.Parameter(torch.ones(4, 4))
+    assert torch.equal(stages(X), model(X))
+    assert len(calls) == 2
+    for one in (stages, model):
+        one(X).sum().backward()
+    assert torch.equal(stages.one.layer.weight.grad, model.same.weight.grad)
+    assert len(list(stages.parameters())) == 2
+    assert torch.equal(copy.deepcopy(stages).double()(X.double()), model.double()(X.double()))
+    stages.load_state_dict(model.state_dict())

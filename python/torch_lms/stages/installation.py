@@ -28,7 +28,8 @@ def install(
     stages: Sequence[Stage], root: nn.Module, nodes: Sequence[Sequence[fx.Node]], model: nn.Module | None
 ) -> None:
     """Gives each stage what its code reads, in the model's order, and all else that the model holds to a neighbour."""
-    order = tuple(_names_in_order(root if model is None else model))
+    origin = root if model is None else model
+    order, twins = tuple(_names_in_order(origin)), _twins(origin)
     for stage, own in zip(stages, nodes, strict=False):
         targets = {str(node.target) for node in own if node.op == "call_module"}
         sources = {source for node in own for source in node.all_input_nodes}
@@ -42,7 +43,7 @@ def install(
         _put_rest(stages, model)
         _keep_extra_states(stages, model)
     for stage in stages:
-        stage.order = order
+        stage.order, stage.twins = order, twins
         sort_entries(stage, order)
     find_shared(stages)
 
@@ -99,6 +100,14 @@ def _names_in_order(module: nn.Module, prefix: str = "") -> Iterator[str]:
         yield prefix + name
         if child is not None:
             yield from _names_in_order(child, f"{prefix}{name}.")
+
+
+def _twins(model: nn.Module) -> tuple[tuple[str, ...], ...]:
+    """The names of each module that has several; those around come before those inside."""
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, module in model.named_modules(remove_duplicate=False):
+        names[id(module)].append(name)
+    return tuple(tuple(found) for found in names.values() if len(found) > 1)
 
 
 def _put(stage: Stage, root: nn.Module, target: str) -> None:

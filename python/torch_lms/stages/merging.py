@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -10,7 +10,7 @@ from torch import nn
 from torch_lms.stages.extra_state import KeepsExtraState
 from torch_lms.stages.installation import KINDS, Container
 
-__all__ = ["merge"]
+__all__ = ["merge", "tie_modules"]
 
 
 class _Linked(dict[str, Any]):
@@ -81,6 +81,32 @@ def merge(into: nn.Module, parts: Sequence[nn.Module]) -> None:
         into._non_persistent_buffers_set |= part._non_persistent_buffers_set
         if isinstance(into, KeepsExtraState):
             into.share_extra_state(part)
+
+
+def tie_modules(into: nn.Module, twins: Iterable[Sequence[str]]) -> None:
+    """Makes one module of what the model has under several names, if a stage runs it whole: what is set is set in all.
+
+    Args:
+        into: has what all stages hold.
+        twins: the names of each such module.
+    """
+    for names in twins:
+        places = [place for place in (_place_of(into, name) for name in names) if place is not None]
+        whole = [held[leaf] for held, leaf in places if not isinstance(held[leaf], KeepsExtraState)]
+        for held, leaf in places if whole else ():
+            if isinstance(held[leaf], KeepsExtraState):  # that runs nothing; its stage keeps its own
+                dict.__setitem__(held, leaf, whole[0])
+            elif held[leaf] is not whole[0]:
+                held[leaf] = whole[0]
+
+
+def _place_of(module: nn.Module, name: str) -> tuple[dict[str, Any], str] | None:
+    """What holds a module, and under which name; None where there is none."""
+    *path, leaf = name.split(".")
+    holder: nn.Module | None = module
+    for part in path:
+        holder = None if holder is None else holder._modules.get(part)
+    return None if holder is None or holder._modules.get(leaf) is None else (holder._modules, leaf)
 
 
 def _one_of(given: Sequence[nn.Module]) -> nn.Module | None:

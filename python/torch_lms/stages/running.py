@@ -14,7 +14,7 @@ from torch_lms.errors import PartitionError
 from torch_lms.stages.arguments import bind_arguments
 from torch_lms.stages.extra_state import KeepsExtraState
 from torch_lms.stages.installation import sort_entries
-from torch_lms.stages.merging import merge
+from torch_lms.stages.merging import merge, tie_modules
 from torch_lms.stages.placement import own_rank
 from torch_lms.stages.stage import Stage
 
@@ -72,6 +72,7 @@ class Stages(KeepsExtraState, Sequence[Stage]):
         here = [stage for stage in self.__stages if _is_here(stage)]
         _tie(here)
         merge(self, here)
+        tie_modules(self, self.__stages[0].twins)
         sort_entries(self, self.__stages[0].order)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -48,6 +48,7 @@ _TAKEN = frozenset(
         "hold",
         "sizes",
         "shapes",
+        "twins",
         "writes",
         "_code",
         "_run",
@@ -120,6 +121,7 @@ class Stage(KeepsExtraState, Generated):
         fixed: by path of a module, the only mode of it that the code is for; see Note [Modes] in ``modes``.
         order: names of all that the model holds, in its order.
         shared: parameters and buffers that other stages have too: own name to (stage, name there).
+        twins: of each module that the model has under several names, these.
         sizes: names among inputs and outputs that are numbers made of tensors' sizes: the same while shapes are.
         shapes: of each feed the least and the largest size of each dimension that the code is for; a feed that is not
             in it may have any shape with which the model runs.
@@ -144,6 +146,7 @@ class Stage(KeepsExtraState, Generated):
         self.fixed: dict[str, bool] = {}
         self.order: tuple[str, ...] = ()
         self.shared: dict[str, tuple[tuple[int, str], ...]] = {}
+        self.twins: tuple[tuple[str, ...], ...] = ()
         self.device: torch.device | None = None
         self.placement: Placement | None = None
         self._constants: dict[str, Any] = {}
