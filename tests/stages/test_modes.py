@@ -51,6 +51,10 @@ def drop(self: Any, x: torch.Tensor) -> torch.Tensor:
     return functional.dropout(x, 0.5, self.training)
 
 
+def drop_in_evaluation(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return functional.dropout(x, 0.5, not self.training)
+
+
 def drop_by_name(self: Any, x: torch.Tensor) -> torch.Tensor:
     return functional.dropout(x, training=self.training, p=0.3)
 
@@ -168,7 +172,17 @@ has_attention = pytest.mark.skipif(
     not hasattr(functional, "scaled_dot_product_attention"), reason="PyTorch 1.12 has no such function"
 )
 exported = pytest.mark.skipif(not has_export(), reason="this PyTorch does not export models")
-IN_BOTH: list[Any] = [drop, drop_by_name, drop_always, drop_builtin, leaky, modules, constant, norm_of_batch]
+IN_BOTH: list[Any] = [
+    drop,
+    drop_in_evaluation,
+    drop_by_name,
+    drop_always,
+    drop_builtin,
+    leaky,
+    modules,
+    constant,
+    norm_of_batch,
+]
 IN_BOTH += [pytest.param(attention, marks=has_attention)]
 IN_BOTH += [pytest.param(exported_attention, marks=[has_attention, exported])]
 IN_BOTH += [pytest.param(dropped_always, marks=exported)]

@@ -83,7 +83,8 @@ class ModeWriter:
         assert name is not None
         value, training = told(node), self._modes[path]
         other = self._other.told.get(node.name)
-        if value == other or (name != RATE and value is not training):
+        turned = other is training and training == self._modes[""]  # such as for `not self.training`
+        if value == other or (name != RATE and value is not training and not turned):
             return  # the same in both modes
         if name == RATE:
             rate, rest = (value, other) if training else (other, value)
@@ -99,6 +100,9 @@ class ModeWriter:
             return
         else:
             made = self._flag(path)
+            if turned:
+                with self._graph.inserting_before(self._first):
+                    made = self._graph.create_node("call_function", operator.not_, (made,))
         node.args, node.kwargs = with_argument(node.target, node.args, node.kwargs, name, made)
 
 

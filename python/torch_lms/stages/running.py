@@ -84,7 +84,8 @@ class Stages(KeepsExtraState, Sequence[Stage]):
 
         Functions such as ``dropout(x, 0.1, self.training)`` follow the mode of the module whose code calls them. Where
         the model computes otherwise in the other mode, such as behind ``if self.training``, a stage refuses to run in
-        it: cut the model in the mode that the stages are for. Of an `fx.GraphModule` that was not traced here nobody
+        it: cut the model in the mode that the stages are for. A ``train`` that the model's own modules define is not
+        called. Of an `fx.GraphModule` that was not traced here nobody
         knows, and it has the branches of the mode that it was made in.
         """
         super().train(mode)
