@@ -69,6 +69,12 @@ def with_second_derivatives(self: Any, x: torch.Tensor) -> torch.Tensor:
     return found
 
 
+def forward_over_reverse(self: Any, x: torch.Tensor) -> torch.Tensor:
+    slope = torch.func.grad(lambda value: self.inner(value).pow(3).sum())
+    found: torch.Tensor = torch.func.jvp(slope, (x,), (x,))[1]
+    return found
+
+
 def forces(self: Any, x: torch.Tensor) -> torch.Tensor:
     if not x.requires_grad:
         x = x.requires_grad_()
@@ -94,7 +100,7 @@ def gradients(run: Any, model: nn.Module) -> list[torch.Tensor]:
 
 
 @needs_export
-@pytest.mark.parametrize("body", [transformed, with_second_derivatives, forces])
+@pytest.mark.parametrize("body", [transformed, with_second_derivatives, forward_over_reverse, forces])
 @pytest.mark.parametrize("pieces", [False, True])
 @pytest.mark.parametrize("around", [False, True])
 def test_a_forward_that_runs_a_backward_is_profiled(body: Body, pieces: bool, around: bool) -> None:

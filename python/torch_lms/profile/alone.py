@@ -140,7 +140,8 @@ class NodesAlone(fx.Interpreter, Generic[_Found]):
         with_gradient: names of the nodes whose outputs need a gradient.
         precision: what forwards run under.
         advance: is called after each node.
-        inside: names of the nodes whose forward runs a backward, and so needs gradients.
+        inside: names of the nodes whose forward runs a backward: these run with gradients, and are not measured, since
+            PyTorch crashes under a mode of dispatch in some of them.
 
     Attributes:
         found: what `measure` returned, by the nodes' names.
@@ -169,7 +170,7 @@ class NodesAlone(fx.Interpreter, Generic[_Found]):
         try:
             into = self._written_with_gradient(n)
             needs_gradient = n.name in self._with_gradient or bool(into)
-            if n.op not in PASSIVE_OPS:
+            if n.op not in PASSIVE_OPS and n.name not in self._inside:
                 args, kwargs = self.fetch_args_kwargs_from_env(n)
                 roles = [source in self._of_weights for source in n.all_input_nodes]
                 key = needs_gradient, work_of(n, called_module(self, n), roles, (args, kwargs))

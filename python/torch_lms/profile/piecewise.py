@@ -27,7 +27,7 @@ from torch_lms.profile.steps import backward_of
 from torch_lms.profile.storages import StorageNames, tensors_in
 from torch_lms.profile.timing import RunTimer
 from torch_lms.profile.tracing import TracedModel
-from torch_lms.profile.working_space import WorkingSpace, working_space
+from torch_lms.profile.working_space import NOT_MEASURED, WorkingSpace, working_space
 
 __all__ = ["PieceByPiece", "Pieces"]
 
@@ -123,6 +123,8 @@ class PieceByPiece(fx.Interpreter):
             self.spaces[n.name] = self.spaces[first]
 
     def _space(self, n: fx.Node, node: _NodeOnDevice, value: Any) -> WorkingSpace:
+        if n.name in self._pieces.sizes.inside:
+            return NOT_MEASURED  # as of `NodesAlone`
         module = called_module(self, n)
         values, weights = leaves_of(n, self._of_weights, lambda source: node.brought(self.env[source]), module)
         return node.working_space(values, weights, n in self._of_weights, value)
