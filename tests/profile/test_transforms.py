@@ -119,3 +119,15 @@ def test_a_forward_that_runs_a_backward_is_profiled(body: Body, pieces: bool, ar
     assert all(map(torch.equal, gradients(model, model), before))
     with pytest.raises(RuntimeError, match="saved tensor hooks"), torch.autograd.graph.save_on_cpu():
         torch.func.grad(torch.sum)(X)  # refused as ever
+
+
+def a_constant_gradient(self: Any, x: torch.Tensor) -> torch.Tensor:
+    value = self.inner(x)
+    found: torch.Tensor = value + torch.autograd.grad(value.square().sum(), value, retain_graph=True)[0]
+    return found
+
+
+@needs_export
+def test_a_backward_whose_result_is_a_constant_has_no_graph() -> None:
+    with pytest.raises(ProfileError, match="in a backward without create_graph"):
+        trace(Derived(a_constant_gradient), (X,), sources=["export"])

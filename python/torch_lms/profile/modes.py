@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from torch_lms._torch_compat import ambient_modes, function_mode
+from torch_lms.profile.calls import BACKWARDS
 
 __all__ = ["Modes", "ModesError", "functions_refused"]
 
@@ -22,7 +23,8 @@ class ModesError(Exception):
     def __init__(self) -> None:
         super().__init__(
             "expected code that runs as all of the model does, found some under torch.no_grad, autocast or another "
-            "mode of its own, in a torch.autograd.Function, or with a hook on a value's gradient"
+            "mode of its own, in a torch.autograd.Function, in a backward without create_graph, or with a hook on a "
+            "value's gradient"
         )
 
 
@@ -77,6 +79,8 @@ def functions_refused() -> Iterator[None]:
         if torch.is_grad_enabled() != expected or torch.is_inference_mode_enabled() != inference:
             raise ModesError
         if function is torch.Tensor.register_hook:
+            raise ModesError
+        if function in BACKWARDS and not kwargs.get("create_graph"):  # a graph would have a gradient for its result
             raise ModesError
         result = function(*args, **kwargs)
         if function is torch._C._set_grad_enabled:
