@@ -93,11 +93,8 @@ def pageout(storages: Sequence[Any]) -> int:
 
 
 def prefetch(storages: Sequence[Any], start: bool = True) -> int:
-    """Enqueues page-ins, and starts them or leaves them for `start_pageins`."""
-    count = _enqueue("prefetch", storages)
-    if start and storages:
-        start_pageins()
-    return count
+    """Enqueues page-ins, in a queue that runs or waits for `start_pageins`."""
+    return _enqueue("prefetch", storages, start)
 
 
 def state(storage: Any) -> str:
@@ -116,11 +113,13 @@ def unpin(storage: Any) -> None:
     refuse("unpin", "nothing has been pinned")
 
 
-def _enqueue(operator: str, storages: Sequence[Any]) -> int:
+def _enqueue(operator: str, storages: Sequence[Any], start: bool = False) -> int:
     _check_not_forked()
     if not storages:
         return 0
     with _open_environment():
+        if start:  # before anything is there: another thread may wait for it, which needs a queue that runs
+            _call("prefetch_all")
         return sum(bool(_call(operator, _tensor(storage))) for storage in storages)
 
 

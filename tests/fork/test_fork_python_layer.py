@@ -153,6 +153,34 @@ def test_threads_page_and_wait_at_the_same_time(device: str) -> None:
     assert failures == []
 
 
+def test_a_thread_may_wait_while_another_one_prefetches(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch_lms import _fork
+
+    failures: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            torch_lms.wait()
+        except BaseException as error:
+            failures.append(error)
+
+    def call(operator: str, *arguments: Any) -> Any:
+        result = original(operator, *arguments)
+        if operator == "prefetch":
+            thread = threading.Thread(target=wait)
+            thread.start()
+            thread.join()
+        return result
+
+    original = _fork._call
+    tensor = filled(device)
+    paged_out(tensor)
+    monkeypatch.setattr(_fork, "_call", call)
+    torch_lms.prefetch(tensor)
+    assert failures == []
+    assert is_filled(tensor)
+
+
 # --- environments ----------------------------------------------------------------------------------------
 
 
