@@ -9,7 +9,8 @@
 namespace torch_lms {
 namespace {
 
-/// Events are reused: creating one costs more than recording it.
+/// Events are reused: creating one costs more than recording it. To give one back takes no memory:
+/// whoever does it cannot fail.
 class EventPool {
  public:
   static EventPool& get(int device) {
@@ -24,6 +25,10 @@ class EventPool {
         free_.pop_back();
         return event;
       }
+      if (free_.capacity() == created_) {
+        free_.reserve(2 * created_ + 1);
+      }
+      ++created_;
     }
     cudaEvent_t event = nullptr;
     check_cuda(
@@ -31,14 +36,15 @@ class EventPool {
         "to create an event");
     return event;
   }
-  void give(cudaEvent_t event) {
+  void give(cudaEvent_t event) noexcept {
     std::lock_guard<std::mutex> lock(mutex_);
     free_.push_back(event);
   }
 
  private:
-  std::mutex mutex_;
-  std::vector<cudaEvent_t> free_;
+  std::mutex mutex_; // guards what follows
+  std::vector<cudaEvent_t> free_; // has room for all
+  size_t created_ = 0; // or so many were to be
 };
 
 } // namespace

@@ -1,7 +1,8 @@
 #include <entity/cuda/CudaTransferBackend.h>
 
 #include <algorithm>
-#include <iterator>
+#include <exception>
+#include <new>
 #include <utility>
 
 #include <entity/Error.h>
@@ -88,39 +89,48 @@ void* CudaTransferBackend::allocate_host(size_t nbytes) {
 }
 
 void CudaTransferBackend::free_host(void* host, FencePtr after) noexcept {
-  if (after == nullptr || after->done()) {
-    pool_->free(host);
-    return;
+  try {
+    if (after != nullptr && !after->done()) {
+      std::list<DeferredFree> entry{{host, after}};
+      std::lock_guard<std::mutex> lock(deferred_mutex_);
+      deferred_.splice(deferred_.end(), entry);
+      return;
+    }
+  } catch (const std::bad_alloc&) { // to remember it: it is waited for, then
+    try {
+      after->wait();
+    } catch (const std::exception&) {
+      return; // The device is in error, and may still use the memory: it stays.
+    }
   }
-  std::lock_guard<std::mutex> lock(deferred_mutex_);
-  deferred_.push_back(DeferredFree{host, std::move(after)});
+  pool_->free(host);
 }
 
 void CudaTransferBackend::reclaim(bool wait) {
-  std::vector<DeferredFree> deferred;
+  std::list<DeferredFree> deferred; // a list: what goes back takes no memory
   {
     std::lock_guard<std::mutex> lock(deferred_mutex_);
     deferred.swap(deferred_);
   }
-  std::vector<DeferredFree> pending;
   std::exception_ptr failed;
-  for (auto& entry : deferred) {
+  for (auto entry = deferred.begin(); entry != deferred.end();) {
     try {
       if (wait && failed == nullptr) {
-        entry.after->wait();
+        entry->after->wait();
       }
     } catch (...) {
       failed = std::current_exception();
     }
-    if (entry.after->done()) {
-      pool_->free(entry.host);
+    if (entry->after->done()) {
+      pool_->free(entry->host);
+      entry = deferred.erase(entry);
     } else {
-      pending.push_back(std::move(entry));
+      ++entry;
     }
   }
   {
     std::lock_guard<std::mutex> lock(deferred_mutex_);
-    std::move(pending.begin(), pending.end(), std::back_inserter(deferred_));
+    deferred_.splice(deferred_.begin(), deferred);
   }
   if (failed != nullptr) {
     std::rethrow_exception(failed);

@@ -3,6 +3,7 @@
 #include <array>
 #include <atomic>
 #include <functional>
+#include <list>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -62,6 +63,7 @@ class CudaTransferBackend final : public TransferBackend {
     return true;
   }
   void* allocate_host(size_t nbytes) override;
+  /// Waits for `after` where there is no memory to do so later.
   void free_host(void* host, FencePtr after) noexcept override;
   FencePtr submitted_work() override;
   /// A fence behind the work on one stream. Thread-safe.
@@ -130,7 +132,7 @@ class CudaTransferBackend final : public TransferBackend {
   size_t fenced_streams_ = 0; // so many of streams_ are in every later fence
 
   std::mutex deferred_mutex_;
-  std::vector<DeferredFree> deferred_;
+  std::list<DeferredFree> deferred_;
 };
 
 } // namespace torch_lms

@@ -255,9 +255,12 @@ CudaDevice::BeyondLimit::~BeyondLimit() {
     return;
   }
   try {
-    device_.set_fraction(device_.reserved_limit_bytes_.load());
-  } catch (const std::exception& error) { // the device is in error, and does not answer
-    TORCH_WARN("torch_lms: the limit is not kept any more: ", error.what());
+    try {
+      device_.set_fraction(device_.reserved_limit_bytes_.load());
+    } catch (const std::exception& error) { // the device is in error, and does not answer
+      TORCH_WARN("torch_lms: the limit is not kept any more: ", error.what());
+    }
+  } catch (const std::exception&) { // nor is there memory to say so
   }
 }
 
