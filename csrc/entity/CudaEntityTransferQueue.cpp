@@ -229,11 +229,13 @@ void CudaEntityTransferQueue::stop(std::unique_lock<std::mutex>& lock) {
 std::vector<FinishedTransfer> CudaEntityTransferQueue::take_finished() {
   std::lock_guard<std::mutex> lock(mutex_);
   finished_count_.store(0, std::memory_order_release);
+  committing_.fetch_add(finished_.size(), std::memory_order_acq_rel);
   return std::exchange(finished_, {});
 }
 
 void CudaEntityTransferQueue::return_finished(std::vector<FinishedTransfer> transfers) {
   std::lock_guard<std::mutex> lock(mutex_);
+  committing_.fetch_sub(transfers.size(), std::memory_order_acq_rel);
   if (finished_.empty()) {
     finished_.swap(transfers); // takes no memory
   } else {
@@ -245,6 +247,12 @@ void CudaEntityTransferQueue::return_finished(std::vector<FinishedTransfer> tran
   finished_count_.store(finished_.size(), std::memory_order_release);
 }
 
+/// Both in one: what is taken and returned meanwhile is in one of the two all the time.
+bool CudaEntityTransferQueue::has_uncommitted() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return !finished_.empty() || is_committing();
+}
+
 uint64_t CudaEntityTransferQueue::wait_for_progress(uint64_t seen, int64_t timeout_us) {
   std::unique_lock<std::mutex> lock(mutex_);
   progressed_.wait_for(
@@ -254,6 +262,7 @@ uint64_t CudaEntityTransferQueue::wait_for_progress(uint64_t seen, int64_t timeo
 
 void CudaEntityTransferQueue::retire(size_t nbytes) noexcept {
   pending_bytes_.fetch_sub(nbytes, std::memory_order_acq_rel);
+  committing_.fetch_sub(1, std::memory_order_acq_rel);
 }
 
 size_t CudaEntityTransferQueue::size() const {

@@ -94,11 +94,19 @@ class CudaEntityTransferQueue {
   /// threads is over without having begun. The bytes stay, and an access calls it off.
   void give_up_on_ops();
 
-  /// Takes what is ready to commit, in the order of the transfers.
+  /// Takes what is ready to commit, in the order of the transfers. The caller retires or returns
+  /// each.
   std::vector<FinishedTransfer> take_finished();
 
   /// Puts back what could not be committed yet.
   void return_finished(std::vector<FinishedTransfer> transfers);
+
+  /// Whether some thread has taken what it has neither retired nor returned.
+  bool is_committing() const noexcept {
+    return committing_.load(std::memory_order_acquire) != 0;
+  }
+  /// The same, or something is ready to commit.
+  bool has_uncommitted() const;
 
   /// Cheap: whether `take_finished` would return anything.
   bool has_finished() const noexcept {
@@ -179,6 +187,7 @@ class CudaEntityTransferQueue {
 
   std::atomic<size_t> put_off_in_turn_{0}; // since a transfer has been added or begun
   std::atomic<size_t> finished_count_{0};
+  std::atomic<size_t> committing_{0}; // taken, and neither retired nor returned
   std::atomic<size_t> pending_bytes_{0};
   std::atomic<uint64_t> progress_{0};
   std::atomic<bool> waits_for_ops_{false};

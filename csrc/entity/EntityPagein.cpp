@@ -95,8 +95,13 @@ bool EntityStorageImpl::commit_pagein(const std::shared_ptr<PageinTransfer>& tra
   if (keep == nullptr || !commit_pagein_locked(transfer)) {
     return false;
   }
-  afterwards.copy_writes_block = arrival_locked() != nullptr;
-  tell_allocator(lock, afterwards);
+  const FencePtr copy = arrival_locked();
+  afterwards.copy_writes_block = copy != nullptr;
+  try {
+    tell_allocator(lock, afterwards);
+  } catch (...) {
+    copy->wait(); // It is committed all the same, and there is nothing to tell any more.
+  }
   return true;
 }
 

@@ -44,7 +44,12 @@ void Runtime::disable() {
     } catch (const std::bad_alloc&) {
     }
   });
-  attempt([this] { pager.wait_pageins(); });
+  attempt([this] {
+    try {
+      pager.wait_pageins();
+    } catch (const std::bad_alloc&) { // What did not come in comes in below.
+    }
+  });
   chaos.end();
   planning.disable();
   policy.disable();

@@ -198,6 +198,17 @@ TEST(an_order_that_fails_after_an_arrival_is_given_again) {
   rig.check_moves_again();
 }
 
+TEST(a_commit_that_cannot_tell_the_allocator_of_its_copy_waits_for_it) {
+  EntityRig rig(Copies::kOnStreams);
+  rig.go_to(PI);
+  rig.device->interruptions.at(DeviceStep::kKeepBlock, throwing<TransferFailed>("no allocator"));
+  CHECK(rig.entity->commit_pagein(rig.in));
+  CHECK_EQ(rig.entity->state(), R);
+  CHECK(rig.in->fence->done());
+  CHECK(rig.storage->holds(rig.seed));
+  rig.check_moves_again();
+}
+
 TEST(an_arrival_that_cannot_be_called_off_stays_on_its_way) {
   EntityRig rig(Copies::kOnStreams);
   rig.go_to(PI);

@@ -95,8 +95,13 @@ TEST(the_worker_takes_transfers_in_the_order_of_the_queue) {
   for (size_t i = 0; i < 4; ++i) {
     CHECK_EQ(finished[i].entity, rigs[expected[i]]->entity);
   }
+  CHECK(queue.is_committing());
+  CHECK(queue.has_uncommitted());
   queue.return_finished(std::move(finished));
+  CHECK(!queue.is_committing());
+  CHECK(queue.has_uncommitted());
   CHECK_EQ(commit_all(queue), 4);
+  CHECK(!queue.has_uncommitted());
 }
 
 TEST(a_transfer_that_waits_for_an_op_lets_others_pass) {

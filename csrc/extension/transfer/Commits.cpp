@@ -67,6 +67,12 @@ void Commits::commit_pageouts(std::vector<KeepAlive>& dropped, const Device* all
   }
 }
 
+/// Note [Page-ins that are not committed]
+/// Whoever commits is at the boundary of some op, which has nothing to do with what came in: an
+/// error is not for him, and PyTorch would only log it. It is for who waits for page-ins next, and
+/// so is the host's want of memory: he is told that all has come. (Want of the device's does not
+/// arise here. The worker finds it, before it copies.) What is not in place yet the next use puts
+/// there, or says why not.
 void Commits::commit_pageins() {
   for (FinishedTransfer& finished : state_.in.take_finished()) {
     try {
@@ -75,7 +81,9 @@ void Commits::commit_pageins() {
       } else if (finished.entity->state() == EntityState::kPagedOut) { // for want of room
         state_.whereabouts.stays_out(entity_of(finished.entity));
       }
-    } catch (const std::exception&) { // the next use commits it, or says why not
+    } catch (...) {
+      std::lock_guard<std::mutex> lock(mutex_);
+      failed_ = std::current_exception();
     }
     state_.in.retire(finished.entity->nbytes());
   }
@@ -89,7 +97,7 @@ void Commits::commit_finished(const Device* allocating) {
   if (allocating == nullptr && state_.in.has_finished()) {
     commit_pageins();
   }
-  std::lock_guard<std::mutex> lock(dropped_mutex_);
+  std::lock_guard<std::mutex> lock(mutex_);
   std::vector<KeepAlive>& to = allocating != nullptr ? dropped_ : dropped;
   std::vector<KeepAlive>& from = allocating != nullptr ? dropped : dropped_;
   std::move(from.begin(), from.end(), std::back_inserter(to));
@@ -114,17 +122,18 @@ void Commits::wait_pageouts() {
   const uint64_t last = state_.out.pending_until();
   uint64_t seen = state_.out.progress();
   auto progressed = Clock::now();
-  for (bool over = false; !over || state_.out.has_finished();) {
+  for (bool over = false; !over || state_.out.has_uncommitted();) {
     over = state_.out.is_over(last);
     commit_finished(); // while the others are copied
-    if (inside_op && (over || state_.out.waits_for_ops())) {
+    // Another thread's commits wait for nobody.
+    if (inside_op && (over || state_.out.waits_for_ops()) && !state_.out.is_committing()) {
       break;
     }
     const uint64_t before = seen;
     if (!over) {
       seen = state_.out.wait_for_progress(seen, kTurn_us);
-    } else if (state_.out.has_finished()) {
-      std::this_thread::sleep_for(kMomentForOps); // an op uses it
+    } else if (state_.out.has_uncommitted()) {
+      std::this_thread::sleep_for(kMomentForOps); // an op uses it, or another thread commits it
     }
     if (seen != before || !(over || state_.out.waits_for_ops())) {
       progressed = Clock::now();
@@ -147,7 +156,9 @@ void Commits::wait_pageins() {
     seen = state_.in.wait_for_progress(seen, kTurn_us);
   }
   state_.arrivals.wait();
-  commit_finished();
+  for (commit_finished(); state_.in.has_uncommitted(); commit_finished()) {
+    std::this_thread::sleep_for(kMomentForOps); // another thread commits it
+  }
   try {
     if (const std::exception_ptr error = state_.in.take_error()) {
       std::rethrow_exception(error);
@@ -156,6 +167,14 @@ void Commits::wait_pageins() {
     state_.stats.pagein_failures.fetch_add(1, std::memory_order_relaxed);
   } catch (const c10::OutOfMemoryError&) {
     state_.stats.pagein_failures.fetch_add(1, std::memory_order_relaxed);
+  }
+  std::exception_ptr failed;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    failed.swap(failed_);
+  }
+  if (failed != nullptr) {
+    std::rethrow_exception(failed);
   }
 }
 

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <chrono>
+#include <exception>
 #include <mutex>
 #include <vector>
 
@@ -46,8 +47,9 @@ class Commits {
   void settle_prefetches();
 
   PagerState& state_;
-  std::mutex dropped_mutex_;
+  std::mutex mutex_; // guards what follows
   std::vector<KeepAlive> dropped_; // to be destroyed outside of an allocator
+  std::exception_ptr failed_; // See Note [Page-ins that are not committed].
 };
 
 } // namespace torch_lms
