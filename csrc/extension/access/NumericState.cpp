@@ -52,16 +52,33 @@ constexpr Float32Level kFloat32[] = {
     {Float32Backend::MKLDNN, Float32Op::RNN, 2},
     {Float32Backend::MKLDNN, Float32Op::MATMUL, 2}};
 
-/// See Note [Inherited precisions].
-void set_float32(const NumericState::Float32& wanted) {
-  at::Context& context = at::globalContext();
-  for (size_t i = 0; i < wanted.size(); ++i) {
-    const auto [backend, op, parent] = kFloat32[i];
-    if (context.float32Precision(backend, op) != wanted[i]) {
-      const bool inherits = parent != i && wanted[i] == wanted[parent];
-      context.setFloat32Precision(backend, op, inherits ? Float32Precision::NONE : wanted[i]);
-    }
+Float32Precision seen(const Float32Level& level) {
+  return at::globalContext().float32Precision(level.backend, level.op);
+}
+
+void set_at_level(const Float32Level& level, Float32Precision wanted) {
+  at::globalContext().setFloat32Precision(level.backend, level.op, wanted);
+}
+
+/// What is set at a level itself, where `above` is set in what it inherits from.
+Float32Precision found_at(const Float32Level& level, Float32Precision above) {
+  const Float32Level& parent = kFloat32[level.parent];
+  set_at_level(parent, Float32Precision::IEEE);
+  const Float32Precision under_ieee = seen(level);
+  set_at_level(parent, Float32Precision::TF32);
+  const Float32Precision under_tf32 = seen(level);
+  set_at_level(parent, above);
+  return under_ieee == under_tf32 ? under_ieee : Float32Precision::NONE;
+}
+
+/// What is set at each level itself. See Note [Inherited precisions].
+NumericState::Float32 float32_as_set() {
+  NumericState::Float32 found{};
+  for (size_t i = 0; i < found.size(); ++i) {
+    const Float32Level& level = kFloat32[i];
+    found[i] = level.parent == i ? seen(level) : found_at(level, found[level.parent]);
   }
+  return found;
 }
 
 void set_reduction(
@@ -151,7 +168,6 @@ size_t NumericState::hash() const {
 void NumericState::set() const {
   at::Context& context = at::globalContext();
   c10::set_default_dtype(c10::scalarTypeToTypeMeta(default_dtype));
-  set_float32(float32);
   set_reduction(fp16_reduction, &at::Context::setAllowFP16ReductionCuBLAS);
   set_reduction(bf16_reduction, &at::Context::setAllowBF16ReductionCuBLAS);
   // These say that a processor or a build has none, or that they are experimental.
@@ -185,9 +201,28 @@ WithNumericState::WithNumericState(const NumericState& state)
   if (differs_) {
     state.set();
   }
+  if (before_.float32 != state.float32) {
+    set_float32(state.float32);
+  }
+}
+
+/// From the top down, and only what is seen to differ.
+void WithNumericState::set_float32(const NumericState::Float32& wanted) {
+  const NumericState::Float32 before = float32_as_set();
+  for (size_t i = 0; i < wanted.size(); ++i) {
+    if (seen(kFloat32[i]) != wanted[i]) {
+      set_at_level(kFloat32[i], wanted[i]);
+      float32_before_[i] = before[i];
+    }
+  }
 }
 
 WithNumericState::~WithNumericState() {
+  for (size_t i = 0; i < float32_before_.size(); ++i) {
+    if (float32_before_[i].has_value()) {
+      set_at_level(kFloat32[i], *float32_before_[i]);
+    }
+  }
   if (differs_) {
     before_.set();
   }

@@ -3,6 +3,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 
 #include <ATen/Context.h>
 #include <c10/core/ScalarType.h>
@@ -45,15 +46,18 @@ struct NumericState {
   bool operator==(const NumericState& other) const;
   size_t hash() const;
 
+  /// All but `float32`.
   void set() const;
 };
 
 /// Note [Inherited precisions]
 /// A program may set the precision of 32-bit floats for one kind of op of a backend, for all of a
-/// backend, or for all: an op sees the nearest that is set. Who sets it for one kind of op, and
-/// then what has been read there, has set it for good: what the program sets for all reaches that
-/// op no more. So what differs is set where the program has set it: from the top down, and below
-/// only where something else than that is seen still.
+/// backend, or for all: an op sees the nearest that is set. PyTorch tells what is seen, and not
+/// where it is set. To set what has been seen would set it for good: what the program sets for all
+/// would reach that op no more. So it is found out where each is set before any is changed: what
+/// is set itself stays the same when what it would inherit from is set to one value, and another.
+/// From the top down only what is seen to differ is set, and afterwards set as it was: PyTorch has
+/// a default for some that the program cannot set again, and that it has never set.
 
 /// The switches are as in `state` while it lives.
 class WithNumericState {
@@ -64,8 +68,11 @@ class WithNumericState {
   WithNumericState& operator=(const WithNumericState&) = delete;
 
  private:
+  void set_float32(const NumericState::Float32& wanted);
+
   const NumericState before_;
   const bool differs_;
+  std::array<std::optional<at::Float32Precision>, 9> float32_before_; // where it has been set
 };
 
 } // namespace torch_lms
