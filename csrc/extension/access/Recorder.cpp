@@ -62,6 +62,7 @@ void Recorder::abandon() {
   recording_.store(false, std::memory_order_release);
   cycle_ = nullptr;
   times_.abandon();
+  alive_.clear();
   entities_.clear();
 }
 
@@ -70,7 +71,7 @@ int32_t Recorder::number_of(const EntityPtr& entity) {
   const auto known = numbers_.emplace(entity.get(), static_cast<int32_t>(entities_.size()));
   if (known.second) {
     entities_.push_back(entity);
-    alive_.push_back(known.first->second);
+    alive_.push_back({&entity->storage(), entity.get(), known.first->second});
     TraceStorage storage;
     storage.nbytes = entity->nbytes();
     storage.recurring = true; // unless an op turns out to make it
@@ -107,21 +108,32 @@ void Recorder::begin_op(const at::RecordFunction& record, Frame& frame) {
   times_.begin_op(frame.place);
 }
 
-/// Under the mutex.
+bool Recorder::Alive::may_be_released() const noexcept {
+  const EntityState state = entity->state();
+  return state == EntityState::kOutQueued || state == EntityState::kPagingOut ||
+         entity->replaced() || has_expired(*storage);
+}
+
+/// Under the mutex. See Note [What the program has let go of].
 void Recorder::note_released(int32_t place) {
   alive_.erase(
       std::remove_if(
           alive_.begin(),
           alive_.end(),
-          [&](int32_t number) {
-            const EntityPtr& entity = entities_[static_cast<size_t>(number)];
+          [&](const Alive& alive) {
+            if (!alive.may_be_released()) {
+              return false;
+            }
+            ++looks_;
+            const auto number = static_cast<size_t>(alive.number);
+            const EntityPtr& entity = entities_[number];
             const bool leaves = entity->is_leaving();
             const bool dead = leaves || entity->gone();
             if (leaves) {
               leaving_.push_back(entity);
             }
             if (dead) {
-              cycle_->storages[static_cast<size_t>(number)].released = place;
+              cycle_->storages[number].released = place;
             }
             return dead;
           }),
@@ -276,11 +288,11 @@ std::unique_ptr<RecordedCycle> Recorder::end() {
       return nullptr;
     }
     note_released(static_cast<int32_t>(cycle_->ops.size()) - 1);
-    for (const int32_t number : alive_) {
-      cycle_->storages[static_cast<size_t>(number)].movable =
-          !entities_[static_cast<size_t>(number)]->fixed();
+    for (const Alive& alive : alive_) {
+      cycle_->storages[static_cast<size_t>(alive.number)].movable = !alive.entity->fixed();
     }
     cycle = std::move(cycle_);
+    alive_.clear();
     entities_.clear();
     numbers_.clear();
     if (several_threads_) {

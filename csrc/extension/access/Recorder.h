@@ -54,6 +54,13 @@ struct RecordedCycle {
   std::vector<TraceStorage> storages;
 };
 
+/// Note [What the program has let go of]
+/// After which op a storage was released is told by nobody: the program lets go of its last
+/// reference, and PyTorch's allocator, whose block it is, gets it back. (Only what is paged out has
+/// a mark of ours.) So every storage that is alive is asked at every op, thousands of them. What
+/// is asked is two words, which are read without a lock, and through no pointer but theirs; an
+/// entity is looked into where they leave it open: it has been released, or is on its way out.
+
 /// Records one cycle of a program: what its ops use and make, how long they take, and which of
 /// their outputs could be made again.
 ///
@@ -90,7 +97,23 @@ class Recorder {
   /// The cycle has ended. Waits for the device. Null if it was none.
   std::unique_ptr<RecordedCycle> end();
 
+  /// How many entities have been looked into to see whether they were released: see Note [What the
+  /// program has let go of].
+  size_t looks() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return looks_;
+  }
+
  private:
+  /// A storage that has not been released.
+  struct Alive {
+    const c10::StorageImpl* storage; ///< There as long as the entity.
+    const Entity* entity;
+    int32_t number;
+
+    bool may_be_released() const noexcept;
+  };
+
   /// Whether the cycle is recorded still in which the frame's op began.
   bool records_locked(const Frame& frame) const {
     return cycle_ != nullptr && frame.recording == generation_;
@@ -121,7 +144,8 @@ class Recorder {
   bool several_threads_ = false;
   std::unique_ptr<RecordedCycle> cycle_;
   std::vector<EntityPtr> entities_; // by number; they hold no storage
-  std::vector<int32_t> alive_;
+  std::vector<Alive> alive_;
+  size_t looks_ = 0;
   std::vector<EntityPtr> leaving_; // the program has released them
   size_t leaving_bytes_ = 0; // as the op begins
   std::unordered_map<const Entity*, int32_t> numbers_;

@@ -30,6 +30,11 @@ class Entity final : public EntityStorageImpl {
     return storage_ == &storage;
   }
 
+  /// Its storage, which may have died: then nothing is left of it but what tells so. Thread-safe.
+  const c10::StorageImpl& storage() const noexcept {
+    return *storage_;
+  }
+
   /// Whether it is this storage's, and the storage still holds the bytes that the entity stands
   /// for: an op or the program may have resized it (Note [Storages that change their memory]). The
   /// caller holds the storage. Thread-safe.
@@ -74,6 +79,11 @@ class Entity final : public EntityStorageImpl {
 };
 
 using EntityPtr = std::shared_ptr<Entity>;
+
+/// Whether nobody holds the storage any more, of which at least a weak reference is left.
+inline bool has_expired(const c10::StorageImpl& storage) noexcept {
+  return c10::raw::weak_intrusive_ptr::use_count(const_cast<c10::StorageImpl*>(&storage)) == 0;
+}
 
 /// What the queues hold of it.
 inline EntityPtr entity_of(const std::shared_ptr<EntityStorageImpl>& entity) {
