@@ -18,6 +18,7 @@ Runtime& Runtime::get() {
 Runtime::Runtime() {
   policy.set_feed(&callbacks);
   policy.set_listener(&planning);
+  observer.set_when_idle([this] { callbacks.end_requests(); });
   static Runtime* all = this;
   ForkWatch watch{};
   watch.visit_pools = [](void (*visit)(HostPool*)) {

@@ -145,6 +145,7 @@ struct Frame : Pinned {
   bool inside_kernel = false; ///< The outermost op of this thread is part of another thread's.
   bool timed = false; ///< The outermost op has a time: automatic mode wants to know what it uses.
   bool told = false; ///< Somebody is told of the outermost op when it ends.
+  uint32_t idle_ops = 0; ///< In a row, that were observed while nothing was out or on its way.
   uint64_t now = 0; ///< That time.
   size_t name = 0; ///< A hash of the outermost op's.
   UsedDevices used; ///< By the outermost op.

@@ -18,6 +18,8 @@ namespace torch_lms {
 namespace {
 
 constexpr uint64_t kOpsBetweenSettles = 8;
+/// To observe so many takes about as long as to wait for ops that began unseen once more.
+constexpr uint32_t kIdleOps = 1000;
 
 // The callbacks get nothing but the record.
 std::atomic<Observer*> instance{nullptr};
@@ -255,7 +257,11 @@ void Observer::end(const at::RecordFunction& record) {
   if (failed != nullptr) {
     std::rethrow_exception(failed); // PyTorch logs it
   }
-  if (!frame.told || std::exchange(frame.inside_kernel, false)) {
+  if (!frame.told) {
+    note_idle(frame);
+    return;
+  }
+  if (std::exchange(frame.inside_kernel, false)) {
     return;
   }
   planning_.after_op(frame);
@@ -263,6 +269,16 @@ void Observer::end(const at::RecordFunction& record) {
     tell_policy(record, frame);
   }
   chaos_.after_op();
+}
+
+/// An op that nobody is told of is over.
+C10_ALWAYS_INLINE void Observer::note_idle(Frame& frame) {
+  if (!frame.given_out.empty() || pager_.active()) {
+    frame.idle_ops = 0;
+  } else if (++frame.idle_ops == kIdleOps) {
+    frame.idle_ops = 0;
+    when_idle_();
+  }
 }
 
 /// What the op has made, before what it has pinned is let go of.

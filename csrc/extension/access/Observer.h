@@ -1,6 +1,8 @@
 #pragma once
 
+#include <functional>
 #include <memory>
+#include <utility>
 
 #include <ATen/record_function.h>
 
@@ -34,6 +36,12 @@ class Observer {
       GivenAddresses& addresses,
       const EntityLookup& lookup);
 
+  /// What to do when the ops of a thread have been observed for nothing for a while: see Note [Ops
+  /// that began unseen]. Set up before ops are observed.
+  void set_when_idle(std::function<void()> call) {
+    when_idle_ = std::move(call);
+  }
+
   /// What PyTorch calls for an op on its thread, before and after it; nothing in a forked child.
   static std::unique_ptr<at::ObserverContext> on_begin(const at::RecordFunction& record);
   static void on_end(const at::RecordFunction& record, at::ObserverContext* context);
@@ -50,6 +58,7 @@ class Observer {
   void tell_begin(const at::RecordFunction& record, Frame& frame);
   void begin_outermost(const at::RecordFunction& record, const char* name, Frame& frame);
   void end(const at::RecordFunction& record);
+  void note_idle(Frame& frame);
   void note_end(const at::RecordFunction& record, Frame& frame);
   void note_program_thread();
   void tell_policy(const at::RecordFunction& record, Frame& frame);
@@ -67,6 +76,7 @@ class Observer {
   const EntityLookup lookup_;
   OpInputs inputs_;
   ProgramThread program_;
+  std::function<void()> when_idle_;
 };
 
 } // namespace torch_lms

@@ -58,7 +58,8 @@ class OpCallbacks final : public OpFeed {
     other_threads_.store(others, std::memory_order_relaxed);
   }
 
-  /// What was asked for by hand is over: all has been brought back.
+  /// What was asked for by hand is over: all has been brought back, or nothing has been out for a
+  /// while.
   void end_requests();
 
   /// The callback neither comes nor goes until `release`, and threads have learnt of the last

@@ -9,7 +9,8 @@ namespace torch_lms {
 /// most a second. (One after the other would not do: an op sleeps while others work for it.)
 /// Python's lock is held meanwhile: a thread falls asleep when its op is over, instead of going on
 /// to the next without a pause. Who asks for the same at that time waits as well. Ops stay observed
-/// from then on, until all is brought back (`OpCallbacks::end_requests`): it is waited for once.
+/// from then on, so that it is waited for once: until all is brought back, or for as long as to
+/// observe them costs less than to wait again (`OpCallbacks::end_requests`).
 /// What this does not cover is in README.md, Limits.
 
 /// Waits until what other threads have begun is over, as far as can be told. Thread-safe; with the

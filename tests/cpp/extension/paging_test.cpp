@@ -30,6 +30,34 @@ TEST(bytes_go_out_and_come_back_with_the_next_op) {
   CHECK(holds(tensor, 3));
 }
 
+/// See Note [Ops that began unseen]
+TEST(ops_are_observed_no_more_when_nothing_has_been_out_for_a_while) {
+  for (const bool beside_others : {false, true}) {
+    const Settled settled;
+    lms().callbacks.note_other_threads(beside_others);
+    const at::Tensor tensor = tensor_of(3);
+    const at::Tensor other = tensor_of(4);
+    for (int i = 0; i < 2; ++i) { // also another time
+      REQUIRE(go_out(tensor));
+      REQUIRE(go_out(other));
+      CHECK(holds(tensor, 3));
+      for (int ops = 0; ops < 3000; ++ops) {
+        tensor.eq(3);
+      }
+      CHECK(lms().callbacks.observing()); // the other one is out still
+      CHECK(holds(other, 4));
+      CHECK(lms().callbacks.observing());
+      int ops = 0;
+      while (lms().callbacks.observing() && ops < 3000) {
+        tensor.eq(3);
+        ++ops;
+      }
+      CHECK(!lms().callbacks.observing());
+    }
+    lms().callbacks.note_other_threads(false);
+  }
+}
+
 TEST(what_ops_write_stays) {
   const Settled settled;
   at::Tensor tensor = tensor_of(0);
