@@ -61,34 +61,55 @@ def seen_precisions() -> list[str]:
     ]
 
 
+def set_for_all(precision: str) -> None:
+    torch.backends.fp32_precision = precision  # type: ignore[attr-defined]
+
+
+def set_for_forward(alone: bool) -> None:
+    set_for_all("tf32" if alone else "ieee")
+    if alone:
+        torch.backends.mkldnn.matmul.fp32_precision = "ieee"
+
+
+def set_for_backward(alone: bool) -> None:
+    set_for_all("ieee" if alone else "tf32")
+    if alone:
+        torch.backends.mkldnn.matmul.fp32_precision = "none"
+
+
 @one_thread()
-def precisions_after_recomputation(paged: bool) -> tuple[bool, list[list[str]]]:
-    """Of a program that sets one for forward and another for backward, and then each for all."""
+def precisions_after_recomputation(paged: bool, alone: bool) -> tuple[bool, list[list[str]]]:
+    """Of a program that sets one for forward and another for backward, and then each for all.
+
+    Args:
+        alone: in forward one kind of op has another than the rest, and in backward none of its own.
+    """
     torch.manual_seed(0)
     layers = [torch.randn(128, 128, requires_grad=True) for _ in range(6)]
     if paged:
         torch_lms.enable("2500KiB", min_bytes=4096, swap=False)
     for _ in range(16):
-        torch.backends.fp32_precision = "ieee"  # type: ignore[attr-defined]
+        set_for_forward(alone)
         x = torch.randn(256, 128)
         for layer in layers:
             rectified = torch.relu(x @ layer + 1)
             x = x + rectified * torch.sigmoid(rectified)
-        torch.backends.fp32_precision = "tf32"  # type: ignore[attr-defined]
+        set_for_backward(alone)
         torch.autograd.grad(x.square().mean(), layers)
         wait_for_planner()
     seen = []
     for precision in ("tf32", "ieee", "none"):
-        torch.backends.fp32_precision = precision  # type: ignore[attr-defined]
+        set_for_all(precision)
         seen.append(seen_precisions())
     return torch_lms.stats().recomputations > 0, seen
 
 
 @counts_exactly
-def test_a_precision_that_is_set_for_all_reaches_all_ops_after_some_were_run_again() -> None:
-    recomputed, seen = in_fresh_process(precisions_after_recomputation, True)
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_precision_that_is_set_for_all_reaches_all_ops_after_some_were_run_again(alone: bool) -> None:
+    recomputed, seen = in_fresh_process(precisions_after_recomputation, True, alone)
     assert recomputed
-    assert seen == in_fresh_process(precisions_after_recomputation, False)[1]
+    assert seen == in_fresh_process(precisions_after_recomputation, False, alone)[1]
 
 
 @one_thread()

@@ -59,6 +59,24 @@ def test_ops_stay_observed_beside_other_threads_until_all_is_brought_back(paged:
         other.join()
 
 
+def test_ops_are_not_observed_for_ever_beside_other_threads(paged: ModuleType, chaos: bool) -> None:
+    tensor, done = torch.zeros(NUMEL), threading.Event()
+    other = threading.Thread(target=done.wait)
+    other.start()
+    try:
+        for _ in range(2):  # also another time
+            paged.pageout(tensor)
+            paged.wait()
+            assert tensor.sum().item() == 0
+            assert core.observing_ops()
+            for _ in range(3000):
+                torch.ones(1)
+            assert chaos or not core.observing_ops()  # in chaos mode ops are always observed
+    finally:
+        done.set()
+        other.join()
+
+
 def observed_after_a_refused_pageout() -> bool:
     pinned = torch.zeros(NUMEL)
     torch_lms.pin(pinned)
