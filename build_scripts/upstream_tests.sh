@@ -4,13 +4,14 @@
 # way alone. An hour or two; interrupted, it goes on where it was when it is run again.
 #
 #   build_scripts/upstream_tests.sh TREE [--files 'test_torch test_autograd test_nn'] [--work FOLDER] [--limit SECONDS]
-#                                   [--test-limit SECONDS] [--jobs N] [--seed N] [--device cpu|cuda] [--output-dir FOLDER]
-#                                   [--check-only]
+#                                   [--test-limit SECONDS] [--processes N] [--jobs N] [--seed N] [--device cpu|cuda]
+#                                   [--output-dir FOLDER] [--check-only]
 #
 # TREE is the source of the same version: build_scripts/get_source.sh makes it. PYTHON names the Python, 3.10, that the
 # wheel is installed in. --limit is for each file in each mode, --test-limit for one test: one that takes longer counts
-# as failed. --device cuda runs the tests of that device alone. --work (build/upstream_tests) keeps what has been run: remove it to begin anew. --check-only stops when it is
-# clear that all is there. Counts go to OUTPUT-DIR/fork_upstream_tests.json (benchmarks/results).
+# as failed. --processes share each file's tests in each mode; --jobs says how many of all these run at once. --device cuda
+# runs the tests of that device alone. --work (build/upstream_tests) keeps what has been run: remove it to begin anew.
+# --check-only stops when it is clear that all is there. Counts go to OUTPUT-DIR/fork_upstream_tests.json (benchmarks/results).
 # shellcheck source-path=SCRIPTDIR source=fork.sh
 source "$(dirname "${BASH_SOURCE[0]}")/fork.sh"
 
@@ -22,7 +23,7 @@ while (($#)); do
       read -ra names <<<"${2:?expected names after --files}"
       options+=(--files "${names[@]}") && shift
       ;;
-    --work | --limit | --test-limit | --jobs | --seed | --device | --output-dir)
+    --work | --limit | --test-limit | --processes | --jobs | --seed | --device | --output-dir)
       options+=("$1" "${2:?expected a value after $1}") && shift
       ;;
     --check-only) check_only=1 ;;

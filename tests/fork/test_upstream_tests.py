@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ import pytest
 pytest.importorskip("torch")
 from benchmarks.results import Result
 from tests.fork.upstream_session import read
-from tests.fork.upstream_tests import MODES, Run, add_row, compare, copy_tests
+from tests.fork.upstream_tests import MODES, Run, add_row, compare, copy_tests, ended
 
 PROJECT = Path(__file__).resolve().parents[2]
 TESTS = """
@@ -102,16 +103,35 @@ def test_a_run_that_takes_too_long_can_be_taken_up(plain: Run) -> None:
     assert not plain.complete()
 
 
+def test_shares_are_all_tests_and_one_may_run_alone(plain: Run) -> None:
+    shares = [replace(plain, share=(i, 3)) for i in range(3)]
+    alone = replace(plain, alone="test_torch.py::TestTorch::test_b_fails")
+    assert all(run.go() for run in (*shares, alone))
+    assert sum(len(run.ended()) for run in shares) == len(OUTCOMES)
+    assert {name.rpartition("::")[2]: line["outcome"] for name, line in ended(shares).items()} == OUTCOMES
+    assert outcomes(alone) == {"test_b_fails": "failed"}
+
+
+@pytest.fixture
+def both(tmp_path: Path) -> list[list[Run]]:
+    """The file in both modes, in two shares each."""
+    return [[Run("test_nn", mode, tmp_path, 1, 1, 0, share=(i, 2)) for i in range(2)] for mode in MODES]
+
+
 @pytest.mark.parametrize(
     ("paged_outcome", "ok"), [("passed", True), ("failed", False), ("crashed", False), ("hung", False)]
 )
-def test_a_failure_in_the_second_way_alone_is_named(paged_outcome: str, ok: bool, tmp_path: Path) -> None:
-    first, second = (Run("test_nn", mode, tmp_path, 1, 1, 0) for mode in MODES)
-    write(first, one="passed", two="failed", three="skipped")
-    write(second, one=paged_outcome, two="failed", three="skipped")
+def test_a_failure_in_the_second_way_alone_is_named(paged_outcome: str, ok: bool, both: list[list[Run]]) -> None:
+    first, second = both
+    write(first[0], one="passed")
+    write(first[1], two="failed", three="skipped")
+    write(second[0], one=paged_outcome)
+    write(second[1], two="failed", three="skipped")
+    for run in (first[0], second[0]):
+        write(replace(run, share=(0, 1), alone="one"), one=paged_outcome if run is second[0] else "passed")
     result = Result(name="r", title="t", columns=[])
-    for run in (first, second):
-        add_row(result, run)
+    for runs in (first, second):
+        add_row(result, runs)
     compare(result, first, second)
     assert [check.ok for check in result.checks] == [ok, True, True]
     assert result.checks[0].measured == ("none" if ok else "one")
@@ -119,11 +139,34 @@ def test_a_failure_in_the_second_way_alone_is_named(paged_outcome: str, ok: bool
     assert (result.rows[1]["tests"], result.rows[1]["skipped"], result.rows[1]["pageouts"]) == (3, 1, 1800)
 
 
-def test_a_run_that_did_nothing_is_no_success(tmp_path: Path) -> None:
-    first, second = (Run("test_nn", mode, tmp_path, 1, 1, 0) for mode in MODES)
-    write(first, one="passed", two="passed")
-    write(second, one="passed")
+@pytest.mark.parametrize("outcome", ["passed", "failed"])
+def test_what_goes_alike_alone_is_no_failure_of_the_second_way(outcome: str, both: list[list[Run]]) -> None:
     result = Result(name="r", title="t", columns=[])
+    for runs, found in zip(both, ("passed", "failed"), strict=True):
+        write(runs[0], one=found)
+        write(runs[1], two="passed")
+        write(replace(runs[0], share=(0, 1), alone="one"), one=outcome)
+        add_row(result, runs)
+    compare(result, *both)
+    assert result.checks[0].ok
+    assert result.rows[1]["alone"] == {"one": dict.fromkeys(MODES, outcome)}
+
+
+def test_what_was_not_run_alone_is_a_failure(both: list[list[Run]]) -> None:
+    result = Result(name="r", title="t", columns=[])
+    for runs, found in zip(both, ("passed", "failed"), strict=True):
+        write(runs[0], one=found)
+        add_row(result, runs)
+    compare(result, *both)
+    assert not result.checks[0].ok
+
+
+def test_a_run_that_did_nothing_is_no_success(both: list[list[Run]]) -> None:
+    first, second = both
+    write(first[0], one="passed", two="passed")
+    write(second[0], one="passed")
+    result = Result(name="r", title="t", columns=[])
+    add_row(result, second)
     compare(result, first, second)
     assert [check.ok for check in result.checks] == [True, False, False]
 

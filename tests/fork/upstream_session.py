@@ -1,6 +1,6 @@
 """Runs one of PyTorch's own test files in this process, and writes down what becomes of each test as it happens.
 
-    python upstream_session.py FILE JOURNAL [--random-pageouts SEED] [--only NAME]
+    python upstream_session.py FILE JOURNAL [--random-pageouts SEED] [--only NAME] [--share I/N] [--test ID]
 
 The journal has a line of JSON for the beginning and one for the end of each test. Tests that are in it already are left
 out, so that a run that was interrupted, or that a test has brought down, goes on behind it. ``upstream_tests.py`` does
@@ -28,7 +28,9 @@ _TEXT_CHARACTERS = 4000
 class Journal:
     """The plugin that writes; in the mode with page-outs it also sets their seed before each test."""
 
-    def __init__(self, path: Path, seed: int | None) -> None:
+    def __init__(self, path: Path, seed: int | None, share: tuple[int, int], test: str | None) -> None:
+        self._share = share
+        self._test = test
         self._known = {line["test"] for line in read(path) if line["outcome"] in ENDED}
         self._file = path.open("a")
         self._seed = seed
@@ -37,10 +39,12 @@ class Journal:
 
     @pytest.hookimpl(trylast=True)  # behind --only
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        self._write(test="", outcome="collected", count=len(items))
-        known = [item for item in items if item.nodeid in self._known]
-        items[:] = [item for item in items if item.nodeid not in self._known]
-        config.hook.pytest_deselected(items=known)
+        first, step = self._share
+        mine = {item.nodeid for item in items[first::step] if self._test in (None, item.nodeid)}
+        self._write(test="", outcome="collected", count=len(mine))
+        mine -= self._known
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in mine])
+        items[:] = [item for item in items if item.nodeid in mine]
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self._write(test=nodeid, outcome="begun")
@@ -92,6 +96,8 @@ def main() -> int:
     parser.add_argument("journal", type=Path)
     parser.add_argument("--random-pageouts", type=int, metavar="SEED")
     parser.add_argument("--only", metavar="NAME", help="tests whose names match, as for pytest -k")
+    parser.add_argument("--share", default="0/1", metavar="I/N", help="each N-th test, from the I-th on")
+    parser.add_argument("--test", metavar="ID", help="this one alone")
     given = parser.parse_args()
     faulthandler.enable()
     if given.random_pageouts is not None:
@@ -101,7 +107,8 @@ def main() -> int:
     arguments = [given.file.name, "--noconftest", "--quiet", "--no-header", "--capture=sys", "--tb=native"]
     arguments += ["-p", "no:cacheprovider", "--disable-warnings", "--rootdir=.", "-c", os.devnull]
     arguments += ["-k", given.only] if given.only else []
-    journal = Journal(given.journal.resolve(), given.random_pageouts)
+    first, step = map(int, given.share.split("/"))
+    journal = Journal(given.journal.resolve(), given.random_pageouts, (first, step), given.test)
     os.chdir(given.file.parent)
     sys.argv[1:] = []  # PyTorch's tests have arguments of their own
     return int(pytest.main(arguments, plugins=[journal]))

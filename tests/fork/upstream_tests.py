@@ -6,7 +6,8 @@ There must be no failure that the plain run does not have. With ``--device cuda`
 storages of both devices are paged out. Needs a PyTorch with the fork's patches, and pytest,
 expecttest, hypothesis and ninja beside it; ``build_scripts/upstream_tests.sh`` sees to that. What has been run is kept
 in ``--work``, test by test: a run that was interrupted goes on where it was. A test that brings its process down, or
-that says nothing for ``--test-limit`` seconds, counts as failed, and the run goes on behind it.
+that says nothing for ``--test-limit`` seconds, counts as failed, and the run goes on behind it. One that fails only
+with page-outs is run once more in both ways, alone in its process: what ran before it there may be the cause.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +56,7 @@ _SHOW_EVERY_S = 30.0
 
 @dataclass
 class Run:
-    """One file in one mode."""
+    """One file in one mode; or a share of its tests, or one of them alone."""
 
     name: str
     mode: str
@@ -62,11 +65,15 @@ class Run:
     test_limit_s: float
     seed: int
     device: str = "cpu"
+    share: tuple[int, int] = (0, 1)
+    alone: str = ""
 
     @property
     def journal(self) -> Path:
         """What has become of each test."""
-        return self.work / f"{self.name}.{self.device}.{self.mode.replace(' ', '_')}.jsonl"
+        part = f".{self.share[0]}of{self.share[1]}" if self.share[1] > 1 else ""
+        part += f".{zlib.crc32(self.alone.encode()):08x}" if self.alone else ""
+        return self.work / f"{self.name}.{self.device}.{self.mode.replace(' ', '_')}{part}.jsonl"
 
     def ended(self) -> dict[str, dict[str, Any]]:
         """The last line of each test that is over."""
@@ -100,6 +107,8 @@ class Run:
         """A process that runs tests until it ends: by itself, or because it takes too long."""
         script = Path(__file__).with_name("upstream_session.py").resolve()
         command = [sys.executable, str(script), str(self.work / "test" / f"{self.name}.py"), str(self.journal)]
+        command += ["--share", f"{self.share[0]}/{self.share[1]}"]
+        command += ["--test", self.alone] if self.alone else []
         command += ["--random-pageouts", str(self.seed)] if self.mode != "plain" else []
         environment = {**os.environ, "TORCH_SWAP_CPU": "1", "PYTHONDONTWRITEBYTECODE": "1"}
         if self.device == "cuda":
@@ -155,36 +164,52 @@ class Run:
 # --- what came out -----------------------------------------------------------------------------------
 
 
-def bad_tests(run: Run) -> set[str]:
+def ended(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
+    """The last line of each test of several runs that is over."""
+    return {test: line for run in runs for test, line in run.ended().items()}
+
+
+def bad_tests(runs: Sequence[Run]) -> set[str]:
     """Names of the tests that failed, in any way."""
-    return {name for name, line in run.ended().items() if line["outcome"] in BAD}
+    return {name for name, line in ended(runs).items() if line["outcome"] in BAD}
 
 
-def add_row(result: Result, run: Run) -> None:
-    """Adds the counts of a run."""
-    ended = run.ended()
-    outcomes = Counter(line["outcome"] for line in ended.values())
-    row: dict[str, Any] = {"file": run.name, "mode": run.mode, "tests": len(ended)}
+def only_paged(plain: Sequence[Run], paged: Sequence[Run]) -> list[str]:
+    """Tests that failed with page-outs alone, but for those that count memory."""
+    return sorted(bad_tests(paged) - bad_tests(plain) - COUNT_MEMORY)
+
+
+def add_row(result: Result, runs: Sequence[Run]) -> None:
+    """Adds the counts of the runs of a file in one mode."""
+    run, tests = runs[0], ended(runs)
+    outcomes = Counter(line["outcome"] for line in tests.values())
+    row: dict[str, Any] = {"file": run.name, "mode": run.mode, "tests": len(tests), "processes": len(runs)}
     row.update({outcome: outcomes[outcome] for outcome in ENDED})
-    row["seconds"] = round(sum(line.get("seconds", 0.0) for line in ended.values()))
+    row["seconds"] = round(sum(line.get("seconds", 0.0) for line in tests.values()))
     if run.mode != "plain":
-        paging = [line["paging"] for line in ended.values() if "paging" in line]
+        paging = [line["paging"] for line in tests.values() if "paging" in line]
         row.update({name: sum(done[name] for done in paging) for name in PAGING})
         row["tests_with_pageouts"] = sum(done["pageouts"] > 0 for done in paging)
         row["seed"] = run.seed
-    row["failures"] = sorted(bad_tests(run))
+    row["failures"] = sorted(bad_tests(runs))
     result.add(**row)
 
 
-def compare(result: Result, plain: Run, paged: Run) -> None:
-    """Adds what must hold between the two runs of a file."""
-    more = sorted(bad_tests(paged) - bad_tests(plain) - COUNT_MEMORY)
-    what = f"{plain.name}: tests that fail only when storages are paged out, but for those that count memory"
+def compare(result: Result, plain: Sequence[Run], paged: Sequence[Run]) -> None:
+    """Adds what must hold between the two modes of a file."""
+    name, more = plain[0].name, []
+    for test in only_paged(plain, paged):
+        outcomes = [ended([replace(runs[0], share=(0, 1), alone=test)]) for runs in (plain, paged)]
+        words = [outcome[test]["outcome"] if test in outcome else "not run" for outcome in outcomes]
+        result.rows[-1].setdefault("alone", {})[test] = dict(zip(MODES, words, strict=True))
+        if words[1] == "not run" or words[1] not in {words[0], "passed"}:
+            more.append(test)
+    what = f"{name}: tests that fail only when storages are paged out, also alone, but for those that count memory"
     result.check(what, "none", ", ".join(more) or "none", not more)
-    same = set(plain.ended()) == set(paged.ended())
-    result.check(f"{plain.name}: the same tests have run in both modes", "yes", "yes" if same else "no", same)
-    pageouts = sum(line.get("paging", {}).get("pageouts", 0) for line in paged.ended().values())
-    result.check(f"{plain.name}: storages have been paged out", "more than 1000", pageouts, pageouts > 1000)
+    same = set(ended(plain)) == set(ended(paged))
+    result.check(f"{name}: the same tests have run in both modes", "yes", "yes" if same else "no", same)
+    pageouts = sum(line.get("paging", {}).get("pageouts", 0) for line in ended(paged).values())
+    result.check(f"{name}: storages have been paged out", "more than 1000", pageouts, pageouts > 1000)
 
 
 def copy_tests(tree: Path, work: Path) -> None:
@@ -206,7 +231,8 @@ def main() -> int:
     )
     parser.add_argument("--limit", type=float, default=5400.0, help="seconds for each file in each mode")
     parser.add_argument("--test-limit", type=float, default=600.0, help="seconds for one test")
-    parser.add_argument("--jobs", type=int, default=1, help="how many files and modes run at once")
+    parser.add_argument("--processes", type=int, default=1, help="that share the tests of each file in each mode")
+    parser.add_argument("--jobs", type=int, default=1, help="how many of these run at once")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="cuda: its tests alone")
     parser.add_argument("--output-dir", default="benchmarks/results")
@@ -218,11 +244,14 @@ def main() -> int:
     runs = [
         Run(name, mode, work, seed=given.seed, device=given.device, **limits) for name in given.files for mode in MODES
     ]
+    files = [[replace(run, share=(i, given.processes)) for i in range(given.processes)] for run in runs]
     with ThreadPoolExecutor(given.jobs) as pool:
-        complete = list(pool.map(Run.go, runs))
+        complete = list(pool.map(Run.go, [share for shares in files for share in shares]))
     name, title = RESULTS[given.device]
     result = Result(name=name, title=title, columns=COLUMNS)
-    for plain, paged in zip(runs[::2], runs[1::2], strict=True):
+    for plain, paged in zip(files[::2], files[1::2], strict=True):
+        for test in only_paged(plain, paged) if all(complete) else ():
+            complete += [replace(shares[0], share=(0, 1), alone=test).go() for shares in (plain, paged)]
         add_row(result, plain)
         add_row(result, paged)
         compare(result, plain, paged)
