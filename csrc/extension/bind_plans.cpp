@@ -217,6 +217,8 @@ void bind_plans(py::module_& module) {
   });
   module.def("add_plan", &add_plan);
   module.def(
+      "no_plan", [] { runtime().planning.no_plan(); }, py::call_guard<py::gil_scoped_release>());
+  module.def(
       "make_dropped_again",
       [] {
         if (!in_forked_child()) {

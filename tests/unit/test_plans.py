@@ -8,8 +8,9 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,8 @@ from tests.unit.fresh_process import in_fresh_process
 from tests.unit.markers import counts_exactly
 from tests.unit.trainings import MIN_BYTES, one_thread
 from torch_lms._core import core
+from torch_lms.errors import PlanError
+from torch_lms.swap import planning
 from torch_lms.swap.planning import last_trace
 
 Step = Callable[[int], list[torch.Tensor]]
@@ -555,6 +558,28 @@ def test_a_program_is_planned_that_begins_with_a_long_loop_which_no_plan_is_for(
     kept.clear()
     assert list(run(plain_training)) == expected
     assert torch_lms.current_plan() is not None
+
+
+@counts_exactly
+@one_thread()
+def test_where_no_plan_could_be_made_the_program_is_recorded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit_bytes, expected = limit_for(plain_training), list(run(plain_training))
+    asked: list[Any] = []
+
+    def fails_once(request: Mapping[str, Any], wishes: planning.Wishes) -> Iterator[dict[str, Any]]:
+        asked.append(request)
+        if len(asked) == 1:
+            raise PlanError("expected an answer, found none")
+        return answers(request, wishes)
+
+    answers = planning._answers
+    monkeypatch.setattr(planning, "_answers", fails_once)
+    on(limit_bytes)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        assert list(run(plain_training)) == expected
+    assert torch_lms.current_plan() is not None
+    assert sum("no plan was made" in str(warning.message) for warning in warned) == 1
 
 
 @counts_exactly

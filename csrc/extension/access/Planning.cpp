@@ -20,6 +20,7 @@ void Planning::enable(Device& device, bool may_drop) {
     // What is being made of the latest recording is for the other limit, and is not added.
     recording_ = nullptr;
     waiting_ = false;
+    failures_ = resting_cycles_ = 0;
     on_demand_ = false;
     timed_.clear();
   }
@@ -45,6 +46,7 @@ void Planning::disable() {
   settled_cycles_ = 0;
   segments_ = 0;
   waiting_ = false;
+  failures_ = resting_cycles_ = 0;
   on_demand_ = false;
   timed_.clear();
   std::lock_guard<SpinLock> finding(finding_);
@@ -110,8 +112,10 @@ void Planning::backward_ended() {
     const size_t before = std::exchange(segments_, finder_.segments());
     changed = before != segments_;
     first = before == 0; // what a long forward repeats has been taken for the cycle until now
-    waiting_ = waiting_ && !changed;
-    on_demand_ = on_demand_ && !changed;
+    if (changed) {
+      waiting_ = on_demand_ = false;
+      failures_ = resting_cycles_ = 0;
+    }
   }
   if (changed) { // what was recorded is no cycle any more, or only a part of one
     recorder_.abandon();
@@ -157,7 +161,9 @@ void Planning::end_cycle() {
     std::lock_guard<SpinLock> finding(finding_);
     may_repeat = finder_.may_repeat();
   }
-  const bool records = wanted && may_repeat && !waiting_ && !on_demand_ &&
+  const bool rests = resting_cycles_ > 0;
+  resting_cycles_ -= rests ? 1 : 0;
+  const bool records = wanted && may_repeat && !waiting_ && !rests && !on_demand_ &&
                        device_.load() == device && policy_.attention() == Attention::kArmed;
   policy_.set_planned(executor_.active() && !records);
   if (records) {
@@ -260,8 +266,16 @@ void Planning::add(std::shared_ptr<const CompiledPlan> plan) {
     executor_.add(std::move(plan));
   }
   std::lock_guard<std::mutex> lock(mutex_);
+  waiting_ = on_demand_ = false;
+  failures_ = 0;
+}
+
+void Planning::no_plan() {
+  constexpr size_t kMostDoublings = 10;
+  std::lock_guard<std::mutex> lock(mutex_);
   waiting_ = false;
-  on_demand_ = false;
+  failures_ = std::min(failures_ + 1, kMostDoublings);
+  resting_cycles_ = size_t{1} << failures_;
 }
 
 } // namespace torch_lms

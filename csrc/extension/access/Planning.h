@@ -125,6 +125,9 @@ class Planning final : public PolicyListener {
   /// The latest times of a plan, once.
   PlanTimes take_times();
   void add(std::shared_ptr<const CompiledPlan> plan);
+  /// None could be made of the latest recording. The program may become another: it is recorded
+  /// once more after two cycles, and then after twice as many each time.
+  void no_plan();
   /// The plan that has been carried out last, and what its cycles took.
   MeasuredPlan measured() const {
     return meter_.measured();
@@ -171,6 +174,8 @@ class Planning final : public PolicyListener {
   std::set<std::string> timed_; // signatures of plans that have been made again, or could not be
   size_t segments_ = 0; // in a cycle
   bool waiting_ = false; // for the plan of a recording
+  size_t failures_ = 0; // recordings in a row that no plan was made of
+  size_t resting_cycles_ = 0; // until the next recording
   bool on_demand_ = false;
   SpinLock finding_; // guards what follows; taken by every op, after the mutex where both are
   CycleFinder finder_;

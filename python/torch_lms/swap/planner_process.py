@@ -66,11 +66,6 @@ class PlannerProcess:
             finally:
                 patience.cancel()
 
-    @property
-    def was_killed(self) -> bool:
-        """Whether a signal has ended it, and not because it took too long."""
-        return (self._process.poll() or 0) < 0 and not self._took_too_long
-
     def _send(self, planner: IO[bytes], request: Mapping[str, Any]) -> None:
         try:
             write_message(planner, request)

@@ -81,6 +81,7 @@ _plans: dict[str, _Kept] = {}  # by the core's names: the program may take turns
 _numbers = itertools.count()  # of plans: several may have one signature
 _planner: threading.Thread | None = None
 _process: PlannerProcess | None = None
+_has_warned = False  # that there is no plan, since automatic mode began
 _lock = threading.Lock()
 
 
@@ -140,9 +141,9 @@ def begin(wishes: Wishes, plan: Plan | None = None) -> None:
         wishes: of the user, with the limits of all devices.
         plan: to carry out from the first cycle that it fits on.
     """
-    global _wishes
+    global _wishes, _has_warned
     with _lock:
-        _wishes = wishes
+        _wishes, _has_warned = wishes, False
         _forget()
     bring_back_before_forks()
     device = _planned_device(wishes) if plan is None else plan.device
@@ -248,7 +249,7 @@ def start() -> None:
         planner.start()
     except RuntimeError as error:  # the system has no more threads
         if not name:
-            warnings.warn(_NO_PLAN.format(error), stacklevel=1)
+            _note_no_plan(error)
 
 
 def _takes_much_longer(name: str) -> bool:
@@ -309,29 +310,31 @@ def _plan_beside(request: dict[str, Any], wishes: Wishes, followed: str) -> None
         with _lock:
             if made or not _is_wanted(wishes):
                 return
-        warnings.warn(_NO_PLAN.format(error), stacklevel=1)
+        _note_no_plan(error)
 
 
 def _answers(request: Mapping[str, Any], wishes: Wishes) -> Iterator[dict[str, Any]]:
-    """By a process that `end`, and the next recording, kill; if others kill it before it answers, by one more."""
+    """By a process that `end`, and the next recording, kill."""
     global _process
-    has_answered = False
-    for is_last in (False, True):
-        with _lock:
-            if not _is_wanted(wishes):
-                return
-            process = _process = PlannerProcess()
-        try:
-            for answer in process.answers(request):
-                has_answered = True
-                yield answer
+    with _lock:
+        if not _is_wanted(wishes):
             return
-        except PlanError:
-            if is_last or has_answered or not process.was_killed:
-                raise
-        finally:
-            with _lock:
-                _process = None if _process is process else _process
+        process = _process = PlannerProcess()
+    try:
+        yield from process.answers(request)
+    finally:
+        with _lock:
+            _process = None if _process is process else _process
+
+
+def _note_no_plan(error: Exception) -> None:
+    """The core records again after a while; the program is told of the first time."""
+    global _has_warned
+    core.no_plan()
+    with _lock:
+        has_warned, _has_warned = _has_warned, True
+    if not has_warned:
+        warnings.warn(_NO_PLAN.format(error), stacklevel=1)
 
 
 def _is_wanted(wishes: Wishes) -> bool:
