@@ -8,6 +8,12 @@ Note [Whose environment it is]
     The fork pages while its one environment is open. Here it is opened by the first call that needs it, and closed when
     everything is paged in, unless the program has opened it by itself (``torch.cuda.create_swap_env``): then it is the
     program's to close.
+
+Note [Operators that are no ops]
+    The fork's functions are operators, and PyTorch shows operators to traces, to modes and to classes of tensors. A
+    request to page is nothing of the program's: a trace has no place for it, and who watches ops may page by himself.
+    So these calls are hidden where PyTorch can hide them, and a thread that has the lock may take it again: modes of
+    functions, handlers of signals and finalizers come in between all the same.
 """
 
 from __future__ import annotations
@@ -53,7 +59,9 @@ has_cuda: bool = torch.version.cuda is not None
 has_materializer: bool = True  # raw access pages in: all access does
 
 _operators: Any = torch.ops.storage_swap
-_lock = threading.Lock()  # held while storages are enqueued and while the environment opens or closes
+_torch_c: Any = torch._C
+# Held while storages are enqueued and while the environment opens or closes. See Note [Operators that are no ops].
+_lock = threading.RLock()
 _opening = 0  # the number of the opening that was made here
 _host_limit_bytes = 0
 _orphaned = False
@@ -100,7 +108,15 @@ def prefetch(storages: Sequence[Any], start: bool = True) -> int:
 def state(storage: Any) -> str:
     """Where a storage is."""
     _check_not_forked()
-    return str(_call("state", _tensor(storage)))
+    with _Hidden():
+        tensor = _tensor(storage)
+    try:
+        return str(_call("state", tensor))
+    except NotImplementedError:
+        raise errors.PageoutError(
+            f"expected a tensor with a storage, found one of layout {tensor.layout} or a wrapper; ask for the tensors "
+            "it is made of (for a sparse tensor: tensor.indices() and tensor.values())"
+        ) from None
 
 
 def pin(storage: Any) -> None:
@@ -117,10 +133,12 @@ def _enqueue(operator: str, storages: Sequence[Any], start: bool = False) -> int
     _check_not_forked()
     if not storages:
         return 0
+    with _Hidden():
+        tensors = list(map(_tensor, storages))
     with _open_environment():
         if start:  # before anything is there: another thread may wait for it, which needs a queue that runs
             _call("prefetch_all")
-        return sum(bool(_call(operator, _tensor(storage))) for storage in storages)
+        return sum(bool(_call(operator, tensor)) for tensor in tensors)
 
 
 def _tensor(storage: Any) -> torch.Tensor:
@@ -176,7 +194,7 @@ def pagein_all() -> None:
     """Brings everything to its device. See Note [Whose environment it is]."""
     _check_not_forked()
     with _lock:
-        if _operators.is_open() and _operators.times_opened() == _opening:
+        if _call("is_open") and _call("times_opened") == _opening:
             _call("close_env")
         else:
             _call("pagein_all")
@@ -184,7 +202,7 @@ def pagein_all() -> None:
 
 def shutdown() -> None:
     """Ends what is under way, at the end of the process; nobody learns of failures any more."""
-    if in_forked_child() or not _operators.is_open():
+    if in_forked_child() or not _call("is_open"):
         return
     for wait in ("wait_pageouts", "prefetch_init"):
         with suppress(RuntimeError):
@@ -195,22 +213,50 @@ def shutdown() -> None:
 def _open_environment() -> Iterator[None]:
     global _opening
     with _lock:
-        if not _operators.is_open():
-            _call("create_env", _host_limit_bytes)
-            _opening = _operators.times_opened()
+        if not _call("is_open"):
+            try:
+                _call("create_env", _host_limit_bytes)
+                _opening = _call("times_opened")
+            except errors.LmsError:
+                if not _call("is_open"):  # else the program has opened it meanwhile
+                    raise
         yield
 
 
 def _call(operator: str, *arguments: Any) -> Any:
     """Calls an operator of the fork; its errors become those of torch_lms."""
     function: Callable[..., Any] = getattr(_operators, operator)
-    try:
-        return function(*arguments)
-    except RuntimeError as error:
-        kind = _ERRORS.get(_operators.take_error_kind())
-        if kind is None:
-            raise
-        raise kind(str(error)) from None
+    with _Hidden():
+        try:
+            return function(*arguments)
+        except RuntimeError as error:
+            kind = _ERRORS.get(_operators.take_error_kind())
+            if kind is None or type(error) is not RuntimeError:  # PyTorch's own, and the kind is an earlier error's
+                raise
+            raise kind(str(error)) from None
+
+
+class _Hidden:
+    """What is called meanwhile is seen by no trace, mode of dispatch or class of tensors."""
+
+    __slots__ = ("_functions", "_traced", "_undispatched")
+
+    def __enter__(self) -> None:
+        self._traced: Any = _torch_c._get_tracing_state()
+        if self._traced is not None:
+            try:
+                _torch_c._set_tracing_state(None)
+            except RuntimeError:  # in a mode of dispatch, where nothing is traced
+                self._traced = None
+        self._undispatched: Any = _torch_c._DisableTorchDispatch()  # until it is deleted
+        self._functions: Any = _torch_c.DisableTorchFunction()
+        self._functions.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._functions.__exit__(*error)
+        del self._undispatched
+        if self._traced is not None:
+            _torch_c._set_tracing_state(self._traced)
 
 
 # --- host, devices, figures -----------------------------------------------------------------------------
@@ -275,8 +321,10 @@ def _check_not_forked() -> None:
 
 def _note_fork() -> None:
     global _orphaned
-    _orphaned = _orphaned or bool(_operators.is_open())
+    _lock.release()
+    _orphaned = _orphaned or bool(_call("is_open"))
 
 
 if is_here():
-    os.register_at_fork(after_in_child=_note_fork)
+    # A lock that another thread holds would be held for ever in the child.
+    os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_note_fork)
