@@ -560,7 +560,7 @@ TEST(an_allocator_that_cannot_be_told_leaves_no_pin) {
   rig.drop_transfers();
   rig.go_to(PI);
   rig.device->interruptions.at(DeviceStep::kKeepBlock, throwing<Error>("no memory for a stream"));
-  CHECK_THROWS(rig.entity->commit_pagein(rig.in), Error, "no memory");
+  CHECK(rig.entity->commit_pagein(rig.in)); // it waits for the copy instead
   CHECK(!rig.entity->pinned());
   rig.backend->run_all();
   rig.in = nullptr;
