@@ -19,6 +19,7 @@ BEHIND_NEED_EXTENSION = {"enable", "disable", "enable_chaos", "attention", "memo
     "add_plan",
     "make_dropped_again",
     "measured_plan",
+    "no_plan",
     "pages_on_demand",
     "plan_no_program",
     "plan_program",

@@ -230,7 +230,7 @@ class _ProfileRun:
         timer = RunTimer(make_clock(self.device))
         with as_in_training(self.model, self.sample, []), nullcontext() if self.timed else fused_attention():
             if self.config.pieces and self.timed:
-                watcher, storages = self._watch_sizes(partial(self._time_pieces, timer), keeps=True)
+                watcher, storages = self._watch_sizes(partial(self._time_pieces, timer))
             else:
                 with self.progress.phase("sizes"):
                     watcher, storages = self._watch_sizes(lambda watcher, _: self._run(watcher))

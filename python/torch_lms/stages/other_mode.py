@@ -124,8 +124,14 @@ def _reads_same(one: nn.Module, node: fx.Node, other: nn.Module, twin: fx.Node) 
         return is_same(attribute_of(node, {"": one}), attribute_of(twin, {"": other}))
     if node.op != "call_module":
         return True
-    parts = [holder.get_submodule(str(call.target)) for holder, call in ((one, node), (other, twin))]
-    return not isinstance(parts[0], Region) or (repr(parts[0]) == repr(parts[1]) and _told_by_twins(*parts) is not None)
+    part, other_part = (holder.get_submodule(str(call.target)) for holder, call in ((one, node), (other, twin)))
+    if not isinstance(part, Region) or not isinstance(other_part, Region):
+        return True
+    if repr(part) != repr(other_part):
+        return False
+    if not (hasattr(part, "graph") and hasattr(other_part, "graph")):  # a copy has its code alone
+        return part.generated.source == other_part.generated.source
+    return _told_by_twins(part, other_part) is not None
 
 
 def _line(node: fx.Node, shown: Callable[[fx.Node], Any]) -> tuple[str, ...]:
