@@ -7,7 +7,6 @@ with the hundredth call, is not found.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,11 +15,9 @@ from torch import fx
 from torch_lms.errors import ProfileError
 from torch_lms.profile.attributes import Change
 from torch_lms.profile.regions import Region
-from torch_lms.profile.sameness import is_same
+from torch_lms.profile.sameness import is_same, without_addresses
 
 __all__ = ["describe", "refuse_other_call"]
-
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def describe(graph: fx.Graph, read: Callable[[str], Any]) -> list[Any]:
@@ -34,7 +31,7 @@ def describe(graph: fx.Graph, read: Callable[[str], Any]) -> list[Any]:
     for node in graph.nodes:
         value = read(str(node.target)) if node.op in ("get_attr", "call_module") else None
         value = value.generated.source if isinstance(value, Region) else value
-        texts = [_ADDRESS.sub("", str(part)) for part in (node.target, node.args, node.kwargs)]
+        texts = [without_addresses(part) for part in (node.target, node.args, node.kwargs)]
         found.append((node.op, texts, value))
     return found
 

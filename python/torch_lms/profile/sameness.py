@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,8 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["is_same"]
+__all__ = ["is_same", "without_addresses"]
 
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _NUMBERS = (bool, int, float, complex)  # bool first, which is a kind of int
 _ARRAYS = (torch.Tensor, np.ndarray, np.generic)
 
@@ -38,6 +40,11 @@ def is_same(one: Any, other: Any) -> bool:
         return bool(one == other)
     except (RuntimeError, ValueError, TypeError):  # what is not simply equal or not
         return False
+
+
+def without_addresses(value: Any) -> str:
+    """What a value is called, whichever object of its kind it is."""
+    return _ADDRESS.sub("", str(value))
 
 
 def _same_tensors(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -14,7 +14,7 @@ from torch_lms.errors import ProfileError
 from torch_lms.profile.aliases import DROPOUTS, attribute_of, by_schema, name_of
 from torch_lms.profile.ownership import module_of
 from torch_lms.profile.regions import Region
-from torch_lms.profile.sameness import is_same
+from torch_lms.profile.sameness import is_same, without_addresses
 from torch_lms.profile.tracing import trace_again
 from torch_lms.stages.mode_arguments import FLAG, given_to, mode_name, with_argument
 
@@ -25,7 +25,6 @@ __all__ = ["OtherMode", "told"]
 
 # What a tracer calls the tensors that the model made while it was traced.
 _CONSTANT = re.compile(r"^_tensor_constant\d+$|lifted_tensor_\d+$")
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _COUNT = "num_batches_tracked"
 
 
@@ -144,7 +143,7 @@ def _line(node: fx.Node, shown: Callable[[fx.Node], Any]) -> tuple[str, ...]:
     if told(node) is not None:
         args, kwargs = with_argument(node.target, args, kwargs, mode_name(node.target) or "", FLAG)
     args, kwargs = fx.node.map_arg((args, kwargs), shown)
-    return node.op, *(_ADDRESS.sub("", text) for text in (target, str(args), str(kwargs)))
+    return node.op, *map(without_addresses, (target, args, kwargs))
 
 
 def _lines_by_module(holder: Any) -> dict[str, list[tuple[str, ...]]]:
