@@ -8,11 +8,6 @@
 #include <entity/Error.h>
 
 namespace torch_lms {
-namespace {
-
-constexpr auto kMomentForOps = std::chrono::microseconds(50);
-
-} // namespace
 
 CudaEntityTransferQueue::CudaEntityTransferQueue(
     TransferDirection direction,
@@ -39,7 +34,16 @@ CudaEntityTransferQueue::~CudaEntityTransferQueue() {
 
 // --- callers ------------------------------------------------------------------
 
+void CudaEntityTransferQueue::check_not_forked() const {
+  if (forked_) {
+    throw Error(
+        "expected the process that paging was first used in, found a child forked from it, which "
+        "has no workers; start it with 'spawn' to page there");
+  }
+}
+
 void CudaEntityTransferQueue::check_open() const {
+  check_not_forked();
   if (locked_ || waiting_ != 0) {
     throw Error(
         "expected an open transfer queue, found one that is being waited for or has been "
@@ -54,31 +58,33 @@ void CudaEntityTransferQueue::note_added() {
   work_.notify_one();
 }
 
-void CudaEntityTransferQueue::add(std::shared_ptr<EntityStorageImpl> entity, bool at_head) {
+void CudaEntityTransferQueue::add(Entity entity, bool at_head) {
   const size_t nbytes = entity->nbytes();
   std::lock_guard<std::mutex> lock(mutex_);
   check_open();
+  Queued& added =
+      *queued_.insert(at_head ? queued_.begin() : queued_.end(), Queued{std::move(entity), 0});
+  added.epoch = epochs_.add();
   pending_bytes_.fetch_add(nbytes, std::memory_order_acq_rel);
-  if (at_head) {
-    queued_.push_front(std::move(entity));
-  } else {
-    queued_.push_back(std::move(entity));
-  }
   note_added();
 }
 
 void CudaEntityTransferQueue::enqueue_all(
     std::vector<std::shared_ptr<EntityStorageImpl>> entities) {
   size_t nbytes = 0;
-  for (const auto& entity : entities) {
+  std::vector<Queued> added;
+  added.reserve(entities.size());
+  for (Entity& entity : entities) {
     nbytes += entity->nbytes();
+    added.push_back(Queued{std::move(entity), 0});
   }
   std::lock_guard<std::mutex> lock(mutex_);
   check_open();
-  queued_.insert(
-      queued_.end(),
-      std::make_move_iterator(entities.begin()),
-      std::make_move_iterator(entities.end()));
+  auto at = queued_.insert(
+      queued_.end(), std::make_move_iterator(added.begin()), std::make_move_iterator(added.end()));
+  for (; at != queued_.end(); ++at) {
+    at->epoch = epochs_.add();
+  }
   pending_bytes_.fetch_add(nbytes, std::memory_order_acq_rel);
   note_added();
 }
@@ -91,33 +97,33 @@ void CudaEntityTransferQueue::enqueue_passive(std::shared_ptr<EntityStorageImpl>
   add(std::move(entity), true);
 }
 
+/// Under the lock.
+CudaEntityTransferQueue::Entity CudaEntityTransferQueue::remove(std::deque<Queued>::iterator at) {
+  const Queued removed = std::move(*at);
+  queued_.erase(at);
+  epochs_.finish(removed.epoch);
+  pending_bytes_.fetch_sub(removed.entity->nbytes(), std::memory_order_acq_rel);
+  progressed_.notify_all();
+  return removed.entity;
+}
+
 bool CudaEntityTransferQueue::erase(const EntityStorageImpl* entity) {
-  std::shared_ptr<EntityStorageImpl> erased;
+  Entity erased; // destroyed after unlocking
   std::lock_guard<std::mutex> lock(mutex_);
-  const auto at = std::find_if(
-      queued_.begin(), queued_.end(), [entity](const std::shared_ptr<EntityStorageImpl>& e) {
-        return e.get() == entity;
-      });
-  if (at == queued_.end()) {
+  const auto at = std::find_if(queued_.begin(), queued_.end(), [entity](const Queued& queued) {
+    return queued.entity.get() == entity;
+  });
+  if (forked_ ||
+      at == queued_.end()) { // a child has the condition variables of its parent's waiters
     return false;
   }
-  erased = std::move(*at);
-  queued_.erase(at);
-  pending_bytes_.fetch_sub(erased->nbytes(), std::memory_order_acq_rel);
-  progressed_.notify_all();
+  erased = remove(at);
   return true;
 }
 
 std::shared_ptr<EntityStorageImpl> CudaEntityTransferQueue::dequeue() {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (queued_.empty()) {
-    return nullptr;
-  }
-  auto head = std::move(queued_.front());
-  queued_.pop_front();
-  pending_bytes_.fetch_sub(head->nbytes(), std::memory_order_acq_rel);
-  progressed_.notify_all();
-  return head;
+  return queued_.empty() ? nullptr : remove(queued_.begin());
 }
 
 void CudaEntityTransferQueue::open() {
@@ -127,6 +133,7 @@ void CudaEntityTransferQueue::open() {
 
 void CudaEntityTransferQueue::start_actions() {
   std::unique_lock<std::mutex> lock(mutex_);
+  check_not_forked();
   progressed_.wait(lock, [this] { return !stopping_; });
   locked_ = false;
   if (!running_) {
@@ -137,6 +144,7 @@ void CudaEntityTransferQueue::start_actions() {
 }
 
 void CudaEntityTransferQueue::check_runs() const {
+  check_not_forked();
   if (!running_ && !queued_.empty()) {
     throw Error(
         "expected a started transfer queue, found one with transfers and no worker; call "
@@ -170,18 +178,18 @@ void CudaEntityTransferQueue::wait_actions() {
 uint64_t CudaEntityTransferQueue::pending_until() {
   std::lock_guard<std::mutex> lock(mutex_);
   check_runs();
-  return progress() + queued_.size() + taken_;
+  return epochs_.begin();
 }
 
-bool CudaEntityTransferQueue::is_over(uint64_t until) {
+bool CudaEntityTransferQueue::is_over(uint64_t epoch) {
   std::lock_guard<std::mutex> lock(mutex_);
-  return progress() >= until || idle();
+  return epochs_.over(epoch);
 }
 
 void CudaEntityTransferQueue::wait_pending() {
-  const uint64_t last = pending_until();
+  const uint64_t epoch = pending_until();
   std::unique_lock<std::mutex> lock(mutex_);
-  progressed_.wait(lock, [&] { return progress() >= last || idle(); });
+  progressed_.wait(lock, [&] { return epochs_.over(epoch); });
   rethrow(lock);
 }
 
@@ -275,150 +283,22 @@ std::exception_ptr CudaEntityTransferQueue::take_error() {
   return std::exchange(error_, nullptr);
 }
 
-// --- the worker -----------------------------------------------------------------
+// --- forks ------------------------------------------------------------------------
 
-void CudaEntityTransferQueue::work() {
-  try {
-    if (on_worker_start_) {
-      on_worker_start_();
-    }
-  } catch (...) {
-    store_error(std::current_exception());
-  }
-  for (;;) {
-    std::shared_ptr<EntityStorageImpl> next;
-    {
-      std::unique_lock<std::mutex> lock(mutex_);
-      if (in_flight_.empty()) {
-        busy_ = false;
-        progressed_.notify_all();
-        work_.wait(lock, [this] { return stopping_ || !queued_.empty(); });
-      }
-      const bool room = in_flight_.empty() || in_flight_bytes_ < max_in_flight_bytes_;
-      if (!queued_.empty() && room) {
-        next = std::move(queued_.front());
-        queued_.pop_front();
-        busy_ = true;
-        ++taken_;
-      } else if (in_flight_.empty() && stopping_) {
-        return;
-      }
-    }
-    if (next == nullptr) {
-      if (!in_flight_.empty()) {
-        finish_oldest();
-      }
-    } else if (direction_ == TransferDirection::kOut && next->pageout_must_wait()) {
-      put_off(std::move(next));
-    } else {
-      put_off_in_turn_ = 0;
-      waits_for_ops_.store(false, std::memory_order_release);
-      begin(std::move(next));
-    }
-  }
+void CudaEntityTransferQueue::prepare_fork() {
+  step_mutex_.lock();
+  mutex_.lock();
 }
 
-/// Others first; if all have to wait, what is under way; then ops get a moment to end.
-void CudaEntityTransferQueue::put_off(std::shared_ptr<EntityStorageImpl> entity) {
-  std::unique_lock<std::mutex> lock(mutex_);
-  if (gives_up_on_ops_) {
-    lock.unlock();
-    waits_for_ops_.store(false, std::memory_order_release);
-    FinishedTransfer not_begun;
-    not_begun.entity = std::move(entity);
-    finish(std::move(not_begun));
-    return;
-  }
-  queued_.push_back(std::move(entity));
-  --taken_;
-  if (++put_off_in_turn_ < queued_.size()) {
-    return;
-  }
-  put_off_in_turn_ = 0;
-  if (!in_flight_.empty()) {
-    lock.unlock();
-    finish_oldest();
-    return;
-  }
-  waits_for_ops_.store(true, std::memory_order_release);
-  work_.wait_for(lock, kMomentForOps);
+void CudaEntityTransferQueue::after_fork_in_parent() noexcept {
+  mutex_.unlock();
+  step_mutex_.unlock();
 }
 
-void CudaEntityTransferQueue::begin(std::shared_ptr<EntityStorageImpl> entity) {
-  FinishedTransfer transfer;
-  transfer.entity = std::move(entity);
-  bool begun = false;
-  try {
-    if (direction_ == TransferDirection::kOut) {
-      begun = transfer.entity->begin_pageout(&transfer.out);
-    } else {
-      transfer.in = transfer.entity->begin_pagein();
-      begun = transfer.in != nullptr;
-    }
-  } catch (...) {
-    store_error(std::current_exception());
-  }
-  if (!begun) {
-    finish(std::move(transfer));
-    return;
-  }
-  const size_t nbytes = transfer.entity->nbytes();
-  in_flight_bytes_ += nbytes;
-  in_flight_.push_back(InFlight{std::move(transfer), nbytes});
-}
-
-void CudaEntityTransferQueue::finish_oldest() {
-  InFlight oldest = std::move(in_flight_.front());
-  in_flight_.pop_front();
-  in_flight_bytes_ -= oldest.nbytes;
-  const bool out = direction_ == TransferDirection::kOut;
-  const FencePtr fence = out ? oldest.transfer.out->fence : oldest.transfer.in->fence;
-  try {
-    if (fence != nullptr) {
-      fence->wait();
-    }
-  } catch (...) {
-    store_error(std::current_exception());
-    if (out) {
-      oldest.transfer.entity->abandon_pageout(oldest.transfer.out);
-    } else {
-      oldest.transfer.entity->abandon_pagein(oldest.transfer.in);
-    }
-  }
-  finish(std::move(oldest.transfer));
-}
-
-void CudaEntityTransferQueue::finish(FinishedTransfer transfer) {
-  if (on_finished_) {
-    commit_here(std::move(transfer));
-    return;
-  }
-  std::lock_guard<std::mutex> lock(mutex_);
-  finished_.push_back(std::move(transfer));
-  finished_count_.store(finished_.size(), std::memory_order_release);
-  --taken_;
-  progress_.fetch_add(1, std::memory_order_acq_rel);
-  progressed_.notify_all();
-}
-
-void CudaEntityTransferQueue::commit_here(FinishedTransfer transfer) {
-  const size_t nbytes = transfer.entity->nbytes();
-  try {
-    on_finished_(transfer);
-  } catch (...) {
-    store_error(std::current_exception());
-  }
-  transfer = FinishedTransfer();
-  std::lock_guard<std::mutex> lock(mutex_);
-  pending_bytes_.fetch_sub(nbytes, std::memory_order_acq_rel);
-  --taken_;
-  progress_.fetch_add(1, std::memory_order_acq_rel);
-  progressed_.notify_all();
-}
-
-void CudaEntityTransferQueue::store_error(std::exception_ptr error) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  error_ = std::move(error);
+void CudaEntityTransferQueue::after_fork_in_child() noexcept {
+  forked_ = running_; // a stopped queue needs nothing of the parent's
+  mutex_.unlock();
+  step_mutex_.unlock();
 }
 
 } // namespace torch_lms

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include <entity/EntityStorageImpl.h>
+#include <entity/TransferEpochs.h>
 
 namespace torch_lms {
 
@@ -81,11 +82,11 @@ class CudaEntityTransferQueue {
   /// meanwhile. Rethrows as `wait_actions`.
   void wait_pending();
 
-  /// The same in turns: the count of finished transfers with which all are over that are
-  /// there now, and whether they are. `pending_until` throws Error where nobody works on
-  /// them. What failed is for `take_error`.
+  /// The same in turns: an epoch that all transfers are before that are there now, and whether
+  /// they are over. `pending_until` throws Error where nobody works on them. What failed is for
+  /// `take_error`.
   uint64_t pending_until();
-  bool is_over(uint64_t until);
+  bool is_over(uint64_t epoch);
 
   /// As `wait_actions`, but stops the worker and leaves the queue locked.
   void wait_and_stop_actions();
@@ -139,21 +140,43 @@ class CudaEntityTransferQueue {
   /// The exception that the worker stored last, taken out; null if none.
   std::exception_ptr take_error();
 
+  /// Around a fork, for `pthread_atfork`, on the thread that forks: before it, after it in the
+  /// parent, after it in the child. Once each: the first waits until the worker is between two
+  /// steps (the submission of a copy, on the CPU the copy; a commit) and takes the queue's locks,
+  /// the others give them back. The child has no worker: where there was one, whatever would need
+  /// it throws Error in the child from now on, and the queue must not be destroyed there.
+  void prepare_fork();
+  void after_fork_in_parent() noexcept;
+  void after_fork_in_child() noexcept;
+
+  /// Throws Error in such a child.
+  void check_not_forked() const;
+
  private:
+  using Entity = std::shared_ptr<EntityStorageImpl>;
+
+  struct Queued {
+    Entity entity;
+    uint64_t epoch;
+  };
   struct InFlight {
     FinishedTransfer transfer;
     size_t nbytes;
+    uint64_t epoch;
   };
 
-  void add(std::shared_ptr<EntityStorageImpl> entity, bool at_head);
+  void add(Entity entity, bool at_head);
   void note_added();
   void check_open() const;
+  Entity remove(std::deque<Queued>::iterator at);
   void work();
-  void begin(std::shared_ptr<EntityStorageImpl> entity);
-  void put_off(std::shared_ptr<EntityStorageImpl> entity);
+  void run(Queued next);
+  void begin(Queued next);
+  void put_off(Queued next);
   void finish_oldest();
-  void finish(FinishedTransfer transfer);
-  void commit_here(FinishedTransfer transfer);
+  void finish(FinishedTransfer transfer, uint64_t epoch);
+  void commit_here(FinishedTransfer transfer, uint64_t epoch);
+  void note_finished(uint64_t epoch) noexcept;
   void store_error(std::exception_ptr error);
   void check_runs() const;
   bool idle() const;
@@ -166,19 +189,21 @@ class CudaEntityTransferQueue {
   const std::function<void()> on_worker_start_;
   const std::function<void(FinishedTransfer&)> on_finished_;
 
+  std::mutex step_mutex_; // held while the worker calls an entity; taken before `mutex_`
   mutable std::mutex mutex_;
   std::condition_variable work_; // the worker waits for it
   std::condition_variable progressed_; // callers wait for it
-  std::deque<std::shared_ptr<EntityStorageImpl>> queued_;
+  std::deque<Queued> queued_;
+  TransferEpochs epochs_; // of what is queued, and of what the worker has taken and not finished
   std::vector<FinishedTransfer> finished_;
   std::exception_ptr error_;
   bool locked_ = false; // stopped
   size_t waiting_ = 0; // threads in `wait_actions`
-  size_t taken_ = 0; // transfers that the worker has taken and not finished
   bool running_ = false;
   bool stopping_ = false;
   bool busy_ = false; // the worker holds a transfer
   bool gives_up_on_ops_ = false;
+  bool forked_ = false; // this process is a child without the worker
   std::thread worker_;
 
   // Used by the worker alone.

@@ -196,6 +196,54 @@ TEST(an_erased_transfer_is_not_run) {
   CHECK_EQ(commit_all(queue), 2);
 }
 
+TEST(a_wait_is_for_what_was_there_before_it_however_much_comes_and_ends_later) {
+  const Rigs rigs = make_rigs(6, Copies::kOnCaller);
+  Queue queue(kOut);
+  OtherOp op;
+  REQUIRE(rigs[0]->entity->request_pageout(OpClock::get().tick()));
+  queue.enqueue(rigs[0]->entity);
+  queue.start_actions();
+  const uint64_t first = queue.pending_until();
+  for (size_t i = 1; i < rigs.size(); ++i) { // passive ones overtake it
+    REQUIRE(rigs[i]->entity->request_pageout());
+    queue.enqueue_passive(rigs[i]->entity);
+  }
+  while (queue.progress() < 5) {
+    std::this_thread::yield();
+  }
+  CHECK(!queue.is_over(first));
+  std::atomic<bool> over{false};
+  std::thread waiter([&] {
+    queue.wait_pending();
+    over = true;
+  });
+  wait_until_put_off(queue);
+  CHECK(!over.load());
+  op.end();
+  waiter.join();
+  CHECK(queue.is_over(first));
+  CHECK_EQ(commit_all(queue), 6);
+}
+
+TEST(a_wait_for_what_is_called_off_ends_though_others_are_pending) {
+  const Rigs rigs = make_rigs(2, Copies::kOnCaller);
+  Queue queue(kOut);
+  OtherOp op;
+  REQUIRE(rigs[0]->entity->request_pageout(OpClock::get().tick()));
+  REQUIRE(rigs[1]->entity->request_pageout(OpClock::get().tick()));
+  queue.start_actions();
+  queue.enqueue(rigs[0]->entity);
+  const uint64_t first = queue.pending_until();
+  queue.enqueue(rigs[1]->entity);
+  while (!queue.erase(rigs[0]->entity.get())) { // the worker may have it in its hands
+    std::this_thread::yield();
+  }
+  CHECK(queue.is_over(first));
+  op.end();
+  queue.wait_actions();
+  CHECK_EQ(commit_all(queue), 1);
+}
+
 TEST(bytes_are_pending_until_they_are_retired) {
   const Rigs rigs = make_rigs(3, Copies::kOnStreams);
   Queue queue(kOut);

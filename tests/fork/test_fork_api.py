@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import io
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -142,6 +143,64 @@ def test_a_pageout_is_no_change_to_autograd(device: str) -> None:
     assert product.requires_grad
     product.square().sum().backward()
     assert torch.equal(weight.grad.cpu(), torch.full((64,), 8.0))
+
+
+def test_quantized_tensors_page_too(device: str) -> None:
+    values = torch.linspace(-1, 1, 4096)
+    tensor = paged_out(torch.quantize_per_tensor(values.to(device), 0.01, 10, torch.qint8))
+    expected = torch.quantize_per_tensor(values, 0.01, 10, torch.qint8)
+    torch.cuda.prefetch_init()
+    tensor.need_prefetch()
+    torch.cuda.prefetch_all()
+    assert torch.equal(tensor.int_repr().cpu(), expected.int_repr())
+
+
+def test_tensors_without_memory_are_refused_in_words(device: str) -> None:
+    for tensor, words in (
+        (torch.eye(3, device=device).to_sparse(), r"values\(\)"),
+        (torch.empty(3, device="meta"), "found one on meta"),
+    ):
+        with pytest.raises(RuntimeError, match=words):
+            tensor.pageout_manual()
+    with pytest.raises(RuntimeError, match=r"values\(\)"):
+        torch.cuda.swap.state(torch.eye(3, device=device).to_sparse())
+
+
+@pytest.mark.skipif("cpu" not in DEVICES, reason="CUDA does not work in a forked child")
+def test_in_a_forked_child_calls_raise_and_what_is_out_can_be_read() -> None:
+    torch.cuda.create_swap_env()
+    tensor = paged_out(torch.ones(4096))
+    calls = (
+        torch.cuda.create_swap_env,
+        torch.cuda.prefetch_init,
+        torch.cuda.before_prefetch_wait_all,
+        torch.cuda.prefetch_all,
+        torch.cuda.close_swap_env,
+        tensor.pageout_manual,
+        tensor.need_prefetch,
+    )
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        raised = 0
+        for call in calls:
+            try:
+                call()
+            except RuntimeError as error:
+                raised += "'spawn'" in str(error)
+        os._exit(0 if raised == len(calls) and torch.equal(tensor, torch.ones(4096)) else 3)
+    assert os.waitpid(child, 0)[1] == 0
+    torch.cuda.close_swap_env()
+    assert torch.equal(tensor, torch.ones(4096))
+
+
+def test_errors_of_every_call_have_their_kind() -> None:
+    operators = torch.ops.storage_swap
+    for call in (operators.prefetch_all, operators.prefetch_init, operators.wait_pageouts, operators.close_env):
+        operators.take_error_kind()
+        with pytest.raises(RuntimeError):
+            call()
+        assert operators.take_error_kind() == "Error"
 
 
 @pytest.mark.skipif("cpu" not in DEVICES, reason="foreign device memory needs another library")

@@ -208,7 +208,6 @@ def test_a_child_forked_while_a_thread_asks_can_page() -> None:
     assert os.waitpid(child, 0)[1] == 0
 
 
-@pytest.mark.xfail(strict=True, reason="the fork does not yet tell its HostPool of forks (HostPool::prepare_fork)")
 @pytest.mark.skipif("cpu" not in DEVICES, reason="the CPU's backend has files, which processes share")
 def test_a_child_keeps_what_was_out_when_it_was_forked() -> None:
     program = (

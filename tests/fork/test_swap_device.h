@@ -189,7 +189,7 @@ class TestSwapDevice final : public c10::impl::SwapDevice {
   void set_host_limit(size_t limit_bytes) override {
     pool->set_limit(limit_bytes != 0 ? limit_bytes : SIZE_MAX);
   }
-  const torch_lms::HostPool& host_pool() const override {
+  torch_lms::HostPool& host_pool() const override {
     return *pool;
   }
 

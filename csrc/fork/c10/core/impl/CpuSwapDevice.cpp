@@ -51,7 +51,7 @@ class CpuSwapDevice final : public SwapDevice {
   void set_host_limit(size_t limit_bytes) override {
     pool_->set_limit(limit_bytes != 0 ? limit_bytes : torch_lms::default_host_limit_bytes());
   }
-  const torch_lms::HostPool& host_pool() const override {
+  torch_lms::HostPool& host_pool() const override {
     return *pool_;
   }
 

@@ -5,6 +5,7 @@
 
 #include <c10/core/impl/EntityStorageImpl.h>
 #include <c10/core/impl/Error.h>
+#include <c10/core/impl/ForkGate.h>
 #include <c10/core/impl/SwapCounters.h>
 
 namespace c10 {
@@ -144,9 +145,10 @@ void EntityPaging::unpark_locked(DataPtr& data) {
 // --- end ------------------------------------------------------------------------
 
 void EntityPaging::release() noexcept {
+  DataPtr garbage; // freed when nothing is held
+  const ForkGate::Passage passage;
   queues_.out.erase(entity_.get());
   queues_.in.erase(entity_.get());
-  DataPtr garbage;
   std::lock_guard<std::mutex> lock(mutex_);
   memory_->expire();
   bool called_off = false;
@@ -168,6 +170,7 @@ void EntityPaging::release() noexcept {
 // --- the storage's pager ----------------------------------------------------------
 
 void EntityPager::pagein(DataPtr& data) {
+  const ForkGate::Passage passage;
   std::lock_guard<std::mutex> lock(paging_->mutex());
   if (resident()) {
     return; // another thread was faster
@@ -179,6 +182,7 @@ void EntityPager::pagein(DataPtr& data) {
 }
 
 bool EntityPager::pageout(DataPtr& data) {
+  const ForkGate::Passage passage;
   std::lock_guard<std::mutex> lock(paging_->mutex());
   set_resident(false); // from now on accesses wait for the mutex
   try {
@@ -197,6 +201,7 @@ bool EntityPager::pageout(DataPtr& data) {
 }
 
 bool EntityPager::prefetch() {
+  const ForkGate::Passage passage;
   std::lock_guard<std::mutex> lock(paging_->mutex());
   if (!paging_->request_pagein_locked()) {
     return false;

@@ -66,7 +66,7 @@ class C10_API SwapDevice {
   virtual void set_host_limit(size_t limit_bytes) = 0;
 
   /// The host memory for paged-out bytes; several devices may have one in common.
-  virtual const torch_lms::HostPool& host_pool() const = 0;
+  virtual torch_lms::HostPool& host_pool() const = 0;
 };
 
 /// The devices of one type.

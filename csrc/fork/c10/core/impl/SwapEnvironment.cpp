@@ -1,12 +1,15 @@
 #include <c10/core/impl/SwapEnvironment.h>
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <exception>
-#include <set>
 #include <string>
 #include <utility>
 
 #include <c10/core/impl/Error.h>
+#include <c10/core/impl/ForkGate.h>
+#include <c10/core/impl/OpClock.h>
 #include <c10/core/impl/SwapCounters.h>
 
 namespace c10 {
@@ -69,11 +72,18 @@ SwapEnvironment& SwapEnvironment::get() {
 
 SwapEnvironment::SwapEnvironment()
     : out_(torch_lms::TransferDirection::kOut, kMaxPageoutBytes, &begin_worker, &commit_pageout),
-      in_(torch_lms::TransferDirection::kIn, kMaxPageinBytes, &begin_worker, &commit_pagein) {}
+      in_(torch_lms::TransferDirection::kIn, kMaxPageinBytes, &begin_worker, &commit_pagein) {
+  torch_lms::OpClock::watch_forks(); // first: its lock comes after the environment's
+  pthread_atfork(
+      [] { get().prepare_fork(); },
+      [] { get().after_fork_in_parent(); },
+      [] { get().after_fork_in_child(); });
+}
 
 // --- open and close -------------------------------------------------------------
 
 void SwapEnvironment::check_open() const {
+  out_.check_not_forked();
   if (!is_open()) {
     throw torch_lms::Error(
         "expected an open swap environment, found none; call torch.cuda.create_swap_env() first");
@@ -81,6 +91,7 @@ void SwapEnvironment::check_open() const {
 }
 
 void SwapEnvironment::open(size_t host_limit_bytes) {
+  out_.check_not_forked();
   std::lock_guard<std::mutex> lock(open_mutex_);
   if (is_open()) {
     throw torch_lms::Error(
@@ -102,6 +113,7 @@ void SwapEnvironment::open(size_t host_limit_bytes) {
 }
 
 void SwapEnvironment::set_host_limit(size_t limit_bytes) {
+  out_.check_not_forked();
   std::lock_guard<std::mutex> lock(devices_mutex_);
   host_limit_bytes_ = limit_bytes;
   for (const auto& device : devices_) {
@@ -112,6 +124,7 @@ void SwapEnvironment::set_host_limit(size_t limit_bytes) {
 }
 
 void SwapEnvironment::close() {
+  out_.check_not_forked();
   std::lock_guard<std::mutex> lock(open_mutex_);
   check_open();
   open_.store(false, std::memory_order_release);
@@ -142,6 +155,7 @@ void SwapEnvironment::stop_pageins() {
 }
 
 void SwapEnvironment::wait_pending_pageins() {
+  out_.check_not_forked();
   try {
     in_.wait_pending();
   } catch (const torch_lms::NoRoom&) {
@@ -149,6 +163,7 @@ void SwapEnvironment::wait_pending_pageins() {
 }
 
 void SwapEnvironment::wait_pending_pageouts() {
+  out_.check_not_forked();
   out_.wait_pending();
 }
 
@@ -164,6 +179,7 @@ void SwapEnvironment::pagein_all() {
     if (paging == nullptr) {
       continue;
     }
+    const ForkGate::Passage passage;
     std::lock_guard<std::mutex> lock(paging->mutex());
     if (paging->entity()->gone() ||
         paging->entity()->state() == torch_lms::EntityState::kResident) {
@@ -236,16 +252,13 @@ SwapStats SwapEnvironment::stats() {
     std::lock_guard<std::mutex> lock(pagings_mutex_);
     stats.tracked_storages = static_cast<int64_t>(pagings_.size());
   }
-  std::set<const torch_lms::HostPool*> pools;
   std::lock_guard<std::mutex> lock(devices_mutex_);
-  for (const auto& device : devices_) {
-    if (device != nullptr && pools.insert(&device->host_pool()).second) {
-      const torch_lms::HostPoolStats pool = device->host_pool().stats();
-      stats.host.slab_bytes += pool.slab_bytes;
-      stats.host.used_bytes += pool.used_bytes;
-      stats.host.limit_bytes += pool.limit_bytes;
-    }
-  }
+  visit_pools_locked([&stats](const torch_lms::HostPool& pool) {
+    const torch_lms::HostPoolStats more = pool.stats();
+    stats.host.slab_bytes += more.slab_bytes;
+    stats.host.used_bytes += more.used_bytes;
+    stats.host.limit_bytes += more.limit_bytes;
+  });
   return stats;
 }
 
@@ -303,6 +316,52 @@ void SwapEnvironment::remember(const std::shared_ptr<EntityPaging>& paging) {
     prune_at_ = std::max(size_t{1024}, 2 * pagings_.size());
   }
   pagings_.push_back(paging);
+}
+
+/// Each pool once: devices may share one. Takes no memory.
+template <typename Visit>
+void SwapEnvironment::visit_pools_locked(const Visit& visit) {
+  for (size_t i = 0; i < devices_.size(); ++i) {
+    const auto has_pool = [this, i](const std::unique_ptr<SwapDevice>& device) {
+      return device != nullptr && &device->host_pool() == &devices_[i]->host_pool();
+    };
+    if (devices_[i] != nullptr && std::none_of(devices_.begin(), devices_.begin() + i, has_pool)) {
+      visit(devices_[i]->host_pool());
+    }
+  }
+}
+
+// --- forks ------------------------------------------------------------------------
+
+void SwapEnvironment::prepare_fork() {
+  open_mutex_.lock(); // who opens or closes it pages, and waits for workers
+  ForkGate::get().close();
+  out_.prepare_fork();
+  in_.prepare_fork();
+  pagings_mutex_.lock();
+  devices_mutex_.lock();
+  visit_pools_locked([](torch_lms::HostPool& pool) { pool.prepare_fork(); });
+}
+
+void SwapEnvironment::after_fork_in_parent() noexcept {
+  visit_pools_locked([](torch_lms::HostPool& pool) { pool.after_fork_in_parent(); });
+  devices_mutex_.unlock();
+  pagings_mutex_.unlock();
+  in_.after_fork_in_parent();
+  out_.after_fork_in_parent();
+  ForkGate::get().open();
+  open_mutex_.unlock();
+}
+
+void SwapEnvironment::after_fork_in_child() noexcept {
+  // The parent may reuse the host memory of what is out: the child gets a copy of its own.
+  visit_pools_locked([](torch_lms::HostPool& pool) { pool.reclone_after_fork(); });
+  devices_mutex_.unlock();
+  pagings_mutex_.unlock();
+  in_.after_fork_in_child();
+  out_.after_fork_in_child();
+  ForkGate::get().open();
+  open_mutex_.unlock();
 }
 
 } // namespace impl

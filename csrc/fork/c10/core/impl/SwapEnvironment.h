@@ -39,6 +39,10 @@ struct SwapStats {
 ///
 /// Thread-safe: every method may be called from any thread. None needs Python's lock, and
 /// callers that hold it let go of it first.
+///
+/// A child that was forked while it was open has no workers. Storages that are out come back there
+/// when they are accessed, with the bytes of the moment of the fork (those of CUDA cannot: CUDA
+/// does not work there); all methods but `is_open`, `pagein_all`, `state` and `stats` throw Error.
 class C10_API SwapEnvironment {
  public:
   static SwapEnvironment& get();
@@ -92,6 +96,11 @@ class C10_API SwapEnvironment {
 
   SwapStats stats();
 
+  /// Around a fork, for `pthread_atfork`. See Note [Threads at a fork].
+  void prepare_fork();
+  void after_fork_in_parent() noexcept;
+  void after_fork_in_child() noexcept;
+
  private:
   SwapEnvironment();
 
@@ -102,6 +111,8 @@ class C10_API SwapEnvironment {
   EntityPager& find_or_install_pager(StorageImpl& storage, SwapDevice& device);
   void remember(const std::shared_ptr<EntityPaging>& paging);
   void stop_pageins();
+  template <typename Visit>
+  void visit_pools_locked(const Visit& visit);
 
   std::atomic<bool> open_{false};
   std::atomic<int64_t> times_opened_{0};

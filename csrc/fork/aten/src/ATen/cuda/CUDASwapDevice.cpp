@@ -138,7 +138,7 @@ class CudaSwapDevice final : public c10::impl::SwapDevice {
         limit_bytes != 0 ? limit_bytes : torch_lms::default_host_limit_bytes());
   }
 
-  const torch_lms::HostPool& host_pool() const override {
+  torch_lms::HostPool& host_pool() const override {
     return *pinned_pool();
   }
 

@@ -9,7 +9,6 @@
 #include <c10/core/impl/SwapEnvironment.h>
 #include <torch/library.h>
 
-// Their declarations make the operators visible to libtorch_cuda, which registers them too.
 #ifndef AT_PER_OPERATOR_HEADERS
 #include <ATen/NativeFunctions.h>
 #else
@@ -19,17 +18,6 @@
 
 namespace at {
 namespace native {
-
-// The bytes of a tensor are the same wherever they are: to autograd, these two do nothing.
-
-void pageout_manual(const Tensor& self) {
-  c10::impl::SwapEnvironment::get().pageout(*self.storage().unsafeGetStorageImpl());
-}
-
-void need_prefetch(const Tensor& self) {
-  c10::impl::SwapEnvironment::get().prefetch(*self.storage().unsafeGetStorageImpl());
-}
-
 namespace {
 
 thread_local const char* error_kind_of_thread = "";
@@ -64,6 +52,31 @@ c10::impl::SwapEnvironment& environment() {
   return c10::impl::SwapEnvironment::get();
 }
 
+c10::StorageImpl& storage_of(const Tensor& self) {
+  if (!self.has_storage()) {
+    throw torch_lms::PageoutRefused(
+        "expected a tensor with a storage, found one of layout " + c10::str(self.layout()) +
+        " or a wrapper; page out the tensors it is made of (for a sparse tensor: "
+        "tensor.indices() and tensor.values())");
+  }
+  return *self.storage().unsafeGetStorageImpl();
+}
+
+} // namespace
+
+// The bytes of a tensor are the same wherever they are: to autograd, these two do nothing. They are
+// for all kinds of tensors: what has no device memory is refused in words.
+
+void pageout_manual(const Tensor& self) {
+  environment().pageout(storage_of(self));
+}
+
+void need_prefetch(const Tensor& self) {
+  environment().prefetch(storage_of(self));
+}
+
+namespace {
+
 void create_env(int64_t host_limit_bytes) {
   TORCH_CHECK_VALUE(
       host_limit_bytes >= 0,
@@ -81,7 +94,7 @@ void wait_pageouts() {
 }
 
 void prefetch_all() {
-  environment().prefetch_all();
+  noting_errors([] { environment().prefetch_all(); });
 }
 
 void close_env() {
@@ -93,20 +106,10 @@ bool is_open() {
 }
 
 std::string state(const Tensor& self) {
-  return torch_lms::to_string(environment().state(*self.storage().unsafeGetStorageImpl()));
+  return noting_errors([&] { return torch_lms::to_string(environment().state(storage_of(self))); });
 }
 
 // --- for torch_lms -------------------------------------------------------------------
-
-c10::StorageImpl& storage_of(const Tensor& self) {
-  if (!self.has_storage()) {
-    throw torch_lms::PageoutRefused(
-        "expected a tensor with a storage, found one of layout " + c10::str(self.layout()) +
-        " or a wrapper; page out the tensors it is made of (for a sparse tensor: "
-        "tensor.indices() and tensor.values())");
-  }
-  return *self.storage().unsafeGetStorageImpl();
-}
 
 bool pageout(const Tensor& self) {
   return noting_errors([&] { return environment().pageout(storage_of(self)); });
@@ -133,7 +136,7 @@ int64_t times_opened() {
 }
 
 void set_host_limit(int64_t host_limit_bytes) {
-  environment().set_host_limit(static_cast<size_t>(host_limit_bytes));
+  noting_errors([&] { environment().set_host_limit(static_cast<size_t>(host_limit_bytes)); });
 }
 
 int64_t host_memory_bytes() {

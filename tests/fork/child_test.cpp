@@ -1,0 +1,219 @@
+// Children forked while storages move.
+
+#include <atomic>
+#include <chrono>
+#include <functional>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "c10_harness.h"
+
+#include <c10/core/impl/ForkGate.h>
+
+#include "test_swap_device.h"
+
+namespace {
+
+using torch_lms::EntityState;
+
+constexpr size_t kBytes = size_t{64} << 10;
+
+/// Opens a gate from another thread, a moment later.
+class OpenLater {
+ public:
+  explicit OpenLater(Gate& gate)
+      : thread_([&gate] {
+          std::this_thread::sleep_for(std::chrono::milliseconds(30));
+          gate.open();
+        }) {}
+  ~OpenLater() {
+    thread_.join();
+  }
+
+ private:
+  std::thread thread_;
+};
+
+TEST(a_child_reads_and_writes_what_is_out) {
+  OpenEnvironment env;
+  const c10::Storage storage = make_storage(kBytes, 7);
+  env.pageout_and_wait(storage);
+  CHECK(harness::passes_in_child([&] {
+    CHECK(env.state(storage) == EntityState::kPagedOut);
+    CHECK(holds(storage, 7));
+    CHECK(env.state(storage) == EntityState::kResident);
+    static_cast<unsigned char*>(storage.data())[0] = 99;
+    CHECK_EQ(env.environment.stats().paged_out_storages, 0);
+  }));
+  CHECK(env.state(storage) == EntityState::kPagedOut);
+  CHECK(holds(storage, 7));
+}
+
+TEST(a_child_forked_in_the_middle_of_a_pageout_has_its_bytes) {
+  OpenEnvironment env;
+  const c10::Storage storage = make_storage(kBytes, 1);
+  const c10::Storage queued = make_storage(kBytes, 2);
+  env.backend.out.shut();
+  env.pageout(storage);
+  env.pageout(queued);
+  env.backend.out.await_arrivals(1);
+  const OpenLater later(env.backend.out);
+  CHECK(harness::passes_in_child([&] {
+    CHECK(holds(storage, 1));
+    CHECK(holds(queued, 2));
+  }));
+  env.environment.wait_pageouts();
+  CHECK(holds(storage, 1));
+  CHECK(holds(queued, 2));
+}
+
+TEST(a_child_forked_in_the_middle_of_a_prefetch_has_its_bytes) {
+  OpenEnvironment env;
+  const c10::Storage storage = make_storage(kBytes, 1);
+  const c10::Storage queued = make_storage(kBytes, 2);
+  env.pageout(storage);
+  env.pageout_and_wait(queued);
+  env.environment.prefetch_all();
+  env.backend.in.shut();
+  env.prefetch(storage);
+  env.prefetch(queued);
+  env.backend.in.await_arrivals(1);
+  const OpenLater later(env.backend.in);
+  CHECK(harness::passes_in_child([&] {
+    CHECK(holds(storage, 1));
+    CHECK(holds(queued, 2));
+  }));
+  env.environment.wait_pending_pageins();
+  CHECK(holds(storage, 1));
+  CHECK(holds(queued, 2));
+}
+
+TEST(in_a_child_what_needs_a_worker_says_so) {
+  OpenEnvironment env;
+  const c10::Storage storage = make_storage(kBytes, 3);
+  env.pageout_and_wait(storage);
+  using Step = std::function<void(c10::impl::SwapEnvironment&)>;
+  c10::StorageImpl& impl = *storage.unsafeGetStorageImpl();
+  const std::vector<Step> steps = {
+      [](auto& swap) { swap.open(0); },
+      [](auto& swap) { swap.close(); },
+      [](auto& swap) { swap.set_host_limit(0); },
+      [](auto& swap) { swap.prefetch_init(); },
+      [](auto& swap) { swap.prefetch_all(); },
+      [](auto& swap) { swap.wait_pageouts(); },
+      [](auto& swap) { swap.wait_pending_pageouts(); },
+      [](auto& swap) { swap.wait_pending_pageins(); },
+      [&impl](auto& swap) { swap.pageout(impl); },
+      [&impl](auto& swap) { swap.prefetch(impl); },
+  };
+  CHECK(harness::passes_in_child([&] {
+    for (const Step& step : steps) {
+      CHECK_THROWS(step(env.environment), torch_lms::Error, "'spawn'");
+    }
+    env.environment.pagein_all();
+    CHECK(env.state(storage) == EntityState::kResident);
+    CHECK(holds(storage, 3));
+  }));
+  env.environment.wait_pageouts(); // the parent goes on
+  CHECK(holds(storage, 3));
+}
+
+TEST(a_child_of_a_process_that_does_not_page_now_can_page) {
+  std::vector<c10::Storage> storages;
+  {
+    OpenEnvironment env;
+    storages.push_back(make_storage(kBytes, 5));
+    env.pageout_and_wait(storages[0]);
+  }
+  CHECK(harness::passes_in_child([&] {
+    OpenEnvironment env;
+    env.pageout_and_wait(storages[0]);
+    CHECK(env.state(storages[0]) == EntityState::kPagedOut);
+    env.environment.prefetch_all();
+    env.prefetch(storages[0]);
+    env.environment.wait_pending_pageins();
+    CHECK(holds(storages[0], 5));
+  }));
+}
+
+TEST(a_child_of_a_child_has_its_bytes_too) {
+  OpenEnvironment env;
+  const c10::Storage storage = make_storage(kBytes, 4);
+  env.pageout_and_wait(storage);
+  CHECK(harness::passes_in_child([&] {
+    CHECK(harness::passes_in_child([&] { CHECK(holds(storage, 4)); }));
+    CHECK(holds(storage, 4));
+  }));
+}
+
+TEST(a_child_can_drop_what_was_moving) {
+  OpenEnvironment env;
+  std::vector<c10::Storage> storages;
+  for (unsigned i = 0; i < 4; ++i) {
+    storages.push_back(make_storage(kBytes, i));
+    env.pageout(storages.back());
+  }
+  env.environment.wait_pageouts();
+  env.prefetch(storages[0]); // it waits: nobody has called `prefetch_all`
+  CHECK(harness::passes_in_child([&] { storages.clear(); }));
+  CHECK(holds(storages[0], 0));
+}
+
+TEST(forks_beside_threads_that_page) {
+  OpenEnvironment env;
+  env.environment.prefetch_all();
+  constexpr unsigned kThreads = 3;
+  std::vector<c10::Storage> storages;
+  for (unsigned i = 0; i < 2 * kThreads; ++i) {
+    storages.push_back(make_storage(kBytes, i));
+  }
+  std::atomic<bool> stop{false};
+  std::atomic<int> wrong{0};
+  std::vector<std::thread> threads;
+  for (unsigned thread = 0; thread < kThreads; ++thread) {
+    threads.emplace_back([&, thread] {
+      for (unsigned step = 0; !stop.load(); ++step) {
+        const unsigned i = 2 * thread + step % 2;
+        env.pageout(storages[i]);
+        if (step % 3 == 0) {
+          env.environment.wait_pending_pageouts();
+          env.prefetch(storages[i]);
+        }
+        wrong += holds(storages[i], i) ? 0 : 1;
+      }
+    });
+  }
+  for (int fork = 0; fork < 30; ++fork) {
+    CHECK(harness::passes_in_child([&] {
+      for (unsigned i = 0; i < storages.size(); ++i) {
+        CHECK(holds(storages[i], i));
+      }
+    }));
+  }
+  stop = true;
+  for (std::thread& thread : threads) {
+    thread.join();
+  }
+  CHECK_EQ(wrong.load(), 0);
+}
+
+TEST(a_fork_waits_for_who_closes_the_environment) {
+  const c10::Storage storage = make_storage(kBytes, 6);
+  for (int round = 0; round < 20; ++round) {
+    OpenEnvironment env;
+    env.pageout(storage);
+    std::thread closes([&] { env.environment.close(); });
+    CHECK(harness::passes_in_child([&] { CHECK(holds(storage, 6)); }));
+    closes.join();
+  }
+}
+
+TEST(a_thread_that_forks_while_it_pages_does_not_wait_for_itself) {
+  const c10::impl::ForkGate::Passage passage;
+  const c10::impl::ForkGate::Passage within;
+  CHECK(harness::passes_in_child([] { const c10::impl::ForkGate::Passage another; }));
+}
+
+} // namespace
