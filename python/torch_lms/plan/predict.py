@@ -49,7 +49,7 @@ def priced_again(plan: Plan, trace: Trace) -> Plan:
     leaving = [one for one in plan.decisions if one.decision != KEEP]
     plain = simulate(trace, [])
     found = timed_within(with_placeholders(trace, plan.placeholders), leaving, plan.limit_bytes)
-    bound_us = max(plan.predicted.lower_bound_us, trace.plain_us) if plan.ops == trace.ops else trace.plain_us
+    bound_us = max(plan.predicted.lower_bound_us, plain.step_us) if plan.ops == trace.ops else plain.step_us
     ops = tuple(replace(op, duration_us=timed.duration_us) for op, timed in zip(plan.ops, trace.ops, strict=True))
     return replace(plan, predicted=predicted_of(found, plain, bound_us), timeline=drawn(found, plain), ops=ops)
 
