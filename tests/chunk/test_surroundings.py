@@ -519,6 +519,38 @@ def test_an_optimizer_whose_updates_depend_on_one_another_is_refused() -> None:
     assert model[0].weight.dtype == torch.float32
 
 
+def wide_only(optimize: Any) -> Any:
+    """Of a class: one whose steps fail on what has fewer rows than the model's parameters."""
+
+    class WideOnly(optimize):  # type: ignore[misc]
+        def step(self, closure: Any = None) -> Any:
+            if any(len(one) < 8 for group in self.param_groups for one in group["params"]):
+                raise ValueError("expected 8 rows")
+            return super().step(closure)
+
+    return partial(WideOnly, lr=0.1)
+
+
+def test_an_optimizer_that_fails_on_small_matrices_is_tried_on_shapes_of_its_own(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    with pytest.raises(ChunkError, match="treats each parameter alone, found WideOnly, whose update"):
+        chunked(make(), wide_only(Scaling))
+    step(*chunked(make(), wide_only(torch.optim.SGD)))
+    assert not recwarn.list
+
+
+class NeedsClosure(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        assert closure is not None, "no closure"
+        return super().step(closure)
+
+
+def test_of_an_optimizer_that_cannot_be_tried_a_warning_says_so() -> None:
+    with pytest.warns(UserWarning, match="a step of NeedsClosure raises AssertionError: no closure"):
+        chunked(make(), partial(NeedsClosure, lr=0.1))
+
+
 def test_what_is_in_chunks_or_compiled_is_refused() -> None:
     def refused(text: str, model: nn.Module, optimize: Callable[..., Any] = ADAMW, **options: Any) -> None:
         types = [one.dtype for one in model.parameters()]

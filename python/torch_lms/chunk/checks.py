@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -27,6 +28,11 @@ __all__ = [
     "device_of",
     "note_in_chunks",
 ]
+
+_NOT_TRIED = (
+    "expected an optimizer that can be tried on two tensors, found that a step of {optimizer} raises {error}; make "
+    "sure that it treats each parameter alone, since it gets those of one chunk at a time"
+)
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -60,15 +66,24 @@ def check_arguments(model: nn.Module, optimizer: Optimizer) -> None:
 def check_optimizer(optimizer: Optimizer, device: torch.device) -> None:
     """Refuses one that does not treat each parameter alone: it would get those of one chunk at a time.
 
+    Of one that cannot be tried a warning says so: it may be right.
+
     Raises:
         ChunkError: if so.
     """
-    if not treats_each_tensor_alone(optimizer, device):
-        raise ChunkError(
-            f"expected an optimizer that treats each parameter alone, found {type(optimizer).__name__}, whose update "
-            "of one depends on the gradients of others, as by their norm; take that out of it, and use "
-            "torch.nn.utils.clip_grad_norm_ before its step"
-        )
+    for group in optimizer.param_groups:
+        try:
+            alone = treats_each_tensor_alone(optimizer, group, device)
+        except Exception as error:
+            found = _NOT_TRIED.format(optimizer=type(optimizer).__name__, error=f"{type(error).__name__}: {error}")
+            warnings.warn(found, stacklevel=3)
+            continue
+        if not alone:
+            raise ChunkError(
+                f"expected an optimizer that treats each parameter alone, found {type(optimizer).__name__}, whose "
+                "update of one depends on the gradients of others, as by their norm; take that out of it, and use "
+                "torch.nn.utils.clip_grad_norm_ before its step"
+            )
 
 
 def check_options(dtype: torch.dtype, update_on: str, chunk_numel: int | None, *, step_in_backward: bool) -> None:

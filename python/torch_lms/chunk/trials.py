@@ -1,4 +1,4 @@
-"""What an optimizer does, found out by trying it on a small matrix."""
+"""What an optimizer does, found out by trying it on small matrices."""
 
 from __future__ import annotations
 
@@ -38,22 +38,40 @@ def treats_each_element_alone(optimizer: Optimizer, device: torch.device) -> boo
     return True
 
 
-def treats_each_tensor_alone(optimizer: Optimizer, device: torch.device) -> bool:
-    """Whether a matrix becomes beside another what it becomes alone, in a step; True if that cannot be tried."""
-    start, gradient, other = _matrices(3, device)
-    beside = [start.clone(), start.clone()], [[gradient, other * _LARGE]]
-    alone = [start.clone()], [[gradient]]
-    for group in optimizer.param_groups:
-        for tensors, gradients in (beside, alone):
-            try:
-                with torch.random.fork_rng([device] if device.type == "cuda" else []):
-                    torch.manual_seed(0)
-                    _steps(optimizer, group, tensors, gradients)
-            except Exception:
-                return True
-        if not torch.allclose(beside[0][0], alone[0][0], rtol=_CLOSE):
-            return False
-    return True
+def treats_each_tensor_alone(optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> bool:
+    """Whether a tensor of a group becomes beside another what it becomes alone, in a step.
+
+    Two small matrices are tried; of an optimizer that fails on these, two tensors like the group's smallest.
+
+    Raises:
+        Exception: what its step raises on both.
+    """
+    try:
+        return _same_alone(optimizer, group, (_SHAPE, _SHAPE), device)
+    except Exception:  # it may be right on what it is made for
+        shapes = _own_shapes(group)
+        return not shapes or _same_alone(optimizer, group, shapes, device)
+
+
+def _same_alone(
+    optimizer: Optimizer, group: dict[str, Any], shapes: Sequence[Sequence[int]], device: torch.device
+) -> bool:
+    starts, gradients = _tensors(shapes, device), _tensors(shapes, device, seed=1)
+    gradients[1].mul_(_LARGE)
+    beside = [one.clone() for one in starts]
+    alone = [starts[0].clone()]
+    for tensors in (beside, alone):
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(0)
+            _steps(optimizer, group, tensors, [gradients[: len(tensors)]])
+    return torch.allclose(beside[0], alone[0], rtol=_CLOSE)
+
+
+def _own_shapes(group: dict[str, Any]) -> list[torch.Size]:
+    """Two of those with the most dimensions that have the fewest elements: of a lone parameter, its own twice."""
+    shapes = [one.shape for one in group["params"] if one.requires_grad and one.numel()]
+    shapes.sort(key=lambda shape: (-len(shape), shape.numel()))
+    return (shapes * 2)[:2] if len(shapes) < 2 else shapes[:2]
 
 
 def state_bytes_each(optimizer: Optimizer, device: torch.device) -> int:
@@ -89,8 +107,12 @@ def update_seconds(optimizer: Optimizer, numel: int, device: torch.device, dtype
 
 
 def _matrices(count: int, device: torch.device) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randn(_SHAPE, generator=generator).to(device) for _ in range(count)]
+    return _tensors([_SHAPE] * count, device)
+
+
+def _tensors(shapes: Sequence[Sequence[int]], device: torch.device, seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).to(device) for shape in shapes]
 
 
 @torch.no_grad()
