@@ -84,9 +84,11 @@ def split(
         code = generate_with_relief(own, given_up, title) if given_up else generate(own, title)
         stage = Stage(index=index, count=count, code=code, borders=borders)
         stage.fixed = {**dict.fromkeys(sorted(written.fixed), False), **fixed}
+        stage.why_fixed = other.own.reason
         installation.hold_modes(stage, origin, {*written.paths, *fixed})
         stages.append(stage)
     installation.install(stages, graph_module, borders.nodes, model)
+    installation.follow_modes(stages, other.own.of)
     devices = {value.device for _, value in installation.named_tensors(graph_module)}
     for stage in stages:
         stage.device = devices.copy().pop() if len(devices) == 1 else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import fx, nn
@@ -13,14 +13,24 @@ from torch_lms.profile.regions import Region
 from torch_lms.stages.extra_state import EXTRA_STATE, KeepsExtraState, has_extra_state, state_dict_hooks
 from torch_lms.stages.modes import RegionInMode
 from torch_lms.stages.overlaps import check_memory
+from torch_lms.stages.own_modes import Modes, SetsModes
 from torch_lms.stages.stage import Stage
 
-__all__ = ["KINDS", "Container", "find_shared", "hold_modes", "install", "named_tensors", "sort_entries"]
+__all__ = [
+    "KINDS",
+    "Container",
+    "find_shared",
+    "follow_modes",
+    "hold_modes",
+    "install",
+    "named_tensors",
+    "sort_entries",
+]
 
 KINDS = ("_parameters", "_buffers", "_modules")  # where a module holds what it has
 
 
-class Container(KeepsExtraState):
+class Container(SetsModes, KeepsExtraState):
     """Stands for a module of the model whose code was opened: it only holds what is inside."""
 
 
@@ -76,6 +86,20 @@ def hold_modes(stage: Stage, model: nn.Module, paths: Iterable[str]) -> None:
     stage.training = model.training
     for path in paths:
         _open(stage, model, path.split(".") if path else [])
+
+
+def follow_modes(stages: Sequence[Stage], modes: Mapping[str, Modes]) -> None:
+    """Has containers set the modes that a `train` of the model's own sets; see Note [A model's own train].
+
+    Args:
+        stages: that hold all of the model.
+        modes: by the path of a module.
+    """
+    for stage in stages:
+        for path, own in modes.items():
+            held = _held(stage, path)
+            if isinstance(held, SetsModes):
+                held.set_modes(own)
 
 
 def _open(stage: Stage, model: nn.Module, path: Sequence[str]) -> tuple[nn.Module, nn.Module]:

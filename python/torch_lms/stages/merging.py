@@ -9,6 +9,7 @@ from torch import nn
 
 from torch_lms.stages.extra_state import KeepsExtraState
 from torch_lms.stages.installation import KINDS, Container
+from torch_lms.stages.own_modes import SetsModes
 
 __all__ = ["merge", "tie_modules"]
 
@@ -81,6 +82,8 @@ def merge(into: nn.Module, parts: Sequence[nn.Module]) -> None:
         into._non_persistent_buffers_set |= part._non_persistent_buffers_set
         if isinstance(into, KeepsExtraState):
             into.share_extra_state(part)
+        if isinstance(into, SetsModes):
+            into.share_modes(part)
 
 
 def tie_modules(into: nn.Module, twins: Iterable[Sequence[str]]) -> None:

@@ -106,21 +106,23 @@ class ModeWriter:
         node.args, node.kwargs = with_argument(node.target, node.args, node.kwargs, name, made)
 
 
-def refuse_mode(path: str, mode: bool, index: int) -> NoReturn:
+def refuse_mode(path: str, mode: bool, index: int, why: str) -> NoReturn:
     """Says that a stage is not in the only mode that its code is for.
 
     Args:
         path: of the module.
         mode: whether the code is for training.
         index: of the stage.
+        why: what is known of the reason.
 
     Raises:
         PartitionError: always.
     """
     expected, found = ("training", "evaluation") if mode else ("evaluation", "training")
+    why = why or f"its code does not say what it does in {found}"
     raise PartitionError(
         f"expected {repr(path) if path else 'the model'} in {expected} in stage {index}, as when the model was cut, "
-        f"since its code does not say what it does in {found}, found it in {found}; call "
+        f"since {why}, found it in {found}; call "
         f"{'eval' if mode else 'train'}() on the model and cut it again for that mode"
     )
 

@@ -17,6 +17,7 @@ from torch_lms.profile.regions import Region
 from torch_lms.profile.sameness import is_same, without_addresses
 from torch_lms.profile.tracing import trace_again
 from torch_lms.stages.mode_arguments import FLAG, given_to, mode_name, with_argument
+from torch_lms.stages.own_modes import OwnModes, find_own_modes
 
 if TYPE_CHECKING:
     from torch_lms.profile.tracing import TracedModel
@@ -35,34 +36,45 @@ class OtherMode:
     Attributes:
         elsewhere: paths of modules whose code computes otherwise, such as behind ``if self.training``.
         told: what calls are told of the mode there, by the names of their nodes.
+        own: what is known of a `train` of the model's own.
     """
 
     elsewhere: frozenset[str] = frozenset()
     told: Mapping[str, Any] = field(default_factory=dict)
+    own: OwnModes = field(default_factory=OwnModes)
 
     @classmethod
     def of(cls, traced: TracedModel) -> OtherMode:
         """Has the model traced in the other mode, from the same source; what cannot be traced computes otherwise."""
         if traced.graph_module is None:
             return cls()
-        other = _traced_in_other_mode(traced)
+        own = find_own_modes(traced.model, _whole(traced.graph_module))
+        if own.reason:
+            return cls(elsewhere=frozenset(own.of), own=own)
+        other = _traced_in_other_mode(traced, own)
         if other is None:
-            return cls(elsewhere=frozenset([""]))
+            return cls(elsewhere=frozenset([""]), own=own)
         found = _told_by_twins(traced.graph_module, other)
         if found is not None:
-            return cls(told=found)
+            return cls(told=found, own=own)
         parts, others = (_lines_by_module(one) for one in (traced.graph_module, other))
         elsewhere = {path for path in {**parts, **others} if parts.get(path) != others.get(path)}
-        return cls(elsewhere=frozenset(elsewhere or [""]))
+        return cls(elsewhere=frozenset(elsewhere or [""]), own=own)
 
 
-def _traced_in_other_mode(traced: TracedModel) -> fx.GraphModule | None:
+def _whole(graph_module: fx.GraphModule) -> list[nn.Module]:
+    called = [graph_module.get_submodule(str(node.target)) for node in graph_module.graph.nodes if _calls(node)]
+    return [one for one in called if not isinstance(one, Region)]
+
+
+def _traced_in_other_mode(traced: TracedModel, own: OwnModes) -> fx.GraphModule | None:
     model = traced.model
     modes, names = [(module, module.training) for module in model.modules()], set(vars(model))
     other = not model.training
+    otherwise = own.of.get("", {}).get(other, {})
     try:
-        for module, _ in modes:
-            module.training = other
+        for path, module in model.named_modules():
+            module.training = otherwise.get(path, other)
         return trace_again(traced).graph_module
     except ProfileError:
         return None
@@ -109,6 +121,10 @@ def _nodes_of(holder: Any) -> list[fx.Node]:
     return [node for node in holder.graph.nodes if not any(map(_is_count, (node, *node.all_input_nodes[:1])))]
 
 
+def _calls(node: fx.Node) -> bool:
+    return node.op == "call_module"
+
+
 def _is_count(node: fx.Node) -> bool:
     return node.op == "get_attr" and str(node.target).rpartition(".")[2] == _COUNT
 
@@ -121,7 +137,7 @@ def _reads_same(one: nn.Module, node: fx.Node, other: nn.Module, twin: fx.Node) 
     """Whether attributes that two nodes read are the same, and what regions do that they call."""
     if node.op == "get_attr":
         return is_same(attribute_of(node, {"": one}), attribute_of(twin, {"": other}))
-    if node.op != "call_module":
+    if not _calls(node):
         return True
     part, other_part = (holder.get_submodule(str(call.target)) for holder, call in ((one, node), (other, twin)))
     if not isinstance(part, Region) or not isinstance(other_part, Region):
@@ -150,7 +166,7 @@ def _lines_by_module(holder: Any) -> dict[str, list[tuple[str, ...]]]:
     found: dict[str, list[tuple[str, ...]]] = defaultdict(list)
     for node in _nodes_of(holder):
         found[module_of(node)].append(_line(node, lambda _: "value"))
-        called = holder.get_submodule(str(node.target)) if node.op == "call_module" else None
+        called = holder.get_submodule(str(node.target)) if _calls(node) else None
         if isinstance(called, Region):
             found[module_of(node)].append((called.generated.source,))
     return found

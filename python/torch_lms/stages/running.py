@@ -15,6 +15,7 @@ from torch_lms.stages.arguments import bind_arguments
 from torch_lms.stages.extra_state import KeepsExtraState
 from torch_lms.stages.installation import sort_entries
 from torch_lms.stages.merging import merge, tie_modules
+from torch_lms.stages.own_modes import SetsModes
 from torch_lms.stages.placement import own_rank
 from torch_lms.stages.stage import Stage
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["Stages", "run_stages"]
 
 
-class Stages(KeepsExtraState, Sequence[Stage]):
+class Stages(SetsModes, KeepsExtraState, Sequence[Stage]):
     """The stages of a model, in order, which together are a module that runs and trains as the model does.
 
         stages = torch_lms.create_balanced_partition(model, ["cuda:0", "cuda:1"], ids)
@@ -84,9 +85,10 @@ class Stages(KeepsExtraState, Sequence[Stage]):
 
         Functions such as ``dropout(x, 0.1, self.training)`` follow the mode of the module whose code calls them. Where
         the model computes otherwise in the other mode, such as behind ``if self.training``, a stage refuses to run in
-        it: cut the model in the mode that the stages are for. A ``train`` that the model's own modules define is not
-        called. Of an `fx.GraphModule` that was not traced here nobody
-        knows, and it has the branches of the mode that it was made in.
+        it: cut the model in the mode that the stages are for. So it does where a ``train`` of the model's own does more
+        than to leave some modules in another mode, as norms that stay in evaluation: what it does is tried on a copy
+        when the model is cut. Of an `fx.GraphModule` that was not traced here nobody knows, and it has the branches of
+        the mode that it was made in.
         """
         super().train(mode)
         for stage in self.__stages:

@@ -15,6 +15,7 @@ from torch_lms.profile.graph_code import Generated, GraphCode
 from torch_lms.stages.arguments import Argument
 from torch_lms.stages.extra_state import KeepsExtraState
 from torch_lms.stages.modes import refuse_mode
+from torch_lms.stages.own_modes import SetsModes
 from torch_lms.stages.placement import Placement
 
 __all__ = ["Borders", "Stage", "own_name"]
@@ -33,6 +34,7 @@ _TAKEN = frozenset(
         "nodes",
         "order",
         "fixed",
+        "why_fixed",
         "shared",
         "device",
         "placement",
@@ -106,7 +108,7 @@ class _Own:
         raise AttributeError(f"expected a module, parameter or buffer {name!r} in stage {stage.index}, found none")
 
 
-class Stage(KeepsExtraState, Generated):
+class Stage(SetsModes, KeepsExtraState, Generated):
     """A part of a model, with generated code.
 
     Attributes:
@@ -119,6 +121,7 @@ class Stage(KeepsExtraState, Generated):
         arguments: all arguments of the model.
         nodes: names of the graph's nodes that it computes, in order.
         fixed: by path of a module, the only mode of it that the code is for; see Note [Modes] in ``modes``.
+        why_fixed: what a `train` of the model's own does that stages cannot; empty if none does.
         order: names of all that the model holds, in its order.
         shared: parameters and buffers that other stages have too: own name to (stage, name there).
         twins: of each module that the model has under several names, these.
@@ -144,6 +147,7 @@ class Stage(KeepsExtraState, Generated):
         self.writes = borders.writes[index] if borders.writes else frozenset()
         self.nodes = tuple(node.name for node in borders.nodes[index])
         self.fixed: dict[str, bool] = {}
+        self.why_fixed = ""
         self.order: tuple[str, ...] = ()
         self.shared: dict[str, tuple[tuple[int, str], ...]] = {}
         self.twins: tuple[tuple[str, ...], ...] = ()
@@ -223,7 +227,7 @@ class Stage(KeepsExtraState, Generated):
         """
         for path, mode in self.fixed.items():
             if self.get_submodule(path).training is not mode:
-                refuse_mode(path, mode, self.index)
+                refuse_mode(path, mode, self.index, self.why_fixed)
 
     def forward(self, *values: Any, **feeds: Any) -> Any:
         """Runs the stage on its inputs and feeds; one output alone comes bare, several as a tuple.
