@@ -11,8 +11,8 @@ from torch import nn
 import torch_lms
 from tests.unit.fresh_process import in_fresh_process
 from tests.unit.markers import counts_exactly
+from tests.unit.planned_programs import Step, gradients_of
 from tests.unit.test_dropout_recipes import PLANNED_WITHIN_S, made_again
-from tests.unit.test_plans import Step, gradients_of
 
 ROWS, WIDTH, LAYERS = 1024, 64, 6
 

@@ -13,7 +13,7 @@ import torch_lms
 from tests.same_tensors import same_tensors
 from tests.unit.fresh_process import in_fresh_process
 from tests.unit.markers import counts_exactly
-from tests.unit.test_plans import Step, gradients_of, limit_for, on, wait_for_planner
+from tests.unit.planned_programs import Step, gradients_of, limit_for, on, wait_for_planner
 from tests.unit.trainings import one_thread
 from torch_lms._core import core
 from torch_lms.plan.decision import RECOMPUTE

@@ -19,7 +19,7 @@ from tests.unit import foreign_code
 from tests.unit.error_messages import raises_saying
 from tests.unit.fresh_process import in_fresh_process
 from tests.unit.markers import counts_exactly
-from tests.unit.test_plans import (
+from tests.unit.planned_programs import (
     Step,
     batch,
     cast,

@@ -16,7 +16,7 @@ from tests.plan.traces import gpt_trace
 from tests.unit.error_messages import raises_saying
 from tests.unit.fresh_process import in_fresh_process
 from tests.unit.markers import counts_exactly
-from tests.unit.test_plans import PROGRAMS, STEPS, limit_for, plain_training, run
+from tests.unit.planned_programs import PROGRAMS, STEPS, limit_for, plain_training, run
 from tests.unit.trainings import MIN_BYTES, one_thread
 from torch_lms._core import core
 from torch_lms.errors import LmsError, PlanError

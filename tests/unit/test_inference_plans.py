@@ -12,7 +12,7 @@ import torch
 import torch_lms
 from benchmarks.llama import Llama, LlamaShape
 from tests.unit.markers import counts_exactly
-from tests.unit.test_plans import wait_for_planner
+from tests.unit.planned_programs import wait_for_planner
 from tests.unit.trainings import MIN_BYTES, one_thread
 from torch_lms._core import core
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F  # noqa: N812  # PyTorch's own name for it
 import torch_lms
 from tests.unit.fresh_process import in_fresh_process
 from tests.unit.markers import counts_exactly
-from tests.unit.test_plans import wait_for_planner
+from tests.unit.planned_programs import wait_for_planner
 from tests.unit.trainings import MIN_BYTES, one_thread
 from torch_lms.swap.planning import last_trace
 

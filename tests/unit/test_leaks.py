@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import torch_lms
-from tests.unit.test_plans import wait_for_planner
+from tests.unit.planned_programs import wait_for_planner
 from torch_lms.swap import mlms
 
 pytestmark = pytest.mark.slow

@@ -11,7 +11,7 @@ import torch
 import torch_lms
 from tests.unit.fresh_process import in_fresh_process
 from tests.unit.markers import counts_exactly
-from tests.unit.test_plans import digest, limit_for, on, plain_training, run, wait_for_planner
+from tests.unit.planned_programs import digest, limit_for, on, plain_training, run, wait_for_planner
 from tests.unit.trainings import one_thread
 from torch_lms.swap.planning import last_trace
 

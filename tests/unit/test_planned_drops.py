@@ -14,7 +14,7 @@ from benchmarks.peers import checkpoint_blocks
 from benchmarks.workloads import make_program
 from tests.unit.fresh_process import in_fresh_process
 from tests.unit.markers import counts_exactly
-from tests.unit.test_plans import Step, gradients_of, limit_for, on, wait_for_planner
+from tests.unit.planned_programs import Step, gradients_of, limit_for, on, wait_for_planner
 from tests.unit.trainings import one_thread
 from torch_lms._core import core
 from torch_lms.plan.decision import RECOMPUTE

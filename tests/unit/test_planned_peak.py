@@ -10,7 +10,7 @@ import torch
 import torch_lms
 from tests.unit.fresh_process import in_fresh_process
 from tests.unit.markers import counts_exactly
-from tests.unit.test_plans import PROGRAMS, STEPS, Step, batch, limit_for, model_of, on, wait_for_planner
+from tests.unit.planned_programs import PROGRAMS, STEPS, Step, batch, limit_for, model_of, on, wait_for_planner
 from tests.unit.trainings import one_thread
 from torch_lms._core import core
 from torch_lms.swap.planning import last_trace

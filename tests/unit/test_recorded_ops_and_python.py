@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import torch_lms
 from tests.unit.fresh_process import in_fresh_process
 from tests.unit.markers import counts_exactly
-from tests.unit.test_plans import wait_for_planner
+from tests.unit.planned_programs import wait_for_planner
 from tests.unit.trainings import MIN_BYTES, one_thread
 from torch_lms.swap.planning import last_trace
 

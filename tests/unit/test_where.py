@@ -12,7 +12,7 @@ from torch import nn
 
 import torch_lms
 from tests.unit.markers import counts_exactly
-from tests.unit.test_plans import PROGRAMS, limit_for, run
+from tests.unit.planned_programs import PROGRAMS, limit_for, run
 from tests.unit.trainings import MIN_BYTES, one_thread
 from torch_lms.plan import Trace
 from torch_lms.swap import planning, where
@@ -43,7 +43,7 @@ def test_backward_ops_are_at_the_places_of_their_forward() -> None:
     assert modules_of(trace, "aten::mm") == {f"{layer}.{name}" for layer in LAYERS for name in ("up", "down")}
     lines = {one.line for number, one in enumerate(trace.storages) if trace.op_of(number) == "aten::gelu_backward"}
     assert len(lines) == 1
-    assert lines.pop().split(":")[0].endswith("test_plans.py")
+    assert lines.pop().split(":")[0].endswith("planned_programs.py")
 
 
 @counts_exactly
