@@ -135,10 +135,10 @@ def _enqueue(operator: str, storages: Sequence[Any], start: bool = False) -> int
         return 0
     with _Hidden():
         tensors = list(map(_tensor, storages))
-    with _open_environment():
+    with _lock:
         if start:  # before anything is there: another thread may wait for it, which needs a queue that runs
-            _call("prefetch_all")
-        return sum(bool(_call(operator, tensor)) for tensor in tensors)
+            _call_open("prefetch_all")
+        return sum(bool(_call_open(operator, tensor)) for tensor in tensors)
 
 
 def _tensor(storage: Any) -> torch.Tensor:
@@ -221,6 +221,17 @@ def _open_environment() -> Iterator[None]:
                 if not _call("is_open"):  # else the program has opened it meanwhile
                     raise
         yield
+
+
+def _call_open(operator: str, *arguments: Any) -> Any:
+    """Calls one that needs the environment, which is looked at only where that fails: a look is a call itself."""
+    try:
+        return _call(operator, *arguments)
+    except RuntimeError:  # not all operators tell the kind
+        if _call("is_open"):
+            raise
+    with _open_environment():
+        return _call(operator, *arguments)
 
 
 def _call(operator: str, *arguments: Any) -> Any:

@@ -397,3 +397,25 @@ def test_profiles_partitions_and_pipelines_work_beside_it(device: str) -> None:
             env.pageout(stage.parameters())
             hidden = stage(hidden)
     assert torch.equal(hidden, plain(batch))
+
+
+def test_an_open_environment_is_not_looked_at_by_requests(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch_lms import _fork
+
+    called: list[str] = []
+    original = _fork._call
+
+    def call(operator: str, *arguments: Any) -> Any:
+        called.append(operator)
+        return original(operator, *arguments)
+
+    tensor = filled(device)
+    paged_out(tensor)
+    monkeypatch.setattr(_fork, "_call", call)
+    torch_lms.prefetch(tensor)
+    torch_lms.pageout(tensor)
+    assert called == ["prefetch_all", "prefetch", "pageout"]
+    monkeypatch.undo()
+    torch.cuda.close_swap_env()
+    assert torch_lms.prefetch(tensor) == 0  # opens another one
+    assert torch.cuda.swap.is_swap_env_open()
