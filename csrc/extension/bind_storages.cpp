@@ -163,6 +163,11 @@ void bind_bytes(py::module_& module) {
     empty->release_data_and_set_meta_custom_data_ptr_error_msg_(message);
     tensor.unsafeGetTensorImpl()->set_storage_keep_dtype(c10::Storage(std::move(empty)));
   });
+  // Whether another tensor counts the same writes: its `detach()`, a view of it, what a graph
+  // saves.
+  module.def("counts_writes_with_others", [](const at::Tensor& tensor) {
+    return !tensor.unsafeGetTensorImpl()->unique_version();
+  });
   // Who asks for the bytes of a storage gets an error with this message, until it is opened.
   module.def("close_storage", [](const at::Tensor& tensor, const std::string& message) {
     tensor.storage().unsafeGetStorageImpl()->release_data_and_set_meta_custom_data_ptr_error_msg_(

@@ -252,13 +252,13 @@ def test_gradients_that_are_kept_keep_their_bytes() -> None:
 def test_views_of_gradients_are_told_and_keep_their_bytes_from_then_on() -> None:
     model, optimizer = chunked(optimize=STILL)
     loss_of(model).backward()
-    kept = [model[0].weight.grad[0], model[2].weight.grad.view(-1)]
-    with pytest.warns(UserWarning, match=r"a view of the gradient of [02].weight.*clone\(\)") as told:
+    kept = [model[0].weight.grad[0], model[2].weight.grad.view(-1), model[4].weight.grad.detach()]
+    with pytest.warns(UserWarning, match=r"a view of the gradient of [024].weight.*clone\(\)") as told:
         optimizer.step()
-    assert len(told) == 2
+    assert len(told) == 3
     for use_up in (optimizer.step, optimizer.zero_grad):
         loss_of(model).backward()
-        kept = [model[0].weight.grad[0], model[2].weight.grad.view(-1)]
+        kept = [model[0].weight.grad[0], model[2].weight.grad.view(-1), model[4].weight.grad.detach()]
         copies = [one.clone() for one in kept]
         use_up()
         assert all(map(torch.equal, kept, copies))

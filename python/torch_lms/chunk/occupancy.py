@@ -192,7 +192,10 @@ class Occupancy:
             if is_gradient:
                 one.parameter.grad = None  # it counts, too
             is_held = sys.getrefcount(alias) > _OWN_REFERENCES
-            is_viewed = alias._use_count() > 1  # type: ignore[attr-defined]  # views refer to it
+            is_viewed = (
+                alias._use_count() > 1  # type: ignore[attr-defined]  # a view, or a graph, refers to it
+                or core.counts_writes_with_others(alias)  # as what `detach()` gives does
+            )
         finally:
             if is_gradient:
                 one.parameter.grad = alias
