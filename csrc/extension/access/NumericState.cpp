@@ -7,6 +7,8 @@
 #include <c10/core/DefaultDtype.h>
 #include <c10/util/hash.h>
 
+#include <extension/base/Interpreter.h>
+
 #if defined(__x86_64__)
 #include <xmmintrin.h>
 #endif
@@ -125,7 +127,32 @@ size_t hash_of(const NumericState::Float32& precisions) {
   return hash;
 }
 
+/// See Note [Switches of the process].
+std::shared_mutex& switches() {
+  static auto* const mutex = new std::shared_mutex(); // threads may outlive what is static
+  return *mutex;
+}
+thread_local bool has_switches = false;
+
+template <typename Lock>
+Lock wait_for_switches() {
+  Lock lock(switches(), std::try_to_lock);
+  if (!lock.owns_lock()) {
+    const WithoutGil no_gil; // who has them may need it
+    lock.lock();
+  }
+  return lock;
+}
+
 } // namespace
+
+std::optional<NumericState> NumericState::of_program() {
+  if (has_switches) {
+    return now();
+  }
+  const std::shared_lock<std::shared_mutex> shared(switches(), std::try_to_lock);
+  return shared.owns_lock() ? std::make_optional(now()) : std::nullopt;
+}
 
 NumericState NumericState::now() {
   at::Context& context = at::globalContext();
@@ -196,14 +223,24 @@ void NumericState::set() const {
   set_processor(processor);
 }
 
-WithNumericState::WithNumericState(const NumericState& state)
-    : before_(NumericState::now()), differs_(!(before_ == state)) {
+WithNumericState::WithNumericState(const NumericState& state) : nested_(has_switches) {
+  if (!nested_) {
+    shared_ = wait_for_switches<std::shared_lock<std::shared_mutex>>();
+  }
+  before_ = NumericState::now();
+  if (!nested_ && !(before_ == state)) {
+    shared_.unlock();
+    alone_ = wait_for_switches<std::unique_lock<std::shared_mutex>>();
+    before_ = NumericState::now();
+  }
+  differs_ = !(before_ == state);
   if (differs_) {
     state.set();
   }
   if (before_.float32 != state.float32) {
     set_float32(state.float32);
   }
+  has_switches = true;
 }
 
 /// From the top down, and only what is seen to differ.
@@ -226,6 +263,7 @@ WithNumericState::~WithNumericState() {
   if (differs_) {
     before_.set();
   }
+  has_switches = nested_;
 }
 
 } // namespace torch_lms

@@ -3,7 +3,9 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <mutex>
 #include <optional>
+#include <shared_mutex>
 
 #include <ATen/Context.h>
 #include <c10/core/ScalarType.h>
@@ -13,8 +15,7 @@ namespace torch_lms {
 /// The switches of PyTorch that change which numbers an op makes: those of the process, and of the
 /// calling thread's processor.
 ///
-/// Thread-safe. Blocks on nothing. While a `WithNumericState` lives, ops of other threads see
-/// its switches, too, where they differ from the program's.
+/// Thread-safe. Blocks on nothing.
 struct NumericState {
   /// What is seen by all; by all of CUDA and of oneDNN; by their convolutions, recurrent layers and
   /// matrix products. The older switches set these, too, and cannot be read once a program has set
@@ -43,6 +44,9 @@ struct NumericState {
   uint32_t processor = 0; ///< How it rounds, and whether it keeps denormal numbers.
 
   static NumericState now();
+  /// The same, but for what is set for a while: none while a `WithNumericState` of another thread
+  /// has switches that differ from the program's.
+  static std::optional<NumericState> of_program();
   bool operator==(const NumericState& other) const;
   size_t hash() const;
 
@@ -59,7 +63,17 @@ struct NumericState {
 /// From the top down only what is seen to differ is set, and afterwards set as it was: PyTorch has
 /// a default for some that the program cannot set again, and that it has never set.
 
+/// Note [Switches of the process]
+/// Threads share most switches. Ops that are run again at once share them, too, as long as they
+/// are as each of these ops wants them; one that wants others has them alone. So none sees those
+/// of another, and what is put back afterwards is the program's. Ops of the program itself that
+/// other threads run meanwhile do see them: whoever had these wait would have to wait for those
+/// that run already, which may wait for what is being made again.
+
 /// The switches are as in `state` while it lives.
+///
+/// Waits until those of other threads let it have them; inside of another one on the same thread
+/// for nobody; without Python's lock. See Note [Switches of the process].
 class WithNumericState {
  public:
   explicit WithNumericState(const NumericState& state);
@@ -70,8 +84,11 @@ class WithNumericState {
  private:
   void set_float32(const NumericState::Float32& wanted);
 
-  const NumericState before_;
-  const bool differs_;
+  const bool nested_;
+  std::shared_lock<std::shared_mutex> shared_;
+  std::unique_lock<std::shared_mutex> alone_;
+  NumericState before_;
+  bool differs_;
   std::array<std::optional<at::Float32Precision>, 9> float32_before_; // where it has been set
 };
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
 #include <utility>
 
 #include <ATen/core/enum_tag.h>
@@ -137,8 +138,12 @@ std::shared_ptr<OpRecipe> OpRecipe::capture(const at::RecordFunction& record) {
       op->schema().arguments().size() != inputs_of(record).size()) {
     return nullptr;
   }
+  const std::optional<NumericState> state = NumericState::of_program();
+  if (!state.has_value()) {
+    return nullptr; // nobody knows which of them the op sees
+  }
   std::shared_ptr<OpRecipe> recipe(new OpRecipe(*op));
-  recipe->state_ = NumericState::now();
+  recipe->state_ = *state;
   const auto& arguments = op->schema().arguments();
   recipe->drawn_ = op->schema().name() == kNativeDropout;
   const bool seeded = op->hasTag(at::Tag::nondeterministic_seeded);

@@ -27,7 +27,8 @@ namespace torch_lms {
 ///     `native_dropout` also makes the mask that it has drawn, and its output is made again from
 ///     that: the mask has no recipe; batch norm that trains is run again without its running
 ///     statistics, which it has updated;
-///   - ran with no dispatch mode on: what that does to it nobody knows;
+///   - ran with no dispatch mode on, and while no op was run again with other switches on another
+///     thread: what these do to it nobody knows;
 ///   - takes and makes plain tensors: dense, strided, no wrappers, in PyTorch's own memory. What
 ///     others have the address of (numpy, another process, a file) they may write to unseen.
 /// Its inputs stay as they were: whoever is about to write to one, or to what it made, says so

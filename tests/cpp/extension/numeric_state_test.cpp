@@ -1,7 +1,12 @@
 // The switches that ops are run again with: afterwards they are as they were, also where they were
-// set.
+// set, and one thread's are not another's.
 
 #include <extension/access/NumericState.h>
+
+#include <chrono>
+#include <future>
+#include <memory>
+#include <thread>
 
 #include "torch_harness.h"
 
@@ -95,6 +100,55 @@ TEST(a_precision_that_nobody_has_set_is_set_by_nobody_afterwards) {
   CHECK(seen(Backend::CUDA, Op::CONV) == inherited);
   set(Backend::GENERIC, Op::ALL, Precision::NONE);
   CHECK(seen(Backend::CUDA, Op::CONV) == before);
+}
+
+/// See Note [Switches of the process]. The second one would put back what the first one has set.
+TEST(of_two_threads_that_want_other_switches_each_has_them_alone) {
+  const NumericState before = NumericState::now();
+  NumericState one = before;
+  NumericState other = before;
+  one.cudnn_benchmark = !before.cudnn_benchmark;
+  other.cudnn_deterministic = !before.cudnn_deterministic;
+  std::promise<void> other_has_them;
+  std::promise<void> one_is_over;
+  NumericState seen_by_other;
+  auto first = std::make_unique<WithNumericState>(one);
+  std::thread second([&] {
+    const WithNumericState as_other(other);
+    other_has_them.set_value();
+    seen_by_other = NumericState::now();
+    one_is_over.get_future().wait();
+  });
+  const auto has_them = other_has_them.get_future();
+  CHECK(has_them.wait_for(std::chrono::milliseconds(100)) == std::future_status::timeout);
+  CHECK(NumericState::now() == one);
+  {
+    const WithNumericState as_before(before); // inside of its own
+    CHECK(NumericState::now() == before);
+  }
+  first = nullptr;
+  one_is_over.set_value();
+  second.join();
+  CHECK(seen_by_other == other);
+  CHECK(NumericState::now() == before);
+}
+
+TEST(while_a_thread_has_other_switches_others_do_not_know_the_programs) {
+  NumericState state = NumericState::now();
+  const auto known_elsewhere = [] {
+    return std::async(std::launch::async, [] { return NumericState::of_program(); }).get();
+  };
+  {
+    const WithNumericState as_is(state);
+    CHECK(known_elsewhere() == state);
+  }
+  state.cudnn_benchmark = !state.cudnn_benchmark;
+  {
+    const WithNumericState as_then(state);
+    CHECK(!known_elsewhere().has_value());
+    CHECK(NumericState::of_program() == state);
+  }
+  CHECK(known_elsewhere() == NumericState::now());
 }
 
 } // namespace
