@@ -15,7 +15,7 @@ from tests.profile.models import Branching, Convolutions, Fresh, OneBranching, T
 from torch_lms._torch_compat import has_dispatch_modes, has_export
 from torch_lms.devices import find_device
 from torch_lms.errors import ProfileError
-from torch_lms.profile import Profile, ProfileConfig, interpreter, profile, profiler, trace
+from torch_lms.profile import Profile, ProfileConfig, interpreter, profile, profile_run, profiler, trace
 from torch_lms.profile.devices import made_on
 from torch_lms.profile.piecewise import PieceByPiece, Pieces
 from torch_lms.profile.regions import Region
@@ -427,7 +427,7 @@ def test_nothing_of_a_step_that_did_not_fit_is_there_when_pieces_begin(monkeypat
         left.extend(found for found in in_graphs() if all(found is not one for one in before))
         raise ProfileError("seen")
 
-    monkeypatch.setattr(profiler._ProfileRun, "_time_pieces", time_pieces)
+    monkeypatch.setattr(profile_run.ProfileRun, "_time_pieces", time_pieces)
     gc.collect()
     before = in_graphs()  # of other tests
     gc.disable()

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from torch_lms.partition.costs import CostGraph
-from torch_lms.profile import Profile, ProfileConfig, alone_figures, profile
-from torch_lms.profile import profiler as profiler_module
+from torch_lms.profile import Profile, ProfileConfig, alone_figures, profile, profile_run
 from torch_lms.profile.alone import Alone
 
 
@@ -65,7 +64,7 @@ def profiled(sources: tuple[str, ...], **more: Any) -> Profile:
 
 @pytest.fixture
 def counting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profiler_module, "make_clock", lambda device: CountingClock())
+    monkeypatch.setattr(profile_run, "make_clock", lambda device: CountingClock())
 
 
 @pytest.mark.usefixtures("counting")
