@@ -12,6 +12,14 @@ import pytest
 CHAOS = os.environ.get("TORCH_LMS_CHAOS") == "1"
 
 
+def pytest_collection_finish() -> None:
+    """Where tests run, which is not where others are told to run them."""
+    if "torch" in sys.modules:
+        from tests.seeds import seed_what_is_there
+
+        seed_what_is_there()
+
+
 def settle() -> None:
     """Automatic mode off, the MLMS environment closed, queues drained, everything resident."""
     from torch_lms._core import core
