@@ -7,11 +7,10 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.forked import ROOT, Program, run_programs
 
 
 @dataclass(frozen=True)
@@ -28,29 +27,18 @@ def run_ranks(scenario: str, world: int, tmp_path: Path, *, timeout_s: float = 1
     Several functions, joined by ``+``, run one after the other, those without a module in that of the one before. With
     ``store="tcp"`` rank 0 keeps the store. With ``TORCH_LMS_TEST_DEVICE=cuda`` over NCCL.
     """
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([*(path for path in sys.path if path), str(ROOT)]),
-        "OMP_NUM_THREADS": "1",
-        "TORCH_LMS_CHAOS": "0",
-    }
     meeting = f"file://{tmp_path / 'meeting'}" if store == "file" else f"tcp://127.0.0.1:{_free_port()}"
-    logs = [tmp_path / f"rank{rank}.log" for rank in range(world)]
-    processes = []
-    for rank, log in enumerate(logs):
-        words = [sys.executable, "-m", "tests.pipeline.ranks", scenario, str(rank), str(world), meeting]
-        with log.open("w") as output:
-            processes.append(
-                subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=ROOT)
-            )
-    end = time.monotonic() + timeout_s
-    for process in processes:
-        try:
-            process.wait(max(0.0, end - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-    return [Ended(process.returncode, log.read_text()) for process, log in zip(processes, logs, strict=False)]
+    programs = [
+        Program(
+            "tests.pipeline.ranks",
+            [scenario, str(rank), str(world), meeting],
+            tmp_path / f"rank{rank}.log",
+            {"OMP_NUM_THREADS": "1", "TORCH_LMS_CHAOS": "0"},
+        )
+        for rank in range(world)
+    ]
+    statuses = run_programs(programs, timeout_s=timeout_s)
+    return [Ended(status, program.log.read_text()) for status, program in zip(statuses, programs, strict=False)]
 
 
 def torchrun(*words: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
