@@ -6,7 +6,7 @@ import torch
 
 
 def seed_what_is_there() -> None:
-    """Makes `torch.manual_seed` quick where PyTorch is the CPU's: it keeps each seed for later, with the caller's stack.
+    """Makes `torch.manual_seed` quick on the CPU's PyTorch: it keeps each seed for later, with the caller's stack.
 
     That takes milliseconds under pytest, whose stacks are deep.
     """

@@ -99,10 +99,10 @@ def zeroed_between(model: nn.Module, batches: Sequence[Batch], after: Callable[[
 
 
 def odd_uses(rank: int, world: int) -> None:
-    for run in (None, two_in_a_checkpoint, both_kinds_of_checkpoint, several_times):
-        for backward in (once, accumulated, retained, both, zeroed_between):
-            for chunk_numel in (1280, 4096):  # a layer in each, or three
-                expect_equal(partial(Net, run), tiny_batch, rank, world, backward=backward, chunk_numel=chunk_numel)
+    for place, run in enumerate((None, two_in_a_checkpoint, both_kinds_of_checkpoint, several_times)):
+        for turn, backward in enumerate((once, accumulated, retained, both, zeroed_between)):
+            chunk_numel = (1280, 4096)[(place + turn) % 2]  # a layer in each, or three: with each run and each backward
+            expect_equal(partial(Net, run), tiny_batch, rank, world, backward=backward, chunk_numel=chunk_numel)
 
 
 class Beside(nn.Module):
@@ -158,10 +158,10 @@ def ends_early(rank: int, world: int) -> None:
     """A unit's backward has ended when that of what it was called with goes on, whoever else was called with it."""
     run = one_in_a_checkpoint
     makers: list[Callable[[], nn.Module]] = [Decoder, Skipping, partial(Net, run, blocks=12)]
-    for make in makers:
-        for backward in (once, accumulated, retained, both):
-            for chunk_numel in (2432, 5000):
-                expect_equal(make, tiny_batch, rank, world, backward=backward, chunk_numel=chunk_numel)
+    for place, make in enumerate(makers):
+        for turn, backward in enumerate((once, accumulated, retained, both)):
+            chunk_numel = (2432, 5000)[(place + turn) % 2]  # with each model and each backward
+            expect_equal(make, tiny_batch, rank, world, backward=backward, chunk_numel=chunk_numel)
         model, optimizer = chunked(make(), chunk_numel=2432)
         assert optimizer.data.layout.chunks >= 6
         for step in range(2):  # the second knows what is used next

@@ -8,15 +8,14 @@ from typing import Any
 
 import pytest
 
-from tests.pipeline.ranks import ROOT, torchrun
+from tests.pipeline.ranks import run_as_torchrun
 
 pytestmark = pytest.mark.slow
 
 
 def run(folder: Path, *words: str) -> dict[str, Any]:
     tiny = ("--tiny", "--device", "cpu", "--steps", "2", "--output-dir", str(folder))
-    done = torchrun("-m", "benchmarks.chunk_ranks", *tiny, *words, cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_as_torchrun(folder, "benchmarks.chunk_ranks", *tiny, *words)
     document: dict[str, Any] = json.loads((folder / "chunk_ranks_2.json").read_text())
     return document
 
@@ -56,8 +55,7 @@ def test_rows_that_fail_are_told_and_the_others_go_on(tmp_path: Path) -> None:
 
 def test_the_order_of_use_matters_where_layers_lie_apart(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    done = torchrun("-m", "benchmarks.chunk_order", "--output-dir", str(tmp_path), cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_as_torchrun(tmp_path, "benchmarks.chunk_order", "--output-dir", str(tmp_path))
     rows = json.loads((tmp_path / "chunk_order.json").read_text())["rows"]
     found = {(row["model"], row["order"]): (row["gathered_chunks"], row["most_whole"]) for row in rows}
     for model in ("GPT", "T5", "Whisper", "3D U-Net"):

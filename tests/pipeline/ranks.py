@@ -41,6 +41,18 @@ def run_ranks(scenario: str, world: int, tmp_path: Path, *, timeout_s: float = 1
     return [Ended(status, program.log.read_text()) for status, program in zip(statuses, programs, strict=False)]
 
 
+def run_as_torchrun(tmp_path: Path, module: str, *words: str) -> None:
+    """Runs a module on two ranks with what torchrun tells them, and without its seconds; both must succeed."""
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "TORCH_LMS_CHAOS": "0"}
+    shared |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    programs = [
+        Program(module, list(words), tmp_path / f"{rank}.log", {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(2)
+    ]
+    statuses = run_programs(programs, timeout_s=150)
+    assert statuses == [0, 0], [program.log.read_text()[-3000:] for program in programs]
+
+
 def torchrun(*words: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """Runs a program on two ranks, as users start it."""
     return subprocess.run(

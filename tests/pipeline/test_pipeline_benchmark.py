@@ -19,7 +19,7 @@ from benchmarks.pipeline_largest import largest
 from benchmarks.pipeline_models import MODELS
 from benchmarks.pipeline_rounds import judge, reason_of
 from benchmarks.pipeline_splits import ByHand, splits_by_hand
-from tests.pipeline.ranks import ROOT, torchrun
+from tests.pipeline.ranks import ROOT, run_as_torchrun
 from torch_lms.errors import PartitionError
 from torch_lms.partition.costs import CostGraph, CostNode, DeviceSpec
 from torch_lms.partition.interface import PartitionProblem
@@ -64,8 +64,7 @@ def test_two_ranks_run_all_splits(model: str, words: list[str], file: str, split
     if model != "gpt":
         pytest.importorskip("transformers")
     tiny = ["--device", "cpu", "--model", model, "--steps", "1", "--profile-runs", "2", "--output", str(tmp_path)]
-    done = torchrun("-m", "benchmarks.pipeline_gpt", *tiny, *words, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
+    run_as_torchrun(tmp_path, "benchmarks.pipeline_gpt", *tiny, *words)
     found = json.loads((tmp_path / f"{file}.json").read_text())
     names = [row["split"] for row in found["rows"]]
     assert names[: len(splits)] == splits
