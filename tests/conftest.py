@@ -9,15 +9,14 @@ from types import ModuleType
 
 import pytest
 
+from tests.quickly import begin_quickly
+
 CHAOS = os.environ.get("TORCH_LMS_CHAOS") == "1"
 
 
 def pytest_collection_finish() -> None:
-    """Where tests run, which is not where others are told to run them."""
-    if "torch" in sys.modules:
-        from tests.seeds import seed_what_is_there
-
-        seed_what_is_there()
+    """Where tests run, which is not where others are told to run them; what is there by now stays to the end."""
+    begin_quickly()
 
 
 def settle() -> None:

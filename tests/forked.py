@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import gc
 import importlib
 import os
 import runpy
@@ -20,6 +19,8 @@ import time
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
+
+from tests.quickly import begin_quickly
 
 ROOT = Path(__file__).parents[1]
 # Optimizers import torch._dynamo at their first step, and several modules of PyTorch sympy.
@@ -131,10 +132,7 @@ def main() -> None:
     for name in PRELOADED[: 1 if on_cuda else None]:  # a device that a process has looked at is lost to its children
         with contextlib.suppress(ImportError):  # older PyTorch has not all
             importlib.import_module(name)
-    if not on_cuda:
-        importlib.import_module("tests.seeds").seed_what_is_there()
-    gc.collect()
-    gc.freeze()  # else each program goes through all of PyTorch's objects when it ends, which takes a second
+    begin_quickly()
     program = _serve(connection)
     if program is not None:
         signal.signal(signal.SIGINT, signal.default_int_handler)

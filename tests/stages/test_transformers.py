@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from torch_lms.profile.profiler import ProfileConfig, profile
 from torch_lms.profile.tracing import TracedModel, trace
 from torch_lms.stages.cutting import split
 from torch_lms.stages.materialize import materialize
+from torch_lms.stages.other_mode import OtherMode
 from torch_lms.stages.running import run_stages
 from torch_lms.stages.state_dicts import merge_state_dicts
 
@@ -58,13 +59,16 @@ MODELS = ["llama", "gpt2", "t5", "bert", "vit", "qwen3-moe", "gemma2"]
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def traced(request: pytest.FixtureRequest) -> tuple[TracedModel, CostGraph, Mapping[str, torch.Tensor]]:
-    """A model that was traced and profiled once for all tests on it."""
+def traced(request: pytest.FixtureRequest) -> Iterator[tuple[TracedModel, CostGraph, Mapping[str, torch.Tensor]]]:
+    """A model that was traced, in both modes, and profiled once for all tests on it."""
     torch.manual_seed(0)
     model, kwargs = build(request.param)
     model.eval()  # without dropout
     found = trace(model, (), kwargs)
-    return found, CostGraph.from_profile(profile(found, config=QUICK, **kwargs)), kwargs
+    other = OtherMode.of(found)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OtherMode, "of", lambda traced: other)
+        yield found, CostGraph.from_profile(profile(found, config=QUICK, **kwargs)), kwargs
 
 
 @pytest.mark.parametrize("stages", [2, 3])

@@ -18,7 +18,9 @@ from typing import Any
 import torch_lms
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch._inductor.output_code", "numpy", "pytest", "hypothesis"])
+_context.set_forkserver_preload(
+    ["torch._inductor.output_code", "numpy", "pytest", "hypothesis", "tests.unit.preloaded"]
+)
 
 PACKAGE_ROOT = Path(torch_lms.__file__).parents[1]
 ANSWER_WITHIN_S = 60  # importing takes most of it
