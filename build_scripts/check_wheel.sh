@@ -14,7 +14,7 @@ use_it() {
 
 phase "environment" alone environment make_environment build_scripts/requirements-dev.txt
 phase "wheel" alone extension env PYTHON="$venv/bin/python" bash build_scripts/build_extension.sh --output "$folder/dist"
-# pip has most of it from .venv.
-phase "bare environment" env PIP_NO_CACHE_DIR= PYTHON="$venv/bin/python" bash build_scripts/make_environment.sh "$folder/environment" \
+# pip has most of it from .venv. PIP_NO_COMPILE=0 is pip's way to say yes: little of all that is imported here.
+phase "bare environment" env PIP_NO_CACHE_DIR= PIP_NO_COMPILE=0 PYTHON="$venv/bin/python" bash build_scripts/make_environment.sh "$folder/environment" \
   --wheels "$folder/dist" --constraint build_scripts/requirements.txt
 phase "use" use_it

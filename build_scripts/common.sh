@@ -12,6 +12,7 @@ export MAX_JOBS=${MAX_JOBS:-2}
 export CXX=${CXX:-g++}
 export PYTHONPATH=$project/python
 export MPLCONFIGDIR=$venv/matplotlib
+export PYTHONDONTWRITEBYTECODE= # or each of many processes compiles all of this, and rewrites all tests, once more
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 export PIP_ROOT_USER_ACTION=ignore
 

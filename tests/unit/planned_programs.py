@@ -287,12 +287,16 @@ def run(begin: Callable[[], Step]) -> Iterator[list[str]]:
 
 def limit_for(begin: Callable[[], Step], share: float = 0.6) -> int:
     """What the process holds already, and a share of what a program needs besides."""
+    return limit_and_results(begin, share)[0]
+
+
+def limit_and_results(begin: Callable[[], Step], share: float = 0.6) -> tuple[int, list[list[str]]]:
+    """The same, and what the program makes without a limit."""
     gc.collect()
     torch_lms.swap.count_cpu_allocations()
     held_bytes = torch_lms.stats(reset=True).allocated_bytes
-    for _ in run(begin):
-        pass
-    return held_bytes + int(share * (torch_lms.stats().peak_allocated_bytes - held_bytes))
+    results = list(run(begin))
+    return held_bytes + int(share * (torch_lms.stats().peak_allocated_bytes - held_bytes)), results
 
 
 def on(limit_bytes: int, **options: bool) -> None:

@@ -16,7 +16,7 @@ from tests.plan.traces import gpt_trace
 from tests.unit.error_messages import raises_saying
 from tests.unit.fresh_process import in_fresh_process
 from tests.unit.markers import counts_exactly
-from tests.unit.planned_programs import PROGRAMS, STEPS, limit_for, plain_training, run
+from tests.unit.planned_programs import PROGRAMS, STEPS, limit_and_results, limit_for, plain_training, run
 from tests.unit.trainings import MIN_BYTES, one_thread
 from torch_lms._core import core
 from torch_lms.errors import LmsError, PlanError
@@ -75,11 +75,17 @@ def recomputed_bytes_of_a_second_run(path: Path, limit_bytes: int, expected: lis
     return recomputed
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
+    """A plan, and the limit that it is for."""
+    path = tmp_path_factory.mktemp("plans") / "plan.json"
+    return path, in_fresh_process(save_a_plan, path, within_s=PLANNED_WITHIN_S)
+
+
 @counts_exactly
 @one_thread()
-def test_a_second_run_starts_planned(tmp_path: Path) -> None:
-    path = tmp_path / "plan.json"
-    limit_bytes, expected = in_fresh_process(save_a_plan, path, within_s=PLANNED_WITHIN_S), list(run(plain_training))
+def test_a_second_run_starts_planned(saved: tuple[Path, int]) -> None:
+    (path, limit_bytes), expected = saved, list(run(plain_training))
     recomputed = in_fresh_process(recomputed_bytes_of_a_second_run, path, limit_bytes, expected)
     assert len(recomputed) == STEPS
     assert all(recomputed[1:])  # the first step ends the first cycle: which one it is nobody knows before
@@ -102,9 +108,8 @@ def mixed_up(plan: Plan, seed: int) -> Plan:
 @counts_exactly
 @one_thread()
 @pytest.mark.parametrize("seed", range(4))
-def test_a_plan_that_mixes_storages_up_changes_no_bit(seed: int, tmp_path: Path) -> None:
-    path = tmp_path / "plan.json"
-    limit_bytes, expected = in_fresh_process(save_a_plan, path, within_s=PLANNED_WITHIN_S), list(run(plain_training))
+def test_a_plan_that_mixes_storages_up_changes_no_bit(seed: int, saved: tuple[Path, int]) -> None:
+    (path, limit_bytes), expected = saved, list(run(plain_training))
     assert list(started_with(mixed_up(Plan.load(path), seed), limit_bytes)) == expected
 
 
@@ -121,8 +126,8 @@ def test_a_plan_is_in_use_until_automatic_mode_ends() -> None:
 @one_thread()
 @pytest.mark.parametrize("program", ["synthetic", "batch norm", "in place", "adversarial"])
 def test_the_plan_of_another_program_changes_nothing_but_speed(program: str) -> None:
-    limit_bytes = max(limit_for(plain_training), limit_for(PROGRAMS.get(program, plain_training)))
-    expected = list(run(plain_training))
+    limit_bytes, expected = limit_and_results(plain_training)
+    limit_bytes = max(limit_bytes, limit_for(PROGRAMS.get(program, plain_training)))
     other = replace(SYNTHETIC, predicted=replace(SYNTHETIC.predicted, peak_bytes=limit_bytes))
     if program != "synthetic":
         other = planned(program, limit_bytes)

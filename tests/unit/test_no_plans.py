@@ -11,7 +11,7 @@ import torch
 
 import torch_lms
 from tests.unit.markers import counts_exactly
-from tests.unit.planned_programs import limit_for, on, plain_training, run, wait_for_planner
+from tests.unit.planned_programs import limit_and_results, limit_for, on, plain_training, run, wait_for_planner
 from tests.unit.trainings import MIN_BYTES, one_thread
 from torch_lms.errors import PlanError
 from torch_lms.swap import planning
@@ -21,7 +21,7 @@ from torch_lms.swap import planning
 @one_thread()
 def test_a_program_is_planned_that_begins_with_a_long_loop_which_no_plan_is_for() -> None:
     """What repeats before the first backward is recorded as a cycle; here it holds more with every turn."""
-    limit_bytes, expected = limit_for(plain_training), list(run(plain_training))
+    limit_bytes, expected = limit_and_results(plain_training)
     on(limit_bytes)
     x = torch.ones(MIN_BYTES // 4)
     kept = [torch.tanh(x) for _ in range(6000)]
@@ -37,7 +37,7 @@ def test_a_program_is_planned_that_begins_with_a_long_loop_which_no_plan_is_for(
 @counts_exactly
 @one_thread()
 def test_where_no_plan_could_be_made_the_program_is_recorded_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    limit_bytes, expected = limit_for(plain_training), list(run(plain_training))
+    limit_bytes, expected = limit_and_results(plain_training)
     asked: list[Any] = []
 
     def fails_once(request: Mapping[str, Any], wishes: planning.Wishes) -> Iterator[dict[str, Any]]:

@@ -27,6 +27,7 @@ from tests.unit.planned_programs import (
     changing_model,
     digest,
     gradients_of,
+    limit_and_results,
     limit_for,
     model_of,
     on,
@@ -49,8 +50,8 @@ WHOLE_CYCLES = ("training", "large head", "accumulation", "adversarial", "double
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_planned_program_is_bit_equal_within_its_limit(program: str) -> None:
     begin = PROGRAMS[program]
-    limit_bytes = limit_for(begin, 0.85 if program == "checkpoint" else 0.6)  # that one holds little as it is
-    expected = list(run(begin))
+    share = 0.85 if program == "checkpoint" else 0.6  # that one holds little as it is
+    limit_bytes, expected = limit_and_results(begin, share)
     on(limit_bytes)
     for number, (made, same) in enumerate(zip(run(begin), expected, strict=True)):
         assert made == same, f"step {number}"
@@ -245,8 +246,7 @@ def test_what_a_layer_norm_reads_can_be_made_again() -> None:
 @one_thread()
 @pytest.mark.parametrize("allowed", ["swap", "recompute"])
 def test_each_way_works_alone(allowed: str) -> None:
-    limit_bytes = limit_for(plain_training, 0.7)
-    expected = list(run(plain_training))
+    limit_bytes, expected = limit_and_results(plain_training, 0.7)
     on(limit_bytes, **{"swap": allowed == "swap", "recompute": allowed == "recompute"})
     counted = []
     for made, same in zip(run(plain_training), expected, strict=True):

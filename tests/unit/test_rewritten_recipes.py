@@ -13,7 +13,7 @@ import torch_lms
 from tests.same_tensors import same_tensors
 from tests.unit.fresh_process import in_fresh_process
 from tests.unit.markers import counts_exactly
-from tests.unit.planned_programs import Step, gradients_of, limit_for, on, run, wait_for_planner
+from tests.unit.planned_programs import Step, gradients_of, limit_and_results, limit_for, on, run, wait_for_planner
 from tests.unit.trainings import MIN_BYTES, one_thread
 from torch_lms._core import core
 from torch_lms.plan.decision import RECOMPUTE
@@ -101,8 +101,7 @@ def test_what_is_normalized_and_written_in_place_is_made_again(train: bool) -> N
 
 @one_thread()
 def test_training_under_a_limit_is_bit_equal() -> None:
-    limit_bytes = limit_for(training, 0.6)
-    expected = list(run(training))
+    limit_bytes, expected = limit_and_results(training, 0.6)
     torch_lms.enable({"cpu": limit_bytes}, min_bytes=MIN_BYTES)
     assert list(run(training)) == expected
 
