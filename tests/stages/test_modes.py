@@ -15,7 +15,8 @@ from torch_lms._torch_compat import has_export
 from torch_lms.errors import PartitionError
 from torch_lms.partition.relief import StageRelief
 from torch_lms.profile.constraints import COMPUTED
-from torch_lms.profile.tracing import SOURCES, trace
+from torch_lms.profile.tracing import SOURCES, trace, trace_again
+from torch_lms.stages import other_mode
 from torch_lms.stages.cutting import split
 from torch_lms.stages.running import Stages
 
@@ -284,6 +285,25 @@ def test_segments_that_are_computed_again_follow_the_mode(body: Body) -> None:
     stages = cut(copy.deepcopy(model), relief=relief)
     for mode in (True, False):
         assert_same(stages.train(mode), model.train(mode))
+
+
+def test_a_trace_is_looked_at_in_the_other_mode_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    again: list[Any] = []
+
+    def counted(traced: Any) -> Any:
+        again.append(traced)
+        return trace_again(traced)
+
+    monkeypatch.setattr(other_mode, "trace_again", counted)
+    traced = trace(Model(drop), [X])
+    assert traced.graph_module is not None
+    names = [node.name for node in traced.graph_module.graph.nodes if node.op.startswith("call")]
+    for at in range(1, 4):
+        split(traced, {name: int(place >= at) for place, name in enumerate(names)})
+    assert len(again) == 1
+    traced.model.eval()
+    split(traced, dict.fromkeys(names, 0))
+    assert len(again) == 2
 
 
 @pytest.mark.parametrize("body", [modules, pytest.param(without_gradient, marks=exported)])

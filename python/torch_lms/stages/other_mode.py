@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from torch import fx, nn
 
@@ -45,21 +46,35 @@ class OtherMode:
 
     @classmethod
     def of(cls, traced: TracedModel) -> OtherMode:
-        """Has the model traced in the other mode, from the same source; what cannot be traced computes otherwise."""
+        """Has the model traced in the other mode, from the same source; what cannot be traced computes otherwise.
+
+        Of one trace once, as long as the model's modules are in the same modes: it takes as long as to trace.
+        """
         if traced.graph_module is None:
             return cls()
-        own = find_own_modes(traced.model, _whole(traced.graph_module))
+        looked_at = (*(module.training for module in traced.model.modules()), len(traced.graph_module.graph.nodes))
+        known = _known.get(traced.graph_module)
+        if known is None or known[0] != looked_at:
+            known = _known[traced.graph_module] = looked_at, cls._found(traced, traced.graph_module)
+        return known[1]
+
+    @classmethod
+    def _found(cls, traced: TracedModel, graph_module: fx.GraphModule) -> OtherMode:
+        own = find_own_modes(traced.model, _whole(graph_module))
         if own.reason:
             return cls(elsewhere=frozenset(own.of), own=own)
         other = _traced_in_other_mode(traced, own)
         if other is None:
             return cls(elsewhere=frozenset([""]), own=own)
-        found = _told_by_twins(traced.graph_module, other)
+        found = _told_by_twins(graph_module, other)
         if found is not None:
             return cls(told=found, own=own)
-        parts, others = (_lines_by_module(one) for one in (traced.graph_module, other))
+        parts, others = (_lines_by_module(one) for one in (graph_module, other))
         elsewhere = {path for path in {**parts, **others} if parts.get(path) != others.get(path)}
         return cls(elsewhere=frozenset(elsewhere or [""]), own=own)
+
+
+_known: WeakKeyDictionary[fx.GraphModule, tuple[tuple[int, ...], OtherMode]] = WeakKeyDictionary()
 
 
 def _whole(graph_module: fx.GraphModule) -> list[nn.Module]:
