@@ -106,8 +106,8 @@ generate_code() {
   for name in pageout_manual need_prefetch; do
     grep -q "void $name() const" "$generated/ATen/core/TensorBody.h" ||
       fail "expected Tensor::$name in the generated TensorBody.h of $version, found none"
-    grep -q "m.impl(\"$name\"" "$generated/ATen/RegisterCUDA.cpp" ||
-      fail "expected a CUDA kernel of $name in the generated code of $version, found none"
+    grep -q "m.impl(\"$name\"" "$generated/ATen/RegisterCompositeExplicitAutograd.cpp" ||
+      fail "expected a kernel of $name for tensors of all kinds in the generated code of $version, found none"
   done
   if [ -e "$tree/tools/autograd/gen_autograd.py" ]; then
     generate_autograd "$version"

@@ -204,8 +204,15 @@ TEST(a_fork_waits_for_who_closes_the_environment) {
   for (int round = 0; round < 20; ++round) {
     OpenEnvironment env;
     env.pageout(storage);
-    std::thread closes([&] { env.environment.close(); });
+    std::atomic<bool> forked{false};
+    std::thread closes([&] {
+      env.environment.close();
+      while (!forked.load()) { // a child would miss who joins a thread that has ended
+        std::this_thread::yield();
+      }
+    });
     CHECK(harness::passes_in_child([&] { CHECK(holds(storage, 6)); }));
+    forked = true;
     closes.join();
   }
 }
