@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -14,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import pipeline_rounds
+from benchmarks.pipeline_gpt import even_split
 from benchmarks.pipeline_largest import judge as judge_largest
 from benchmarks.pipeline_largest import largest
 from benchmarks.pipeline_models import MODELS
@@ -44,26 +45,22 @@ def first_loss(model_name: str) -> float:
 @pytest.mark.slow
 @pytest.mark.skipif(not is_available(), reason="the benchmark's models need a newer PyTorch")
 @pytest.mark.parametrize(
-    ("model", "words", "file", "splits"),
+    ("words", "file", "splits"),
     [
         (
-            "gpt",
-            ["--splits", "automatic,2/2,automatic@90,torchgpipe,hand@0"],
+            ["--splits", "automatic,2/2,automatic@90,torchgpipe,hand@0", "--algorithm", "dp"],
             "pipeline_gpt_cpu",
             ["automatic", "2/2", "automatic@90", "torchgpipe"],
         ),
         (
-            "t5",
-            ["--schedule", "zero_bubble"],
-            "pipeline_t5_cpu_zero_bubble_4stages",
+            ["--schedule", "zero_bubble", "--algorithm", "dp"],
+            "pipeline_gpt_cpu_zero_bubble_4stages",
             ["automatic", "1/1/1/1"],
         ),
     ],
 )
-def test_two_ranks_run_all_splits(model: str, words: list[str], file: str, splits: list[str], tmp_path: Path) -> None:
-    if model != "gpt":
-        pytest.importorskip("transformers")
-    tiny = ["--device", "cpu", "--model", model, "--steps", "1", "--profile-runs", "2", "--output", str(tmp_path)]
+def test_two_ranks_run_all_splits(words: list[str], file: str, splits: list[str], tmp_path: Path) -> None:
+    tiny = ["--device", "cpu", "--steps", "1", "--profile-runs", "2", "--output", str(tmp_path)]
     run_as_torchrun(tmp_path, "benchmarks.pipeline_gpt", *tiny, *words)
     found = json.loads((tmp_path / f"{file}.json").read_text())
     names = [row["split"] for row in found["rows"]]
@@ -72,7 +69,7 @@ def test_two_ranks_run_all_splits(model: str, words: list[str], file: str, split
     assert all(re.fullmatch(r"\d(/\d)+", name) for name in names[len(splits) :])
     stages = len(splits[1].split("/"))
     for row in found["rows"]:
-        assert row["loss"] == found["rows"][0]["loss"] == pytest.approx(first_loss(model), rel=1e-5)
+        assert row["loss"] == found["rows"][0]["loss"] == pytest.approx(first_loss("gpt"), rel=1e-5)
         for stage in range(stages):
             assert row[f"stage{stage}_nodes"] > 0
             assert row[f"stage{stage}_ms"] > 0
@@ -83,16 +80,31 @@ def test_two_ranks_run_all_splits(model: str, words: list[str], file: str, split
 
 @pytest.mark.slow
 @pytest.mark.skipif(not is_available(), reason="the benchmark's models need a newer PyTorch")
-def test_rounds_of_fresh_processes_are_added_up(tmp_path: Path) -> None:
-    words = ["--device=cpu", "--ranks=2", "--rounds=2", "--steps=1", "--profile-runs=1", f"--output={tmp_path}"]
-    line = [sys.executable, "-m", "benchmarks.pipeline_rounds", *words, "--ways=1f1b:automatic"]
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr
+def test_rounds_of_fresh_processes_are_added_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    given = Namespace(device="cpu", model="gpt", ranks=2, steps=1, profile_runs=1)
+    run = pipeline_rounds.run_once(given, "1f1b", "automatic")
+    steps_ms = [run["step_ms"], 3 * run["step_ms"]]
+    of_rounds = iter(steps_ms)
+    monkeypatch.setattr(pipeline_rounds, "run_once", lambda *_: {**run, "step_ms": next(of_rounds)})
+    words = ["--device=cpu", "--ranks=2", "--rounds=2", "--ways=1f1b:automatic", f"--output={tmp_path}"]
+    monkeypatch.setattr(sys, "argv", ["pipeline_rounds", *words])
+    pipeline_rounds.main()
     found = json.loads((tmp_path / "pipeline_rounds_gpt_cpu.json").read_text())
     (row,) = found["rows"]
     assert (row["key"], row["rounds"], len(row["step_ms_all"])) == ("1f1b:automatic", 2, 2)
-    assert row["least_ms"] <= row["step_ms"] <= row["most_ms"]
+    assert (row["least_ms"], row["most_ms"]) == tuple(steps_ms)
+    assert row["step_ms"] == pytest.approx(2 * steps_ms[0])
     assert row["predicted_ms"] > 0
+
+
+def test_blocks_of_encoders_and_decoders_are_split_evenly_and_by_hand() -> None:
+    pytest.importorskip("transformers")
+    assert first_loss("t5") > 0
+    job: Any = Namespace(model="t5", stages=4, shape=MODELS["t5"]["cpu"])
+    assert even_split(job) == "1/1/1/1"
+    problem = chain("shared", "encoder.block.0", "encoder.block.1.layer.0", "decoder.block.0", "decoder.block.1")
+    assert list(ByHand((3, 1)).partition(problem).stage_of.values()) == [0, 0, 0, 0, 1]
 
 
 def test_rounds_are_judged_by_schedule() -> None:
