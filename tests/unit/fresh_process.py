@@ -16,10 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch_lms
+from tests.unit.markers import CHAOS
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
-    ["torch._inductor.output_code", "numpy", "pytest", "hypothesis", "tests.unit.preloaded"]
+# What planners import; under chaos mode not: that begins with torch_lms, and nothing that has begun may be forked.
+PLANNER = [] if CHAOS else ["scipy.optimize", "scipy.sparse", "torch_lms.plan.__main__"]
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(
+    ["torch._inductor.output_code", "numpy", "pytest", "hypothesis", *PLANNER, "tests.unit.preloaded"]
 )
 
 PACKAGE_ROOT = Path(torch_lms.__file__).parents[1]
@@ -39,8 +42,8 @@ def in_fresh_process(function: Callable[..., Any], *arguments: Any, within_s: fl
 
     A process that does not answer is ended: an endless wait in the core holds up no signal and no other test.
     """
-    here, there = _context.Pipe(duplex=False)
-    process = _context.Process(target=_run, args=(there, function, arguments))
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=_run, args=(there, function, arguments))
     process.start()
     there.close()
     try:
