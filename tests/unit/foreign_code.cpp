@@ -1,11 +1,19 @@
 // Functions as other extensions have them, which take a tensor's address in one of the ways that
 // there are.
 
+#include <algorithm>
+#include <string>
+#include <utility>
 #include <vector>
 
+// Not torch/extension.h, which has all of PyTorch compiled.
 #include <ATen/DLConvertor.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/dlpack.h>
-#include <torch/extension.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
 namespace {
