@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <iterator>
+#include <new>
 #include <utility>
 
 #include <entity/Error.h>
@@ -113,8 +114,7 @@ bool CudaEntityTransferQueue::erase(const EntityStorageImpl* entity) {
   const auto at = std::find_if(queued_.begin(), queued_.end(), [entity](const Queued& queued) {
     return queued.entity.get() == entity;
   });
-  if (forked_ ||
-      at == queued_.end()) { // a child has the condition variables of its parent's waiters
+  if (at == queued_.end()) {
     return false;
   }
   erased = remove(at);
@@ -297,6 +297,9 @@ void CudaEntityTransferQueue::after_fork_in_parent() noexcept {
 
 void CudaEntityTransferQueue::after_fork_in_child() noexcept {
   forked_ = running_; // a stopped queue needs nothing of the parent's
+  // The old ones wait for threads of the parent that were about to wake up. They own nothing.
+  new (&work_) std::condition_variable();
+  new (&progressed_) std::condition_variable();
   mutex_.unlock();
   step_mutex_.unlock();
 }

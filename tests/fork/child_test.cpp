@@ -217,6 +217,48 @@ TEST(a_fork_waits_for_who_closes_the_environment) {
   }
 }
 
+TEST(a_child_can_page_though_threads_of_its_parent_were_about_to_wake_up) {
+#ifdef __SANITIZE_THREAD__
+  SKIP("a child of many threads starts none under ThreadSanitizer");
+#endif
+  constexpr int kThreads = 64; // some have not woken up when it forks
+  const c10::Storage storage = make_storage(kBytes, 5);
+  for (int round = 0; round < 60; ++round) {
+    OpenEnvironment env;
+    env.pageout_and_wait(storage);
+    env.environment.prefetch_all();
+    env.backend.in.shut();
+    env.prefetch(storage);
+    env.backend.in.await_arrivals(1);
+    std::atomic<int> begun{0};
+    std::vector<std::thread> threads;
+    for (int i = 0; i < kThreads; ++i) {
+      threads.emplace_back([&] {
+        ++begun;
+        env.environment.wait_pending_pageins();
+      });
+    }
+    while (begun.load() != kThreads) {
+      std::this_thread::yield();
+    }
+    const OpenLater later(env.backend.in);
+    env.environment.close();
+    CHECK(harness::passes_in_child([&] {
+      for (int step = 0; step < 2; ++step) {
+        OpenEnvironment again;
+        again.pageout_and_wait(storage);
+        again.environment.prefetch_all();
+        again.prefetch(storage);
+        again.environment.wait_pending_pageins();
+        CHECK(holds(storage, 5));
+      }
+    }));
+    for (std::thread& thread : threads) {
+      thread.join();
+    }
+  }
+}
+
 TEST(a_thread_that_forks_while_it_pages_does_not_wait_for_itself) {
   const c10::impl::ForkGate::Passage passage;
   const c10::impl::ForkGate::Passage within;
