@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -332,6 +333,7 @@ class OwnTrainOfBlock(Block):
     def __init__(self, body: Body, also: Callable[[Any, bool], None]) -> None:
         super().__init__(body)
         self.also, self.scale, self.facts = also, 1.0, {"rates": [0.5]}
+        self.slotted, self.queue = Slotted(), deque([0.5])
 
     def train(self, mode: bool = True) -> Any:
         super().train(mode)
@@ -387,6 +389,21 @@ def write_to_a_list(self: Any, mode: bool) -> None:
     self.facts["rates"][0] = float(mode)
 
 
+class Slotted:
+    __slots__ = ("rate",)
+
+    def __init__(self) -> None:
+        self.rate = 0.5
+
+
+def write_to_a_slot(self: Any, mode: bool) -> None:
+    self.slotted.rate = float(mode)
+
+
+def write_to_a_queue(self: Any, mode: bool) -> None:
+    self.queue[0] = float(mode)
+
+
 def write_to_data(self: Any, mode: bool) -> None:
     self.layer.weight.data.mul_(2.0 if mode else 0.5)
 
@@ -400,6 +417,8 @@ def thaw(self: Any, mode: bool) -> None:
     [
         (set_attribute, "changes 'shared.scale'"),
         (write_to_a_list, "changes 'shared.facts.rates.0'"),
+        (write_to_a_slot, "changes 'shared.slotted.rate'"),
+        (write_to_a_queue, "changes 'shared.queue.0'"),
         (write_to_data, r"computes, by .*"),
         (thaw, "changes 'shared.layer.weight'"),
     ],

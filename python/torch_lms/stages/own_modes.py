@@ -9,7 +9,9 @@ as well. If it does more (sets another attribute, or computes), the stages are f
 from __future__ import annotations
 
 import copy
+import copyreg
 import types
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -181,11 +183,14 @@ def _told_by(value: Any) -> Any:
 def _held_by(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
         yield from ((str(name), held) for name, held in value.items())
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, list | tuple | deque):
         yield from ((str(place), held) for place, held in enumerate(value))
-    if isinstance(value, _OPAQUE) or not hasattr(value, "__dict__"):
+    if isinstance(value, _OPAQUE):
         return
-    for name, held in vars(value).items():
+    for name in copyreg._slotnames(type(value)):  # type: ignore[attr-defined]  # what a copy has of it
+        if hasattr(value, name):
+            yield name, getattr(value, name)
+    for name, held in getattr(value, "__dict__", {}).items():
         if not isinstance(value, nn.Module):
             yield name, held
         elif name in _KINDS:
