@@ -19,6 +19,7 @@ from torch_lms.profile.constraints import COMPUTED
 from torch_lms.profile.tracing import SOURCES, trace, trace_again
 from torch_lms.stages import other_mode
 from torch_lms.stages.cutting import split
+from torch_lms.stages.own_modes import find_own_modes
 from torch_lms.stages.running import Stages
 
 X = torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
@@ -439,3 +440,30 @@ def test_what_a_models_own_train_does_beside_is_refused_in_the_other_mode(
             stages(X)
         turned.train(mode)
     assert_same(stages, before)
+
+
+def set_grad_mode(self: Any, mode: bool) -> None:
+    torch.set_grad_enabled(mode)
+
+
+def test_to_try_a_models_own_train_leaves_the_program_as_it_was() -> None:
+    model = OwnTrain(modules, set_grad_mode).eval()
+    torch.set_grad_enabled(True)
+    cut(model)
+    assert torch.is_grad_enabled()
+
+
+def test_to_try_a_models_own_train_copies_no_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(tensor: torch.Tensor, memo: Any) -> torch.Tensor:
+        raise AssertionError(f"{tensor} is copied")
+
+    model = OwnTrain(modules, keep_norm).train()
+    model.shared.facts["cached"] = [torch.zeros(3), {"more": torch.ones(2)}]
+    monkeypatch.setattr(torch.Tensor, "__deepcopy__", refuse)
+    assert not find_own_modes(model, []).reason
+
+
+def test_a_models_own_train_is_not_tried_where_the_model_holds_too_much() -> None:
+    model = OwnTrain(modules, keep_norm).train()
+    model.shared.facts["vocabulary"] = [[number] for number in range(100_000)]
+    assert "more than 100000 values" in find_own_modes(model, []).reason

@@ -28,6 +28,7 @@ _SET = "_modes_that_train_sets"
 _REQUIRES: Any = torch.Tensor.requires_grad
 _HARMLESS = (_REQUIRES.__get__, _REQUIRES.__set__, torch.Tensor.requires_grad_)  # the flag is looked at afterwards
 _OPAQUE = (type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
+_MOST_VALUES = 100_000  # a second
 _KINDS = ("_parameters", "_buffers", "_modules")
 
 Modes = Mapping[bool, Mapping[str, bool]]  # by what `train` is given: those of modules, by path, that become otherwise
@@ -102,10 +103,15 @@ def _has_own(module: nn.Module) -> bool:
 
 def _tried(model: nn.Module, paths: Sequence[str]) -> dict[str, Modes]:
     tried = copy.deepcopy(model, _without_values(model))
+    with torch.set_grad_enabled(torch.is_grad_enabled()), torch.random.fork_rng(devices=[]):  # the program's to set
+        return _tried_on(tried, paths)
+
+
+def _tried_on(tried: nn.Module, paths: Sequence[str]) -> dict[str, Modes]:
     before = _values(tried)
     found: dict[str, dict[bool, dict[str, bool]]] = {path: {} for path in paths}
     calls: list[str] = []
-    for mode in (not model.training, model.training):
+    for mode in (not tried.training, tried.training):
         with function_mode(partial(_noted, calls)):
             for path in paths:
                 found[path][mode] = _modes_after(tried.get_submodule(path), mode)
@@ -142,17 +148,16 @@ def _noted(calls: list[str], function: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _without_values(model: nn.Module) -> dict[int, Any]:
-    """Stands for the model's tensors in a copy."""
+    """Stands for the model's tensors in a copy, wherever it keeps them."""
     made: dict[int, Any] = {}
-    for module in model.modules():
-        for one in (*module._parameters.values(), *module._buffers.values()):
-            if one is not None and id(one) not in made:
-                like = torch.empty_like(one.detach(), device="meta")
-                made[id(one)] = (
-                    nn.Parameter(like, one.requires_grad)
-                    if isinstance(one, nn.Parameter)
-                    else like.requires_grad_(one.requires_grad)
-                )
+    for _, one in _values(model).values():
+        if type(one) in (torch.Tensor, nn.Parameter) and id(one) not in made:
+            like = torch.empty_like(one.detach(), device="meta")
+            made[id(one)] = (
+                nn.Parameter(like, one.requires_grad)
+                if isinstance(one, nn.Parameter)
+                else like.requires_grad_(one.requires_grad)
+            )
     return made
 
 
@@ -163,6 +168,8 @@ def _values(model: nn.Module) -> dict[str, tuple[Any, Any]]:
     left: list[tuple[str, Any]] = [("", model)]
     while left:
         path, value = left.pop()
+        if len(found) == _MOST_VALUES:
+            raise _Unknown(f"cannot be tried: the model holds more than {_MOST_VALUES} values, such as in a vocabulary")
         found[path] = _told_by(value), value
         if id(value) not in seen and not isinstance(value, torch.Tensor):
             seen.add(id(value))
