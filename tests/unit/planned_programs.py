@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import torch
@@ -269,8 +270,11 @@ PROGRAMS: dict[str, Callable[[], Step]] = {
 
 def wait_for_planner() -> None:
     for thread in threading.enumerate():
-        if thread.name == "torch_lms planner":
-            thread.join()
+        while thread.name == "torch_lms planner" and thread in threading.enumerate():
+            if thread.is_alive():
+                thread.join()
+            else:
+                time.sleep(0.001)  # another thread is about to start it, and it cannot be joined before
 
 
 def digest(tensors: list[torch.Tensor]) -> list[str]:
