@@ -36,6 +36,13 @@ class OpenLater {
   std::thread thread_;
 };
 
+/// Of storages whose seeds are their places.
+void check_bytes(const std::vector<c10::Storage>& storages) {
+  for (unsigned i = 0; i < storages.size(); ++i) {
+    CHECK(holds(storages[i], i));
+  }
+}
+
 TEST(a_child_reads_and_writes_what_is_out) {
   OpenEnvironment env;
   const c10::Storage storage = make_storage(kBytes, 7);
@@ -53,41 +60,28 @@ TEST(a_child_reads_and_writes_what_is_out) {
 
 TEST(a_child_forked_in_the_middle_of_a_pageout_has_its_bytes) {
   OpenEnvironment env;
-  const c10::Storage storage = make_storage(kBytes, 1);
-  const c10::Storage queued = make_storage(kBytes, 2);
   env.backend.out.shut();
-  env.pageout(storage);
-  env.pageout(queued);
+  const std::vector<c10::Storage> storages = env.paging_out(2, kBytes);
   env.backend.out.await_arrivals(1);
   const OpenLater later(env.backend.out);
-  CHECK(harness::passes_in_child([&] {
-    CHECK(holds(storage, 1));
-    CHECK(holds(queued, 2));
-  }));
+  CHECK(harness::passes_in_child([&] { check_bytes(storages); }));
   env.environment.wait_pageouts();
-  CHECK(holds(storage, 1));
-  CHECK(holds(queued, 2));
+  check_bytes(storages);
 }
 
 TEST(a_child_forked_in_the_middle_of_a_prefetch_has_its_bytes) {
   OpenEnvironment env;
-  const c10::Storage storage = make_storage(kBytes, 1);
-  const c10::Storage queued = make_storage(kBytes, 2);
-  env.pageout(storage);
-  env.pageout_and_wait(queued);
+  const std::vector<c10::Storage> storages = env.paging_out(2, kBytes);
+  env.environment.wait_pageouts();
   env.environment.prefetch_all();
   env.backend.in.shut();
-  env.prefetch(storage);
-  env.prefetch(queued);
+  env.prefetch(storages[0]);
+  env.prefetch(storages[1]);
   env.backend.in.await_arrivals(1);
   const OpenLater later(env.backend.in);
-  CHECK(harness::passes_in_child([&] {
-    CHECK(holds(storage, 1));
-    CHECK(holds(queued, 2));
-  }));
+  CHECK(harness::passes_in_child([&] { check_bytes(storages); }));
   env.environment.wait_pending_pageins();
-  CHECK(holds(storage, 1));
-  CHECK(holds(queued, 2));
+  check_bytes(storages);
 }
 
 TEST(in_a_child_what_needs_a_worker_says_so) {
@@ -150,11 +144,7 @@ TEST(a_child_of_a_child_has_its_bytes_too) {
 
 TEST(a_child_can_drop_what_was_moving) {
   OpenEnvironment env;
-  std::vector<c10::Storage> storages;
-  for (unsigned i = 0; i < 4; ++i) {
-    storages.push_back(make_storage(kBytes, i));
-    env.pageout(storages.back());
-  }
+  std::vector<c10::Storage> storages = env.paging_out(4, kBytes);
   env.environment.wait_pageouts();
   env.prefetch(storages[0]); // it waits: nobody has called `prefetch_all`
   CHECK(harness::passes_in_child([&] { storages.clear(); }));
@@ -186,11 +176,7 @@ TEST(forks_beside_threads_that_page) {
     });
   }
   for (int fork = 0; fork < 30; ++fork) {
-    CHECK(harness::passes_in_child([&] {
-      for (unsigned i = 0; i < storages.size(); ++i) {
-        CHECK(holds(storages[i], i));
-      }
-    }));
+    CHECK(harness::passes_in_child([&] { check_bytes(storages); }));
   }
   stop = true;
   for (std::thread& thread : threads) {

@@ -220,11 +220,7 @@ TEST(prefetches_wait_for_prefetch_all) {
 
 TEST(a_passive_pagein_passes_all_prefetches_that_have_not_begun) {
   OpenEnvironment env;
-  std::vector<c10::Storage> storages;
-  for (unsigned i = 0; i < 4; ++i) {
-    storages.push_back(make_storage(kBytes, i));
-    env.pageout(storages.back());
-  }
+  std::vector<c10::Storage> storages = env.paging_out(4, kBytes);
   env.environment.wait_pageouts();
   env.backend.in.shut();
   env.environment.prefetch_all();

@@ -282,6 +282,15 @@ class OpenEnvironment {
   torch_lms::EntityState state(const c10::Storage& storage) {
     return environment.state(*storage.unsafeGetStorageImpl());
   }
+  /// Storages whose seeds are their places, on their way out.
+  std::vector<c10::Storage> paging_out(unsigned count, size_t nbytes) {
+    std::vector<c10::Storage> storages;
+    for (unsigned i = 0; i < count; ++i) {
+      storages.push_back(make_storage(nbytes, i));
+      pageout(storages.back());
+    }
+    return storages;
+  }
   void pageout_and_wait(const c10::Storage& storage) {
     pageout(storage);
     environment.wait_pageouts();

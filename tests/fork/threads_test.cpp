@@ -90,11 +90,7 @@ TEST(threads_page_storages_of_their_own_in_any_order) {
 
 TEST(waits_go_on_beside_accesses) {
   OpenEnvironment env;
-  std::vector<c10::Storage> storages;
-  for (unsigned i = 0; i < 16; ++i) {
-    storages.push_back(make_storage(kBytes, i));
-    env.pageout(storages.back());
-  }
+  std::vector<c10::Storage> storages = env.paging_out(16, kBytes);
   std::atomic<int> wrong{0};
   std::thread waiter([&] {
     env.environment.wait_pageouts();
@@ -113,11 +109,7 @@ TEST(storages_die_on_other_threads_than_they_were_paged_out_on) {
   OpenEnvironment env;
   const size_t before = DeviceMemory::get().used();
   for (unsigned round = 0; round < 20; ++round) {
-    std::vector<c10::Storage> storages;
-    for (unsigned i = 0; i < kThreads; ++i) {
-      storages.push_back(make_storage(kBytes, i));
-      env.pageout(storages.back());
-    }
+    std::vector<c10::Storage> storages = env.paging_out(kThreads, kBytes);
     in_threads([&](unsigned thread) { storages[thread] = c10::Storage(); });
   }
   env.environment.wait_pageouts();

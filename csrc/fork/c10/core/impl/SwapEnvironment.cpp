@@ -344,22 +344,22 @@ void SwapEnvironment::prepare_fork() {
 }
 
 void SwapEnvironment::after_fork_in_parent() noexcept {
-  visit_pools_locked([](torch_lms::HostPool& pool) { pool.after_fork_in_parent(); });
-  devices_mutex_.unlock();
-  pagings_mutex_.unlock();
-  in_.after_fork_in_parent();
-  out_.after_fork_in_parent();
-  ForkGate::get().open();
-  open_mutex_.unlock();
+  after_fork(&torch_lms::HostPool::after_fork_in_parent, &Queue::after_fork_in_parent);
 }
 
 void SwapEnvironment::after_fork_in_child() noexcept {
   // The parent may reuse the host memory of what is out: the child gets a copy of its own.
-  visit_pools_locked([](torch_lms::HostPool& pool) { pool.reclone_after_fork(); });
+  after_fork(&torch_lms::HostPool::reclone_after_fork, &Queue::after_fork_in_child);
+}
+
+void SwapEnvironment::after_fork(
+    void (torch_lms::HostPool::*of_pool)(),
+    void (Queue::*of_queue)()) noexcept {
+  visit_pools_locked([of_pool](torch_lms::HostPool& pool) { (pool.*of_pool)(); });
   devices_mutex_.unlock();
   pagings_mutex_.unlock();
-  in_.after_fork_in_child();
-  out_.after_fork_in_child();
+  (in_.*of_queue)();
+  (out_.*of_queue)();
   ForkGate::get().open();
   open_mutex_.unlock();
 }

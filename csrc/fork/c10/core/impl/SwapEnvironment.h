@@ -111,6 +111,8 @@ class C10_API SwapEnvironment {
   EntityPager& find_or_install_pager(StorageImpl& storage, SwapDevice& device);
   void remember(const std::shared_ptr<EntityPaging>& paging);
   void stop_pageins();
+  using Queue = torch_lms::CudaEntityTransferQueue;
+  void after_fork(void (torch_lms::HostPool::*of_pool)(), void (Queue::*of_queue)()) noexcept;
   template <typename Visit>
   void visit_pools_locked(const Visit& visit);
 
