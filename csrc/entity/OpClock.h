@@ -11,7 +11,8 @@ namespace torch_lms {
 /// An op pins the entities among its inputs before it runs, so a pinned entity
 /// is never committed to the host, and it calls off a page-out of theirs that is under
 /// way. An op pins nothing if it began before the entity existed, or, in a program that
-/// pages by hand, while nothing was on its way out: then it did not look. `OpClock`
+/// pages by hand, while nothing was on its way out: then it did not look. Nor has it pinned what
+/// it has made inside of itself, when an op that it calls shows that. `OpClock`
 /// covers those: every thread publishes the tick at which its outermost op began; an
 /// entity remembers the tick before which ops could not know it, a request by hand the tick at
 /// which every op had begun to look. An op of another thread that began at or before this

@@ -8,6 +8,7 @@
 #include <entity/Error.h>
 
 #include <extension/OwnPython.h>
+#include <extension/PythonThreads.h>
 #include <extension/Runtime.h>
 #include <extension/base/Compat.h>
 #include <extension/base/Fork.h>
@@ -84,6 +85,7 @@ void lend_interpreter() {
   pthread_atfork(nullptr, nullptr, [] { main_thread.store(PyThread_get_thread_ident()); });
   python.on_main_thread = [] { return PyThread_get_thread_ident() == main_thread.load(); };
   python.on_python_thread = [] { return PyGILState_GetThisThreadState() != nullptr; };
+  lend_threads(python);
   python.at_next_instruction = [](void (*call)()) {
     static std::atomic<void (*)()> pending{nullptr};
     pending.store(call);

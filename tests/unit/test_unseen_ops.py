@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import torch_lms
+from tests.conftest import settle
 from tests.unit.fresh_process import in_fresh_process
 from torch_lms._core import core
 from torch_lms.errors import PageoutError
@@ -40,6 +41,50 @@ def test_a_pageout_waits_for_ops_that_began_unseen(paged: ModuleType) -> None:
         for reader in readers:
             reader.join()
     assert wrong == []
+
+
+@torch.library.custom_op("torch_lms_tests::slow_in_python", mutates_args=())
+def slow_in_python(a: torch.Tensor) -> torch.Tensor:
+    inside.set()
+    for _ in range(400_000):  # all the while it has Python's lock, or waits for it
+        pass
+    ended.append(a.numel())
+    return torch.empty(1)
+
+
+inside, ended = threading.Event(), list[int]()
+
+
+@pytest.mark.parametrize("others", [0, 2])
+def test_a_pageout_waits_for_an_op_that_waits_for_python_s_lock(others: int, paged: ModuleType, chaos: bool) -> None:
+    tensor, stop = torch.full((NUMEL,), 3.0), threading.Event()
+
+    def run_ops() -> None:
+        while not stop.is_set():
+            torch.ones(1).sum()
+
+    def run_python() -> None:
+        count = 0
+        while not stop.is_set():
+            count += 1
+
+    for _ in range(5):
+        settle()
+        assert chaos or not core.observing_ops()
+        inside.clear()
+        ended.clear()
+        stop.clear()
+        busy = [threading.Thread(target=target) for target in (run_ops, run_python)[:others]]
+        for thread in (*busy, slow := threading.Thread(target=slow_in_python, args=(tensor,))):
+            thread.start()
+        inside.wait()
+        paged.pageout(tensor)
+        is_over = bool(ended)
+        stop.set()
+        for thread in (*busy, slow):
+            thread.join()
+        assert chaos or is_over  # in chaos mode the op is seen, and its end is not waited for
+        assert tensor.sum().item() == 3.0 * NUMEL
 
 
 def test_ops_stay_observed_beside_other_threads_until_all_is_brought_back(paged: ModuleType, chaos: bool) -> None:

@@ -2,6 +2,7 @@
 
 #include <extension/base/Backward.h>
 #include <extension/base/Interpreter.h>
+#include <extension/base/ThreadContext.h>
 
 namespace torch_lms {
 namespace {
@@ -19,14 +20,16 @@ bool on_library_thread() {
 
 } // namespace
 
-EntityPtr EntityLookup::find_or_track(c10::StorageImpl& storage, bool by_hand) const {
-  return on_library_thread() ? pager_.find(storage) : pager_.find_or_track(storage, by_hand);
+EntityPtr EntityLookup::find_or_track(c10::StorageImpl& storage, bool by_hand, bool inside_op)
+    const {
+  return on_library_thread() ? pager_.find(storage)
+                             : pager_.find_or_track(storage, by_hand, inside_op);
 }
 
 EntityPtr EntityLookup::find_for_address(c10::StorageImpl& storage) const {
   const bool tracked = has_bytes(storage) && policy_.tracks(storage.nbytes());
   return tracked || (has_bytes(storage) && pager_.tracks_by_hand())
-             ? find_or_track(storage, /*by_hand=*/!tracked)
+             ? find_or_track(storage, /*by_hand=*/!tracked, this_thread().op != nullptr)
              : nullptr;
 }
 

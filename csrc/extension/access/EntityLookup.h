@@ -38,8 +38,9 @@ class EntityLookup {
     if (!policy_.tracks(nbytes)) {
       return frame.recent.find(storage, nbytes, pager_);
     }
-    return frame.recent.find_or_track(
-        storage, nbytes, [&] { return find_or_track(storage, /*by_hand=*/false); });
+    return frame.recent.find_or_track(storage, nbytes, [&] {
+      return find_or_track(storage, /*by_hand=*/false, frame.depth > 1);
+    });
   }
 
   /// Of a storage whose address is taken outside of ops. Also one that no op has shown yet: another
@@ -51,7 +52,7 @@ class EntityLookup {
   void discover(const std::vector<c10::Storage>& storages) const;
 
  private:
-  EntityPtr find_or_track(c10::StorageImpl& storage, bool by_hand) const;
+  EntityPtr find_or_track(c10::StorageImpl& storage, bool by_hand, bool inside_op) const;
 
   Pager& pager_;
   const Policy& policy_;

@@ -9,6 +9,7 @@
 #include <torch/csrc/autograd/function.h>
 
 #include <extension/access/Storages.h>
+#include <extension/access/UnseenOps.h>
 #include <extension/base/Backward.h>
 #include <extension/base/ForeignCall.h>
 #include <extension/base/Fork.h>
@@ -70,6 +71,7 @@ void Observer::begin(const at::RecordFunction& record) {
     }
     return;
   }
+  UnseenOps::note_op();
   const char* const name = record.name();
   OpTraits op = frame.kinds.of(record, name);
   op.kind = OpKinds::kind_now(record, op);

@@ -104,13 +104,13 @@ void OpCallbacks::begin_request() {
 /// What began unseen is over, or known: ops by Note [Ops that began unseen], what they have
 /// submitted by the streams that are busy.
 void OpCallbacks::settle() {
-  const WithGil gil;
   std::lock_guard<std::mutex> lock(settling_);
   if (settled_) {
     return;
   }
   if (other_threads_) {
-    wait_for_unseen_ops();
+    const WithGil gil;
+    UnseenOps().wait();
   }
   pager_.devices().for_each([](Device& device) { device.note_busy_streams(); });
   settled_ = true;

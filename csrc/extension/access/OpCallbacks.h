@@ -93,7 +93,7 @@ class OpCallbacks final : public OpFeed {
   std::atomic<size_t> requests_{0};
   std::atomic<bool> requested_{false}; // by hand, since `end_requests`
   std::atomic<bool> other_threads_{false};
-  std::mutex settling_; // taken with the GIL, never the other way around
+  std::mutex settling_; // the GIL is taken under it, never the other way around
   std::atomic<bool> settled_{false}; // nothing that a request must know of is still unseen
 };
 

@@ -1,5 +1,13 @@
 #pragma once
 
+#include <atomic>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <c10/macros/Macros.h>
+#include <extension/base/Interpreter.h>
+
 namespace torch_lms {
 
 /// Note [Ops that began unseen]
@@ -8,13 +16,51 @@ namespace torch_lms {
 /// other threads of Python's, waits for a moment in which no other thread of the process runs, at
 /// most a second. (One after the other would not do: an op sleeps while others work for it.)
 /// Python's lock is held meanwhile: a thread falls asleep when its op is over, instead of going on
-/// to the next without a pause. Who asks for the same at that time waits as well. Ops stay observed
-/// from then on, so that it is waited for once: until all is brought back, or for as long as to
-/// observe them costs less than to wait again (`OpCallbacks::end_requests`).
-/// What this does not cover is in README.md, Limits.
+/// to the next without a pause.
+///
+/// But a thread that wants the lock may be inside of its op: where PyTorch copies a tensor that
+/// only a Python variable refers to, it takes the lock. So such threads are let go on for a moment,
+/// again and again, until each has been seen elsewhere: it sleeps for another reason, has ended,
+/// its Python code has moved on from the call that it was in, or it has begun an op that is
+/// observed and that no other op has called.
+///
+/// Who asks for the same at that time waits as well. Ops stay observed from then on, so that it is
+/// waited for once: until all is brought back, or for as long as to observe them costs less than to
+/// wait again (`OpCallbacks::end_requests`). What this does not cover is in README.md, Limits.
 
-/// Waits until what other threads have begun is over, as far as can be told. Thread-safe; with the
-/// GIL, and with no lock held that another thread may want.
-void wait_for_unseen_ops();
+/// What other threads may have begun before ops were observed.
+///
+/// `note_op` may be called by any thread. The rest is not thread-safe: one of these at a time,
+/// whose methods are called with the GIL, and with no lock held that another thread may want.
+class UnseenOps {
+ public:
+  UnseenOps();
+  ~UnseenOps();
+  UnseenOps(const UnseenOps&) = delete;
+  UnseenOps& operator=(const UnseenOps&) = delete;
+
+  /// Waits until it is over, as far as can be told. Lets go of the GIL meanwhile, now and then.
+  void wait();
+
+  /// The calling thread begins an op that is observed, outside of others that are.
+  static void note_op() noexcept {
+    if (C10_UNLIKELY(waited_for_.load(std::memory_order_relaxed))) {
+      note_thread();
+    }
+  }
+
+ private:
+  enum class Others { kRun, kWantLock, kSleep };
+
+  static void note_thread() noexcept;
+  bool is_past(const std::string& thread) const;
+  Others look();
+
+  static std::atomic<bool> waited_for_;
+
+  bool readable_ = false;
+  std::vector<std::string> threads_; // that may be inside of such an op
+  const std::unique_ptr<PlacesOfThreads> places_; // when this was made; null where nobody knows
+};
 
 } // namespace torch_lms

@@ -1,9 +1,21 @@
 #pragma once
 
+#include <cstdint>
+#include <memory>
 #include <string>
 #include <utility>
 
 namespace torch_lms {
+
+/// Where the Python code of the other threads was at one moment. Made, asked and destroyed with
+/// Python's lock.
+class PlacesOfThreads {
+ public:
+  virtual ~PlacesOfThreads() = default;
+  /// Whether a thread, by the number that the system gives it, has gone on since. False for one
+  /// that had no Python code then, and where that cannot be told.
+  virtual bool has_moved(uint64_t thread) const = 0;
+};
 
 /// What other parts need of Python. The module's initialization fills it in; a program without
 /// an interpreter leaves it as it is.
@@ -15,6 +27,9 @@ struct Interpreter {
   /// Takes Python's lock whether the calling thread holds it or not; what `let_go` is told.
   int (*hold)() = nullptr;
   void (*let_go)(int state) = nullptr;
+  std::unique_ptr<PlacesOfThreads> (*note_places)() = nullptr;
+  /// Whether an address is of Python's own data, where its lock is.
+  bool (*owns_address)(uintptr_t address) = nullptr;
   /// Has `call` run by Python's main thread between two of its instructions, soon.
   /// False if Python cannot now.
   bool (*at_next_instruction)(void (*call)()) = nullptr;

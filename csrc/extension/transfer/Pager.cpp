@@ -37,7 +37,7 @@ void begin_worker() {
 
 Pager::Pager(Devices& devices) : devices_(devices), state_(&begin_worker) {}
 
-EntityPtr Pager::make_entity(c10::StorageImpl& storage, bool by_hand) {
+EntityPtr Pager::make_entity(c10::StorageImpl& storage, bool by_hand, bool inside_op) {
   Device* device = has_bytes(storage) ? devices_.find(storage.device()) : nullptr;
   if (why_not_movable(storage, device) != nullptr) {
     return nullptr;
@@ -53,10 +53,11 @@ EntityPtr Pager::make_entity(c10::StorageImpl& storage, bool by_hand) {
       storage,
       *device,
       storage.nbytes(),
-      by_hand ? OpClock::get().tick() : observed_since_.load(std::memory_order_acquire));
+      by_hand || inside_op ? OpClock::get().tick()
+                           : observed_since_.load(std::memory_order_acquire));
 }
 
-EntityPtr Pager::find_or_track(c10::StorageImpl& storage, bool by_hand) {
+EntityPtr Pager::find_or_track(c10::StorageImpl& storage, bool by_hand, bool inside_op) {
   if (EntityPtr entity = state_.table.find(storage)) {
     return entity;
   }
@@ -64,8 +65,8 @@ EntityPtr Pager::find_or_track(c10::StorageImpl& storage, bool by_hand) {
     look_for_all(); // before anybody can miss it
   }
   EntityPtr made;
-  EntityPtr entity =
-      state_.table.find_or_make(storage, [&] { return made = make_entity(storage, by_hand); });
+  EntityPtr entity = state_.table.find_or_make(
+      storage, [&] { return made = make_entity(storage, by_hand, inside_op); });
   note_made(made);
   return entity;
 }
@@ -73,8 +74,8 @@ EntityPtr Pager::find_or_track(c10::StorageImpl& storage, bool by_hand) {
 EntityPtr Pager::fix(c10::StorageImpl& storage) {
   look_for_all();
   EntityPtr made;
-  EntityPtr entity =
-      state_.table.fix(storage, [&] { return made = make_entity(storage, /*by_hand=*/true); });
+  EntityPtr entity = state_.table.fix(
+      storage, [&] { return made = make_entity(storage, /*by_hand=*/true, /*inside_op=*/false); });
   note_made(made);
   return entity;
 }

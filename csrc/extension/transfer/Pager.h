@@ -59,8 +59,9 @@ class Pager final : public StorageEvents {
                : nullptr;
   }
   /// The same, or a new one; null if the storage cannot move. `by_hand`: smaller storages than
-  /// automatic mode looks for may be entities from now on.
-  EntityPtr find_or_track(c10::StorageImpl& storage, bool by_hand);
+  /// automatic mode looks for may be entities from now on. `inside_op`: an op that the calling
+  /// thread runs may have made the storage, and use it without having pinned it.
+  EntityPtr find_or_track(c10::StorageImpl& storage, bool by_hand, bool inside_op = false);
   /// The same by hand, and it is pinned until `unfix`.
   EntityPtr fix(c10::StorageImpl& storage);
   /// Returns false if it has not been.
@@ -177,7 +178,7 @@ class Pager final : public StorageEvents {
   }
 
  private:
-  EntityPtr make_entity(c10::StorageImpl& storage, bool by_hand);
+  EntityPtr make_entity(c10::StorageImpl& storage, bool by_hand, bool inside_op);
   void note_made(const EntityPtr& entity);
   AccessResult access(const EntityPtr& entity);
 

@@ -259,6 +259,37 @@ TEST(servers_share_weights_under_a_limit) {
   weights.clear();
 }
 
+/// The outer op may have its address, which it has not shown anybody.
+TEST(what_an_op_has_made_inside_of_itself_waits_for_its_end_when_another_thread_wants_it_out) {
+  const Limited limited(64 * kMiB);
+  const at::Tensor input = tensor_of(3);
+  const at::Tensor made = [] {
+    const at::DisableRecordFunctionGuard inside_of_an_op;
+    return tensor_of(4);
+  }();
+  const auto must_wait = [](const at::Tensor& tensor) {
+    const EntityPtr entity =
+        lms().lookup.find_for_address(*tensor.storage().unsafeGetStorageImpl());
+    REQUIRE(entity != nullptr);
+    bool waits = false;
+    std::thread([&] {
+      REQUIRE(entity->request_pageout());
+      waits = entity->pageout_must_wait();
+    }).join();
+    AccessResult result = AccessResult::kResident;
+    entity->touch(&result); // called off
+    CHECK(result == AccessResult::kCancelledPageout);
+    return waits;
+  };
+  CHECK(!must_wait(input));
+  {
+    const RecordedOp op("some::op", {});
+    CHECK(!must_wait(input)); // it was known before the op began
+    CHECK(must_wait(made));
+  }
+  CHECK(!must_wait(made));
+}
+
 TEST(an_op_that_waits_for_room_does_not_wait_for_what_waits_for_it) {
   const Limited limited(4 * kMiB);
   std::vector<at::Tensor> tensors;
