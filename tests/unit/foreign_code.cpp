@@ -2,6 +2,7 @@
 // there are.
 
 #include <algorithm>
+#include <atomic>
 #include <string>
 #include <utility>
 #include <vector>
@@ -219,14 +220,30 @@ void fill_in_op(const at::Tensor& tensor, double value) {
   std::fill(data, data + tensor.numel(), static_cast<float>(value));
 }
 
+std::atomic<int64_t> last_turn{0};
+
+/// Takes and lets go of Python's lock in each turn, as PyTorch's ops do where they copy a tensor.
+double sum_in_op(const at::Tensor& tensor, int64_t turns) {
+  const float* data = tensor.const_data_ptr<float>();
+  double sum = 0;
+  for (int64_t turn = 1; turn <= turns; ++turn) {
+    sum += sum_of(data, tensor.numel());
+    const pybind11::gil_scoped_acquire gil;
+    last_turn = turn;
+  }
+  return sum;
+}
+
 } // namespace
 
 TORCH_LIBRARY(torch_lms_foreign, library) {
   library.def("fill(Tensor(a!) tensor, float value) -> ()");
+  library.def("sum(Tensor tensor, int turns) -> float");
 }
 
 TORCH_LIBRARY_IMPL(torch_lms_foreign, CPU, library) {
   library.impl("fill", &fill_in_op);
+  library.impl("sum", &sum_in_op);
 }
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
@@ -246,4 +263,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("written_around", &written_around);
   module.def("lent_sum", &lent_sum);
   module.def("handed_out_sum", &handed_out_sum);
+  module.def("begin_turns", [] { last_turn = 0; });
+  module.def("last_turn", [] { return last_turn.load(); });
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from types import ModuleType
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 import torch_lms
 from tests.conftest import settle
+from tests.unit.foreign_code import load, needs_compiler
 from tests.unit.fresh_process import in_fresh_process
 from torch_lms._core import core
 from torch_lms.errors import PageoutError
@@ -43,48 +45,40 @@ def test_a_pageout_waits_for_ops_that_began_unseen(paged: ModuleType) -> None:
     assert wrong == []
 
 
-@torch.library.custom_op("torch_lms_tests::slow_in_python", mutates_args=())
-def slow_in_python(a: torch.Tensor) -> torch.Tensor:
-    inside.set()
-    for _ in range(400_000):  # all the while it has Python's lock, or waits for it
-        pass
-    ended.append(a.numel())
-    return torch.empty(1)
-
-
-inside, ended = threading.Event(), list[int]()
-
-
+@needs_compiler
 @pytest.mark.parametrize("others", [0, 2])
-def test_a_pageout_waits_for_an_op_that_waits_for_python_s_lock(others: int, paged: ModuleType, chaos: bool) -> None:
-    tensor, stop = torch.full((NUMEL,), 3.0), threading.Event()
+def test_a_pageout_waits_for_an_op_that_wants_python_s_lock(others: int, paged: ModuleType, chaos: bool) -> None:
+    foreign, turns = load(), 300
+    tensor, stop, sums = torch.full((NUMEL,), 3.0), threading.Event(), list[float]()
+
+    def run_op() -> None:
+        sums.append(torch.ops.torch_lms_foreign.sum(tensor, turns))
 
     def run_ops() -> None:
         while not stop.is_set():
             torch.ones(1).sum()
 
     def run_python() -> None:
-        count = 0
         while not stop.is_set():
-            count += 1
+            pass
 
     for _ in range(5):
         settle()
         assert chaos or not core.observing_ops()
-        inside.clear()
-        ended.clear()
         stop.clear()
-        busy = [threading.Thread(target=target) for target in (run_ops, run_python)[:others]]
-        for thread in (*busy, slow := threading.Thread(target=slow_in_python, args=(tensor,))):
+        foreign.begin_turns()
+        threads = [threading.Thread(target=target) for target in (run_op, *(run_ops, run_python)[:others])]
+        for thread in threads:
             thread.start()
-        inside.wait()
+        while foreign.last_turn() == 0:
+            time.sleep(0)
         paged.pageout(tensor)
-        is_over = bool(ended)
+        reached = foreign.last_turn()
         stop.set()
-        for thread in (*busy, slow):
+        for thread in threads:
             thread.join()
-        assert chaos or is_over  # in chaos mode the op is seen, and its end is not waited for
-        assert tensor.sum().item() == 3.0 * NUMEL
+        assert chaos or reached == turns  # in chaos mode the op is seen, and its end is not waited for
+    assert sums == [3.0 * NUMEL * turns] * 5
 
 
 def test_ops_stay_observed_beside_other_threads_until_all_is_brought_back(paged: ModuleType, chaos: bool) -> None:
