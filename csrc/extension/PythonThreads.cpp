@@ -35,6 +35,23 @@ bool owns_address(uintptr_t address) {
 
 #if PY_VERSION_HEX >= 0x030B0000 // before it Python does not know the system's numbers
 
+/// To look at frames makes objects. No garbage is collected for that: the program's finalizers
+/// would run here, in the middle of a wait, and may ask for page-outs themselves.
+class NoCollection {
+ public:
+  NoCollection() noexcept : enabled_(PyGC_Disable() != 0) {}
+  ~NoCollection() {
+    if (enabled_) {
+      PyGC_Enable();
+    }
+  }
+  NoCollection(const NoCollection&) = delete;
+  NoCollection& operator=(const NoCollection&) = delete;
+
+ private:
+  const bool enabled_;
+};
+
 py::object frame_of(PyThreadState* thread) {
   return py::reinterpret_steal<py::object>(
       reinterpret_cast<PyObject*>(PyThreadState_GetFrame(thread)));
@@ -66,6 +83,7 @@ void visit_threads(const Visit& visit) {
 class Places final : public PlacesOfThreads {
  public:
   Places() {
+    const NoCollection looking;
     visit_threads([&](PyThreadState* thread) {
       if (const py::object frame = frame_of(thread)) {
         places_[thread->native_thread_id] = {frame.ptr(), instruction_of(frame)};
@@ -74,6 +92,7 @@ class Places final : public PlacesOfThreads {
   }
 
   bool has_moved(uint64_t number) const override {
+    const NoCollection looking;
     const auto place = places_.find(number);
     bool moved = place != places_.end(); // also where it has ended
     visit_threads([&](PyThreadState* thread) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from types import ModuleType
@@ -79,6 +80,48 @@ def test_a_pageout_waits_for_an_op_that_wants_python_s_lock(others: int, paged: 
             thread.join()
         assert chaos or reached == turns  # in chaos mode the op is seen, and its end is not waited for
     assert sums == [3.0 * NUMEL * turns] * 5
+
+
+class PagesOutAtItsEnd:
+    """Which is when Python collects garbage: it refers to itself."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+    def __del__(self) -> None:
+        torch_lms.pageout(torch.ones(NUMEL))
+
+
+def test_finalizers_page_out_beside_a_wait_for_ops(paged: ModuleType) -> None:
+    tensor, stop = torch.full((NUMEL,), 3.0), threading.Event()
+
+    def wait_below(depth: int) -> bool:
+        return wait_below(depth - 1) if depth > 0 else stop.wait(0.001)
+
+    def run_python() -> None:
+        while not wait_below(30):
+            pass
+
+    threads = [threading.Thread(target=run_python) for _ in range(2)]
+    thresholds = gc.get_threshold()
+    for thread in threads:
+        thread.start()
+    try:
+        for objects in range(5, 60, 5):
+            gc.disable()
+            PagesOutAtItsEnd()
+            gc.set_threshold(gc.get_count()[0] + objects)  # soon: a look at a thread makes one for each function
+            gc.enable()
+            paged.pageout(tensor)
+            paged.wait()
+            assert tensor.sum().item() == 3.0 * NUMEL
+            core.pagein_all()  # so that the next one waits for ops again
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.enable()
+        stop.set()
+        for thread in threads:
+            thread.join()
 
 
 def test_ops_stay_observed_beside_other_threads_until_all_is_brought_back(paged: ModuleType, chaos: bool) -> None:

@@ -4,14 +4,12 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <mutex>
 #include <new>
-#include <set>
 #include <thread>
 
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -33,6 +31,7 @@ struct CloseFolder {
 /// The threads that have begun an observed op since somebody waits.
 struct Seen {
   std::mutex mutex;
+  bool open = false; // somebody waits
   std::set<std::string> threads;
 };
 
@@ -72,11 +71,20 @@ bool runs(const std::string& stat) {
   return state == 'R' || state == 'D';
 }
 
-/// Of a thread that sleeps: whether it does in one of the locks of Python's own. Where the system
-/// does not tell it might.
+/// Whether the system tells what a thread sleeps in: some sandboxes do not.
+bool tells_of_sleep() {
+  static const bool tells = [] {
+    int error = 0;
+    read_of(own_name(), "syscall", &error);
+    return error == 0;
+  }();
+  return tells;
+}
+
+/// Of a thread that sleeps: whether it does in one of the locks of Python's own.
 bool wants_lock(const std::string& thread) {
   const auto is_own = interpreter().owns_address;
-  if (is_own == nullptr) {
+  if (is_own == nullptr || !tells_of_sleep()) {
     return false;
   }
   int error = 0;
@@ -94,21 +102,17 @@ bool wants_lock(const std::string& thread) {
 std::atomic<bool> UnseenOps::waited_for_{false};
 
 UnseenOps::UnseenOps()
-    : places_(interpreter().note_places != nullptr ? interpreter().note_places() : nullptr) {
-  const std::string self = own_name();
-  const std::unique_ptr<DIR, CloseFolder> folder(opendir("/proc/self/task"));
-  readable_ = folder != nullptr;
-  while (const dirent* entry = readable_ ? readdir(folder.get()) : nullptr) {
-    if (entry->d_name[0] != '.' && entry->d_name != self) {
-      threads_.emplace_back(entry->d_name);
-    }
-  }
+    : self_(own_name()),
+      places_(interpreter().note_places != nullptr ? interpreter().note_places() : nullptr) {
+  const std::lock_guard<std::mutex> lock(seen().mutex);
+  seen().open = true;
   waited_for_.store(true, std::memory_order_relaxed);
 }
 
 UnseenOps::~UnseenOps() {
-  waited_for_.store(false, std::memory_order_relaxed);
   const std::lock_guard<std::mutex> lock(seen().mutex);
+  waited_for_.store(false, std::memory_order_relaxed);
+  seen().open = false; // who is about to note something is too late
   seen().threads.clear();
 }
 
@@ -120,37 +124,52 @@ void UnseenOps::note_thread() noexcept {
   }
   try {
     const std::lock_guard<std::mutex> lock(seen().mutex);
-    seen().threads.insert(own_name());
+    if (seen().open) {
+      seen().threads.insert(own_name());
+    }
   } catch (const std::bad_alloc&) { // for a few bytes: it is waited for a little longer
   }
 }
 
-bool UnseenOps::is_past(const std::string& thread) const {
+bool UnseenOps::is_past(const std::string& thread) {
+  if (past_.count(thread) != 0) {
+    return true;
+  }
+  bool is = false;
   {
     const std::lock_guard<std::mutex> lock(seen().mutex);
-    if (seen().threads.count(thread) != 0) {
-      return true;
-    }
+    is = seen().threads.count(thread) != 0;
   }
-  return places_ != nullptr && places_->has_moved(std::strtoul(thread.c_str(), nullptr, 10));
+  if (is || (places_ != nullptr && places_->has_moved(std::strtoul(thread.c_str(), nullptr, 10)))) {
+    past_.insert(thread);
+    return true;
+  }
+  return false;
 }
 
+void UnseenOps::look_at(const std::string& thread, Others* others) {
+  int error = 0;
+  const std::string stat = read_of(thread, "stat", &error);
+  if (has_ended(error) || is_past(thread)) {
+    return;
+  }
+  if (error != 0 || runs(stat)) {
+    others->run = true;
+  } else if (wants_lock(thread)) {
+    others->want_lock = true;
+  }
+}
+
+/// Also those that are there since the wait has begun: an op may have started them.
 UnseenOps::Others UnseenOps::look() {
-  Others others = readable_ ? Others::kSleep : Others::kRun;
-  const auto is_out = [&](const std::string& thread) {
-    int error = 0;
-    const std::string stat = read_of(thread, "stat", &error);
-    if (has_ended(error) || is_past(thread)) {
-      return true;
+  Others others;
+  const std::unique_ptr<DIR, CloseFolder> folder(opendir("/proc/self/task"));
+  others.run = folder == nullptr;
+  while (const dirent* entry = folder != nullptr ? readdir(folder.get()) : nullptr) {
+    if (entry->d_name[0] != '.' && entry->d_name != self_) {
+      look_at(entry->d_name, &others);
     }
-    if (error != 0 || runs(stat)) {
-      others = Others::kRun;
-    } else if (others == Others::kSleep && wants_lock(thread)) {
-      others = Others::kWantLock;
-    }
-    return false;
-  };
-  threads_.erase(std::remove_if(threads_.begin(), threads_.end(), is_out), threads_.end());
+  }
   return others;
 }
 
@@ -159,11 +178,11 @@ void UnseenOps::wait() {
   // Twice: while a thread is looked at, one that has been seen asleep may be woken by it.
   for (int quiet = 0; quiet < 2 && Clock::now() < deadline;) {
     const Others others = look();
-    quiet = others == Others::kSleep ? quiet + 1 : 0;
-    if (others == Others::kRun) {
-      std::this_thread::sleep_for(kBetweenLooks);
-    } else if (others == Others::kWantLock) {
+    quiet = others.run || others.want_lock ? 0 : quiet + 1;
+    if (others.want_lock) {
       const WithoutGil they_go_on;
+      std::this_thread::sleep_for(kBetweenLooks);
+    } else if (others.run) {
       std::this_thread::sleep_for(kBetweenLooks);
     }
   }

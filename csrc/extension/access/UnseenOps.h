@@ -2,8 +2,8 @@
 
 #include <atomic>
 #include <memory>
+#include <set>
 #include <string>
-#include <vector>
 
 #include <c10/macros/Macros.h>
 #include <extension/base/Interpreter.h>
@@ -22,7 +22,8 @@ namespace torch_lms {
 /// only a Python variable refers to, it takes the lock. So such threads are let go on for a moment,
 /// again and again, until each has been seen elsewhere: it sleeps for another reason, has ended,
 /// its Python code has moved on from the call that it was in, or it has begun an op that is
-/// observed and that no other op has called.
+/// observed and that no other op has called. They are let go on whoever else runs: else a thread
+/// that computes for long would keep an op from its end.
 ///
 /// Who asks for the same at that time waits as well. Ops stay observed from then on, so that it is
 /// waited for once: until all is brought back, or for as long as to observe them costs less than to
@@ -50,16 +51,21 @@ class UnseenOps {
   }
 
  private:
-  enum class Others { kRun, kWantLock, kSleep };
+  /// What those do that may be inside of such an op.
+  struct Others {
+    bool run = false;
+    bool want_lock = false;
+  };
 
   static void note_thread() noexcept;
-  bool is_past(const std::string& thread) const;
+  bool is_past(const std::string& thread);
+  void look_at(const std::string& thread, Others* others);
   Others look();
 
   static std::atomic<bool> waited_for_;
 
-  bool readable_ = false;
-  std::vector<std::string> threads_; // that may be inside of such an op
+  const std::string self_;
+  std::set<std::string> past_; // that have been seen elsewhere
   const std::unique_ptr<PlacesOfThreads> places_; // when this was made; null where nobody knows
 };
 
