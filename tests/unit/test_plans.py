@@ -69,27 +69,25 @@ def test_a_planned_program_is_bit_equal_within_its_limit(program: str) -> None:
 @counts_exactly
 @one_thread()
 def test_an_op_that_is_another_once_costs_no_other_step_its_plan() -> None:
-    begin, odd_step = PROGRAMS["adversarial"], STEPS - 5
+    begin = PROGRAMS["adversarial"]
     hooks: list[RemovableHandle] = []
 
-    def odd_once() -> Step:
-        step = begin()
-
-        def copy_once(_module: nn.Module, _given: object, made: torch.Tensor) -> torch.Tensor:
-            hooks.pop().remove()
-            return made.clone()
-
-        def stepped(number: int) -> list[torch.Tensor]:
-            if number == odd_step:
-                hooks.append(nn.modules.module.register_module_forward_hook(copy_once))
-            return step(number)
-
-        return stepped
+    def copy_once(_module: nn.Module, _given: object, made: torch.Tensor) -> torch.Tensor:
+        hooks.pop().remove()
+        return made.clone()
 
     on(limit_for(begin))
-    shares = []
-    for _ in run(odd_once):
+    step, shares, odd_step = begin(), list[float](), 0
+    for number in range(3 * STEPS):  # on a slow machine the last plan may come late
+        if odd_step == 0 and min(shares[-4:], default=0) > 0.95:
+            odd_step = number
+            hooks.append(nn.modules.module.register_module_forward_hook(copy_once))
+        step(number)
+        wait_for_planner()
         shares.append(core.share_in_step())
+        if odd_step != 0 and number == odd_step + 4:
+            break
+    assert odd_step != 0
     assert min(shares[odd_step:]) > 0.95
 
 
