@@ -3,8 +3,8 @@
 #include <dlfcn.h>
 #include <link.h>
 
-#include <algorithm>
 #include <map>
+#include <memory>
 #include <utility>
 
 #include <pybind11/pybind11.h>
