@@ -2,12 +2,12 @@
 
 There every access to a storage brings it back by itself, whoever makes it, so nothing has to be watched here: the
 functions give the fork's operators (``csrc/fork/aten/src/ATen/native/StorageSwap.cpp``) the arguments and errors of
-the extension's. What the fork does not have, automatic mode above all, is refused in words.
+the extension's. What the fork does not have, plans above all, is refused in words.
 
 Note [Whose environment it is]
     The fork pages while its one environment is open. Here it is opened by the first call that needs it, and closed when
-    everything is paged in, unless the program has opened it by itself (``torch.cuda.create_swap_env``): then it is the
-    program's to close.
+    everything is paged in and no limit holds, unless the program has opened it by itself
+    (``torch.cuda.create_swap_env``): then it is the program's to close.
 
 Note [Operators that are no ops]
     The fork's functions are operators, and PyTorch shows operators to traces, to modes and to classes of tensors. A
@@ -33,6 +33,8 @@ from torch_lms._torch_compat import is_storage
 __all__ = [
     "configure_host",
     "count_cpu_allocations",
+    "disable",
+    "enable",
     "has_cuda",
     "has_materializer",
     "hold_pageins",
@@ -64,6 +66,7 @@ _torch_c: Any = torch._C
 _lock = threading.RLock()
 _opening = 0  # the number of the opening that was made here
 _host_limit_bytes = 0
+_limited = False  # automatic mode is on
 _orphaned = False
 
 _ERRORS: dict[str, type[errors.LmsError]] = {
@@ -81,14 +84,14 @@ def is_here() -> bool:
 
 def is_complete() -> bool:
     """Whether they are those that this module was written for."""
-    return all(hasattr(_operators, name) for name in ("pageout", "stats", "take_error_kind", "times_opened"))
+    return all(hasattr(_operators, name) for name in ("set_limit", "take_error_kind", "times_opened"))
 
 
 def refuse(what: str, instead: str) -> NoReturn:
     """Says that the fork has no such thing."""
     raise errors.LmsError(
         f"expected the extension of torch_lms for {what}, found the runtime of a PyTorch with the fork's patches "
-        f"({torch.__version__}), which pages by hand alone; {instead}"
+        f"({torch.__version__}), which pages by hand and on demand alone; {instead}"
     )
 
 
@@ -120,13 +123,23 @@ def state(storage: Any) -> str:
 
 
 def pin(storage: Any) -> None:
-    """Not in the fork."""
-    refuse("pin", "leave the tensor out of what you page out: nothing else moves it")
+    """Keeps a storage on its device."""
+    _pin("pin", storage)
 
 
 def unpin(storage: Any) -> None:
-    """Not in the fork."""
-    refuse("unpin", "nothing has been pinned")
+    """Undoes one `pin`."""
+    _pin("unpin", storage)
+
+
+def _pin(operator: str, storage: Any) -> None:
+    state(storage)  # raises for what has no storage
+    with _Hidden():
+        tensor = _tensor(storage)
+    try:
+        _call(operator, tensor)
+    except RuntimeError as error:
+        raise errors.LmsError(str(error)) from None
 
 
 def _enqueue(operator: str, storages: Sequence[Any], start: bool = False) -> int:
@@ -194,7 +207,7 @@ def pagein_all() -> None:
     """Brings everything to its device. See Note [Whose environment it is]."""
     _check_not_forked()
     with _lock:
-        if _call("is_open") and _call("times_opened") == _opening:
+        if not _limited and _call("is_open") and _call("times_opened") == _opening:
             _call("close_env")
         else:
             _call("pagein_all")
@@ -270,6 +283,45 @@ class _Hidden:
             _torch_c._set_tracing_state(self._traced)
 
 
+# --- automatic mode -------------------------------------------------------------------------------------
+
+
+def enable(device: str, limit_bytes: int, min_bytes: int) -> None:
+    """Keeps a device within a limit: what no op has used for longest goes out. See ``SwapLimit.h``."""
+    global _limited
+    _check_not_forked()
+    with _lock:
+        if _call("is_open") and _call("times_opened") != _opening:
+            raise errors.EnvError(
+                "expected no open swap environment where automatic mode begins, found the program's own; call "
+                "torch.cuda.close_swap_env() first: automatic mode opens one by itself"
+            )
+        with _open_environment():
+            try:
+                _call("set_limit", device, min(limit_bytes, _usable_bytes(device)), min_bytes)
+            except RuntimeError as error:
+                raise errors.LimitError(str(error)) from None
+            _limited = True
+
+
+def disable() -> None:
+    """Ends all limits and brings everything to its device."""
+    global _limited
+    _check_not_forked()
+    with _lock:
+        _call("clear_limits")
+        _limited = False
+        pagein_all()
+
+
+def _usable_bytes(device: str) -> int:
+    """What a limit may be at most: PyTorch 1.13's allocator finds no room in pieces of free memory."""
+    if device == "cpu":
+        return total_bytes(device)
+    free_bytes, _ = torch.cuda.mem_get_info(torch.device(device))
+    return (free_bytes + torch.cuda.memory_reserved(device)) * 9 // 10
+
+
 # --- host, devices, figures -----------------------------------------------------------------------------
 
 
@@ -302,8 +354,9 @@ def stats(reset: bool = False) -> dict[str, int]:
     """The fork's counters, and CUDA's of the memory that tensors hold."""
     _check_not_forked()
     values = {str(name): int(value) for name, value in _call("stats", reset).items()}
-    # What cannot happen: there is no limit to keep to, and no access that the host copy serves.
-    values.update(host_served=0, dropped_bytes=0, limit_exceeded=0, allocation_retries=0, wait_us=0, limit_bytes=0)
+    values.update((str(name), int(value)) for name, value in _call("limit_stats", reset).items())
+    # What cannot happen: no access is served by the host copy, and nothing is dropped.
+    values.update(host_served=0, dropped_bytes=0, allocation_retries=0)
     values.update(recomputable_bytes=0, recomputed_bytes=0, recomputations=0)
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     values["allocated_bytes"] = sum(torch.cuda.memory_allocated(device) for device in devices)

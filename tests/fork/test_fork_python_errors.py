@@ -95,20 +95,30 @@ def test_a_missing_directory_for_spill_files_is_a_spill_error() -> None:
     assert ended.stdout.startswith("spill expected ")
 
 
-def test_automatic_mode_is_refused_in_words() -> None:
-    for enable in (lambda: torch_lms.enable("1GiB"), torch_lms.enable):
-        with pytest.raises(errors.LmsError) as caught:
-            enable()
-        check_message(caught.value, "automatic mode", torch.__version__, "SwapEnv")
+def test_plans_are_refused_in_words() -> None:
+    with pytest.raises(errors.LmsError) as caught:
+        torch_lms.enable("1GiB", plan="plan.json")
+    check_message(caught.value, "plans", torch.__version__, "leave plan= out")
     torch_lms.disable()  # nothing to end
     assert not swap.is_enabled()
+
+
+def test_a_limit_of_main_memory_is_refused_in_words() -> None:
+    program = (
+        "import torch_lms, torch_lms.errors as errors\n"
+        "try: torch_lms.enable({'cpu': '1GiB'})\n"
+        "except errors.LimitError as error: print(error)\n"
+        "print(torch_lms.swap.is_enabled())"
+    )
+    ended = run_python(program, TORCH_SWAP_CPU="0")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.startswith("expected a "), ended.stdout
+    assert ended.stdout.endswith("False\n")
 
 
 @pytest.mark.parametrize(
     ("call", "do"),
     [
-        (lambda: torch_lms.pin(torch.ones(3)), "leave the tensor out"),
-        (lambda: swap.unpin(torch.ones(3)), "nothing has been pinned"),
         (swap.count_cpu_allocations, "stock PyTorch"),
         (lambda: torch_lms.chunked, "stock PyTorch"),
         (lambda: torch_lms.fit, "stock PyTorch"),

@@ -342,8 +342,6 @@ def test_attach_keeps_the_forks_names_and_adds_the_others(device: str) -> None:
     torch.cuda.set_limit_lms("1GiB")
     assert torch.cuda.get_limit_lms() == "1GiB"
     assert not torch.cuda.get_enabled_lms()
-    with pytest.raises(errors.LmsError, match="automatic mode"):
-        torch.cuda.set_enabled_lms(True)
 
 
 @pytest.mark.parametrize("functions", [torch.cuda, swap.mlms])

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from torch_lms._core import core, need_extension
+from torch_lms._core import core, need_extension, sees_every_access
 from torch_lms.errors import EnvError, LimitError
 from torch_lms.memory_sizes import parse_bytes
 from torch_lms.plan.document import Plan
@@ -46,6 +46,9 @@ def enable(
     them. A plan is made for the program on one device: the current one, or else the first that was named; the others
     page on demand, and a warning says so. Call it from one thread at a time, while no other is in an op.
 
+    On a PyTorch with the fork's patches all devices page on demand: no plan is made, nothing is recomputed, the
+    optimizers are as they are, and a limit is at most nine tenths of the memory that is free.
+
     Args:
         limit: of each device: bytes, ``"24GiB"``, or ``"50%"`` of the device's memory; or a mapping
             from device to limit. A bare limit is that of the current CUDA device and of those that the
@@ -70,11 +73,13 @@ def enable(
         PlanError: for a plan that cannot be read, is for another device, predicts a peak above the limit, is of
             `torch_lms.fit`, or does what ``swap`` and ``recompute`` do not allow; and where these are not bools.
         LimitError: for a size, a device or a directory that cannot be understood or is not there.
-        EnvError: if a CUDA graph was captured before automatic mode was on.
-        LmsError: in a forked child, and on a PyTorch with the fork's patches, which pages by hand alone.
+        EnvError: if a CUDA graph was captured before automatic mode was on; on the fork, if the program has opened
+            the swap environment by itself.
+        LmsError: in a forked child, and for a plan on a PyTorch with the fork's patches.
     """
     global _enabled, _begun, _limits, _options
-    need_extension("automatic mode", "page with torch_lms.SwapEnv, or use stock PyTorch 2.11 or later")
+    if plan is not None:
+        need_extension("plans", "leave plan= out: what no op has used for longest goes out")
     limits = parse_limits(limit)
     smallest = parse_bytes(min_bytes)
     all_limits = {**(_limits if _enabled else {}), **limits}
@@ -85,23 +90,35 @@ def enable(
         torch.cuda.init()
         if not _enabled:
             _refuse_graphs()
-        if expandable_segments:
+        if expandable_segments and not sees_every_access:
             _expand_segments()
-    intercepts.install()
     _begun = True
-    if swap or recompute or given is not None:
-        planning.begin(wishes, given)
+    if sees_every_access:
+        for device, limit_bytes in limits.items():
+            core.enable(device, limit_bytes, smallest)
     else:
-        planning.leave()
-    for device, limit_bytes in limits.items():
-        core.enable(device, limit_bytes, smallest)
-        if core.memory_report(device)["allocated_bytes"] > limit_bytes:
-            discovery.make_known()  # nobody has watched what was made until now
-    optimizers.install(all_limits)
+        _begin_plans(wishes, given)
+        _observe(limits, smallest)
+        optimizers.install(all_limits)
     _limits = all_limits
     _options = {"min_bytes": min_bytes, "swap": swap, "recompute": recompute}
     _options["expandable_segments"] = expandable_segments
     _enabled = True
+
+
+def _begin_plans(wishes: planning.Wishes, given: Plan | None) -> None:
+    intercepts.install()
+    if wishes.swap or wishes.recompute or given is not None:
+        planning.begin(wishes, given)
+    else:
+        planning.leave()
+
+
+def _observe(limits: Mapping[str, int], min_bytes: int) -> None:
+    for device, limit_bytes in limits.items():
+        core.enable(device, limit_bytes, min_bytes)
+        if core.memory_report(device)["allocated_bytes"] > limit_bytes:
+            discovery.make_known()  # nobody has watched what was made until now
 
 
 def present_limits() -> dict[str | torch.device, int | str]:

@@ -96,7 +96,7 @@ def pin(tensor: Pageable) -> None:
 
     For storages whose address has been given away (to another library, a captured graph, a
     kernel that runs on its own). Storages handed to numpy or DLPack while paging is on are
-    pinned by themselves. Each `pin` needs a `torch_lms.swap.unpin` of its own. Without room on the device
+    pinned by themselves, but on a PyTorch with the fork's patches. Each `pin` needs a `torch_lms.swap.unpin` of its own. Without room on the device
     the storage stays on the host, and comes in when there is room.
 
     Args:
@@ -104,7 +104,7 @@ def pin(tensor: Pageable) -> None:
 
     Raises:
         PageoutError: for a tensor without a storage (a sparse one, a wrapper).
-        LmsError: in a forked child, and on a PyTorch with the fork's patches.
+        LmsError: in a forked child.
     """
     core.pin(tensor)
 

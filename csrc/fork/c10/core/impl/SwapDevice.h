@@ -61,6 +61,11 @@ class C10_API SwapDevice {
     return capturing();
   }
 
+  /// What the allocator has given out, in bytes; less than 0 where it does not count.
+  virtual int64_t allocated_bytes() const {
+    return -1;
+  }
+
   /// The limit of the host memory for paged-out bytes, which devices of a type share; 0
   /// for a part of what the machine has.
   virtual void set_host_limit(size_t limit_bytes) = 0;

@@ -96,6 +96,11 @@ class C10_API SwapEnvironment {
 
   SwapStats stats();
 
+  /// What tensors hold of a device; less than 0 where its allocator does not count.
+  int64_t allocated_bytes(Device device) {
+    return find_device(device).allocated_bytes();
+  }
+
   /// Around a fork, for `pthread_atfork`. See Note [Threads at a fork].
   void prepare_fork();
   void after_fork_in_parent() noexcept;

@@ -133,6 +133,11 @@ class CudaSwapDevice final : public c10::impl::SwapDevice {
     return cuda_->captures_on_noted();
   }
 
+  int64_t allocated_bytes() const override {
+    const auto all = static_cast<size_t>(allocator::StatType::AGGREGATE);
+    return allocator::getDeviceStats(index_).allocated_bytes[all].current;
+  }
+
   void set_host_limit(size_t limit_bytes) override {
     pinned_pool()->set_limit(
         limit_bytes != 0 ? limit_bytes : torch_lms::default_host_limit_bytes());

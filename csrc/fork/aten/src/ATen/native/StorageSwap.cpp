@@ -3,6 +3,7 @@
 #include <utility>
 
 #include <ATen/core/Tensor.h>
+#include <ATen/native/SwapLimit.h>
 #include <c10/core/impl/Error.h>
 #include <c10/core/impl/HostMemory.h>
 #include <c10/core/impl/SwapCounters.h>
@@ -62,13 +63,23 @@ c10::StorageImpl& storage_of(const Tensor& self) {
   return *self.storage().unsafeGetStorageImpl();
 }
 
+bool pageout_unless_pinned(const Tensor& self) {
+  c10::StorageImpl& storage = storage_of(self);
+  if (SwapLimit::get().is_pinned(storage)) {
+    throw torch_lms::PageoutRefused(
+        "expected a tensor that may be paged out, found one that is pinned; call "
+        "torch_lms.swap.unpin first, or page out a copy of it (tensor.clone())");
+  }
+  return environment().pageout(storage);
+}
+
 } // namespace
 
 // The bytes of a tensor are the same wherever they are: to autograd, these two do nothing. They are
 // for all kinds of tensors: what has no device memory is refused in words.
 
 void pageout_manual(const Tensor& self) {
-  environment().pageout(storage_of(self));
+  pageout_unless_pinned(self);
 }
 
 void need_prefetch(const Tensor& self) {
@@ -112,7 +123,7 @@ std::string state(const Tensor& self) {
 // --- for torch_lms -------------------------------------------------------------------
 
 bool pageout(const Tensor& self) {
-  return noting_errors([&] { return environment().pageout(storage_of(self)); });
+  return noting_errors([&] { return pageout_unless_pinned(self); });
 }
 
 bool prefetch(const Tensor& self) {
