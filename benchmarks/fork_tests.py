@@ -25,6 +25,7 @@ FILES = {
     "test_fork_python_layer": [],
     "test_fork_python_errors": [],
     "test_fork_python_bystanders": [],
+    "test_fork_limit": [],
 }
 FILES_CPU = {**FILES, "test_random_pageouts": [], "../stages/test_giving_up": []}  # schedules that a profile has made
 FILES_CUDA = {**FILES, "test_fork_cuda": ["-o", "pythonpath="]}

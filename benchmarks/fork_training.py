@@ -2,7 +2,8 @@
 
 Each row is a process of its own. A paged run must give the plain run's losses and gradients, bit for bit, and is
 compared with the longer of two times: the plain step, and the time that the link needs for what is moved, at the rates
-of plain copies in the same process. The last row has more activations than the GPU has memory: plain, it must fail.
+of plain copies in the same process. Rows with a limit are the plain program behind IBM's names, in a part of the plain
+peak. The last rows have more activations than the GPU has memory: plain, they must fail.
 
 It runs in an environment with the fork's CUDA wheel:
 
@@ -15,10 +16,11 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch_lms
 from torch import nn
 from torch.nn import functional
 
@@ -42,6 +44,7 @@ LEAST_BYTES = 1 << 20  # smaller tensors stay
 UNDER_WAY = 2  # blocks whose backward has been submitted and need not have begun: a page-in's copy waits for them
 fork: Any = torch.cuda  # with the patches' functions
 WAIT_ABOVE = 0.7  # of the GPU's memory
+LIMIT = 0.7  # of the plain peak
 Loss = Callable[[nn.Module], torch.Tensor]
 
 
@@ -52,7 +55,8 @@ class Case:
     Attributes:
         model: its name.
         batch: samples.
-        paged: whether what is saved for the backward leaves.
+        way: plain; paged, where what is saved for the backward leaves by hand; or limit.
+        limit_bytes: with a limit: its size, or 0 for what the GPU has.
         stay: the last modules, of which nothing leaves: the link has the time of the forward for the others.
         warmup: steps that are not timed.
         steps: that are.
@@ -60,8 +64,9 @@ class Case:
 
     model: str
     batch: int
-    paged: bool
+    way: str
     stay: int = 0
+    limit_bytes: int = 0
     warmup: int = 2
     steps: int = 5
 
@@ -73,12 +78,16 @@ class Case:
 
 TITLES = {"gpt": "GPT, 24 layers, hidden 2048, 1024 tokens, fp32", "cnn": "ResNet-50 without cuDNN, 128 x 128, fp32"}
 CASES = [
-    Case("cnn", 128, False, warmup=5, steps=15),
-    Case("cnn", 128, True, stay=8, warmup=5, steps=15),
-    Case("gpt", 8, False),
-    Case("gpt", 8, True, stay=13),
+    Case("cnn", 128, "plain", warmup=5, steps=15),
+    Case("cnn", 128, "paged", stay=8, warmup=5, steps=15),
+    Case("gpt", 8, "plain"),
+    Case("gpt", 8, "paged", stay=13),
 ]
-BEYOND = [Case("gpt", 18, False, warmup=1, steps=2), Case("gpt", 18, True, stay=8, warmup=1, steps=2)]
+BEYOND = [
+    Case("gpt", 18, "plain", warmup=1, steps=2),
+    Case("gpt", 18, "paged", stay=8, warmup=1, steps=2),
+    Case("gpt", 18, "limit", warmup=1, steps=2),
+]
 
 
 def gpt(batch: int) -> tuple[nn.Sequential, Loss]:
@@ -201,13 +210,17 @@ def train(case: Case, news: News) -> Row:
     """Steps of a case: times, peak, losses, and a digest of the last step's gradients."""
     make_deterministic(warn_only=True)
     torch.manual_seed(0)
+    if case.way == "limit":
+        torch_lms.swap.mlms.attach()
+        fork.set_limit_lms(case.limit_bytes or None)
+        fork.set_enabled_lms(True)
     torch.set_default_tensor_type("torch.cuda.FloatTensor")  # no large model is made in main memory
     model, loss_of = {"gpt": gpt, "cnn": cnn}[case.model](case.batch)
     torch.set_default_tensor_type("torch.FloatTensor")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     out_rate, in_rate = link_rates()
     activations = None
-    if case.paged:
+    if case.way == "paged":
         fork.create_swap_env()
         fork.prefetch_all()
         activations = Activations(model, case.stay)
@@ -217,8 +230,7 @@ def train(case: Case, news: News) -> Row:
     for index in range(case.warmup + case.steps):
         if index == case.warmup:
             torch.cuda.reset_peak_memory_stats()
-            if case.paged:
-                fork.swap.stats(reset=True)
+            fork.swap.stats(reset=True)
         torch.cuda.synchronize()
         start = time.perf_counter()
         loss = loss_of(model) if activations is None else activations.forward(loss_of, model)
@@ -233,14 +245,17 @@ def train(case: Case, news: News) -> Row:
         del loss
         news({"steps_done": index + 1, "seconds": seconds[-1]})
     row: Row = {
-        "model": case.title, "way": "paged" if case.paged else "plain",
+        "model": case.title, "way": case.way,
         "step_ms": 1e3 * statistics.median(seconds[case.warmup :]), "steps_ms": [1e3 * one for one in seconds],
         "peak_gib": torch.cuda.max_memory_allocated() / GIB, "losses": losses, "gradients": digest,
         "link_out_gb_per_s": out_rate / 1e9, "link_in_gb_per_s": in_rate / 1e9,
     }  # fmt: skip
-    if case.paged:
+    if case.way != "plain":
         row.update(_paging(case.steps, out_rate, in_rate))
+    if case.way == "paged":
         fork.close_swap_env()
+    if case.way == "limit":
+        row["limit_gib"] = torch_lms.stats().limit_bytes / GIB
     return row
 
 
@@ -257,36 +272,45 @@ def _paging(steps: int, out_rate: float, in_rate: float) -> dict[str, Any]:
 
 
 def compare(result: Result, processes: FreshProcesses, cases: list[Case]) -> None:
-    """Adds the rows of a training, plain and paged, and holds one against the other."""
+    """Adds the rows of a training, plain, paged and with a limit, and holds the others against the first."""
     plain, paged = (processes.call(train, case, seconds=240) for case in cases)
-    bound_ms = max(plain["step_ms"], paged["link_ms"])
-    paged["over_bound"] = paged["step_ms"] / bound_ms
-    result.add(**plain)
-    result.add(**paged)
+    limit_bytes = int(LIMIT * plain["peak_gib"] * GIB)
+    limited = processes.call(train, replace(cases[0], way="limit", limit_bytes=limit_bytes), seconds=240)
     title = cases[0].title
-    for key in ("losses", "gradients"):
-        same = plain[key] == paged[key]
-        result.check(f"{title}: {key} of the paged run are the plain run's bits", "equal", str(same), same)
+    for row in (paged, limited):
+        row["over_bound"] = row["step_ms"] / max(plain["step_ms"], row["link_ms"])
+        for key in ("losses", "gradients"):
+            same = plain[key] == row[key]
+            result.check(f"{title}, {row['way']}: {key} are the plain run's bits", "equal", str(same), same)
+    for row in (plain, paged, limited):
+        result.add(**row)
     over = round(paged["over_bound"], 3)
     what = f"{title}: paged step over the longer of the plain step and the link's time"
     result.check(what, f"at most {MOST_OVER_BOUND}", over, over <= MOST_OVER_BOUND)
     less = paged["peak_gib"] < plain["peak_gib"]
     result.check(f"{title}: paging lowers the peak", "True", str(less), less)
+    kept = limited["peak_gib"] <= limited["limit_gib"]
+    what = f"{title}: peak with a limit, GiB"
+    result.check(what, f"at most {limited['limit_gib']:.1f}", round(limited["peak_gib"], 1), kept)
 
 
 def go_beyond(result: Result, processes: FreshProcesses) -> None:
-    """Adds a training that does not fit: paged it runs, plain it must not."""
-    plain, paged = BEYOND
+    """Adds a training that does not fit: paged or with a limit it runs, plain it must not."""
+    plain, *others = BEYOND
     try:
         ran = f"ran, {processes.call(train, plain, seconds=120)['peak_gib']:.1f} GiB"
     except CallFailedError as error:
         ran = "out of memory" if "out of memory" in str(error) else str(error)[:300]
     result.check(f"{plain.title}: plain", "out of memory", ran, ran == "out of memory")
-    row = processes.call(train, paged, seconds=240)
-    result.add(**row)
     memory = torch.cuda.get_device_properties(0).total_memory / GIB
-    need = row["peak_gib"] + row["out_gib"]
-    result.check(f"{paged.title}: peak and what is out, GiB", f"more than {memory:.1f}", round(need, 1), need > memory)
+    rows = [processes.call(train, case, seconds=240) for case in others]
+    for row in rows:
+        result.add(**row)
+        need = row["peak_gib"] + row["out_gib"]
+        what = f"{plain.title}, {row['way']}: peak and what is out, GiB"
+        result.check(what, f"more than {memory:.1f}", round(need, 1), need > memory)
+    same = rows[0]["losses"] == rows[1]["losses"] and rows[0]["gradients"] == rows[1]["gradients"]
+    result.check(f"{plain.title}: both give the same bits", "True", str(same), same)
 
 
 def main() -> None:

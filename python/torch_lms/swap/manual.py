@@ -96,8 +96,9 @@ def pin(tensor: Pageable) -> None:
 
     For storages whose address has been given away (to another library, a captured graph, a
     kernel that runs on its own). Storages handed to numpy or DLPack while paging is on are
-    pinned by themselves, but on a PyTorch with the fork's patches. Each `pin` needs a `torch_lms.swap.unpin` of its own. Without room on the device
-    the storage stays on the host, and comes in when there is room.
+    pinned by themselves, though not on a PyTorch with the fork's patches. Each `pin` needs a
+    `torch_lms.swap.unpin` of its own. Without room on the device the storage stays on the host, and
+    comes in when there is room.
 
     Args:
         tensor: a tensor or a storage; a view pins the whole storage that it shares.
