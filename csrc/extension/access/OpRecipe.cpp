@@ -190,6 +190,12 @@ bool OpRecipe::follow(const std::shared_ptr<const OpRecipe>& earlier, size_t out
 
 /// `native_dropout_backward(input, mask, scale)` is what `native_dropout` makes of its input.
 bool OpRecipe::finish(const std::vector<at::Tensor>& made) {
+  const auto is_other = [](const at::Tensor& one) {
+    return one.defined() && !is_plain(*one.unsafeGetTensorImpl());
+  };
+  if (std::any_of(made.begin(), made.end(), is_other)) {
+    return false; // a quantized one, say: its bytes alone are not it
+  }
   if (overwrites_ != nullptr) {
     return made.size() == 1 && made[0].defined() && made[0].has_storage() &&
            made[0].unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl() == overwrites_;

@@ -1,9 +1,11 @@
-// Ops that are run again by rules of their own: batch norm, and dropout from its mask.
+// Ops that are run again by rules of their own: batch norm, dropout from its mask, and what makes
+// no plain tensor.
 
 #include <ATen/ops/dropout.h>
 #include <ATen/ops/linspace.h>
 #include <ATen/ops/native_batch_norm.h>
 #include <ATen/ops/native_dropout.h>
+#include <ATen/ops/quantize_per_tensor.h>
 
 #include "made.h"
 
@@ -105,6 +107,15 @@ TEST(dropout_that_draws_nothing_is_no_recipe) {
   CHECK(!drop_out(input, 0.0, true).finished);
   CHECK(!drop_out(input, 1.0, true).finished);
   CHECK(!drop_out(input, 0.5, false).finished);
+}
+
+TEST(what_is_more_than_its_bytes_is_no_recipe) {
+  const Observed observed;
+  const at::Tensor input = tensor_of(3).to(at::kFloat);
+  const Made quantized =
+      made_by([&] { return at::quantize_per_tensor(input, 0.5, 0, at::kQInt8); });
+  REQUIRE(quantized.recipe != nullptr);
+  CHECK(!lms().recipes.finish(quantized.recipe, {quantized.tensor}));
 }
 
 } // namespace
