@@ -11,8 +11,10 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+import torch_lms
+from tests.unit.fresh_process import in_fresh_process
 from tests.unit.paging_states import STATES, Place, round_trip, snapshot
-from torch_lms.errors import PageoutError
+from torch_lms.errors import EnvError, PageoutError
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Anomaly Detection", "ignore:Full backward hook", "ignore:.torch.jit.script. is deprecated"
@@ -200,6 +202,19 @@ def saved_on_cpu(place: Place) -> Any:
     return x.grad, w.grad
 
 
+def mutation_allowed_on_saved_tensors(place: Place) -> Any:
+    x, w = leaves()
+    place([x, w])  # paging may not begin inside
+    with torch.autograd.graph.allow_mutation_on_saved_tensors():
+        hidden = x @ w
+        out = hidden.sin()
+        place([x, w, hidden, out])
+        beside = [torch.zeros_like(hidden) for _ in range(8)]  # where it was
+        hidden.mul_(0.5)
+        (out.cos() + hidden).sum().backward()
+    return beside, hidden, x.grad, w.grad
+
+
 def anomaly_mode(place: Place) -> Any:
     with torch.autograd.detect_anomaly(check_nan=True):
         return backward_after_forward(place)
@@ -303,6 +318,7 @@ PROGRAMS: dict[str, Step] = {
         hooks_that_page_out,
         saved_tensors_hooks,
         saved_on_cpu,
+        mutation_allowed_on_saved_tensors,
         anomaly_mode,
         parameters_swapped,
         gradients_clipped,
@@ -377,3 +393,18 @@ def test_graph_dropped_with_its_tensors_out_leaves_nothing(state: str, paged: Mo
     assert torch.equal(w, leaves()[1])
     if not chaos:
         assert paged.stats().paged_out_bytes == 0
+
+
+def begin_inside_of_allowed_mutation() -> None:
+    with torch.autograd.graph.allow_mutation_on_saved_tensors():
+        saved = torch.randn(4096, requires_grad=True).exp()
+        with pytest.raises(EnvError, match="before it is entered"):
+            torch_lms.enable({"cpu": "1GiB"})
+        assert not torch_lms.swap.is_enabled()
+        saved.sin().sum().backward()
+    torch_lms.enable({"cpu": "1GiB"})
+    torch_lms.disable()
+
+
+def test_paging_does_not_begin_where_saved_tensors_may_be_written() -> None:
+    in_fresh_process(begin_inside_of_allowed_mutation)

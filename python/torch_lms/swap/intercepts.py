@@ -8,6 +8,9 @@ Note [Ways around the dispatcher]
     called off. A compiled graph runs kernels on its inputs' addresses; ``apply_``, ``map_`` and ``map2_`` call Python
     while they go through addresses; what reads and writes files goes through addresses and may call a file that is
     Python's own, while other threads go on: what these are given stays until they end.
+    ``allow_mutation_on_saved_tensors`` finds what an op writes to among what was saved, by address; that changes
+    where a storage went out and came back, and so it is told which storage it is instead. What was saved before
+    it is told so would not be found: paging does not begin inside of it.
     From torch 2.13 on the core notices raw mutable access to paged-out storages by itself; these
     wrappers also cover 2.11 and 2.12, and addresses of resident storages. The fork's runtime notices
     every access, and pages out only what the program names: there, none of this is installed.
@@ -25,8 +28,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import graph
 
 from torch_lms._core import core, sees_every_access
+from torch_lms.errors import EnvError
 
 __all__ = ["install"]
 
@@ -41,13 +46,22 @@ _installed = False
 
 
 def install() -> None:
-    """Watches from now on. No effect when called again; safe in any thread."""
+    """Watches from now on. No effect when called again; safe in any thread.
+
+    Raises:
+        EnvError: inside of ``allow_mutation_on_saved_tensors``, unless it was called before.
+    """
     global _installed
     if _installed or sees_every_access:
         return
     with _lock:
         if _installed:
             return
+        if getattr(graph, "_allow_mutation_on_saved_tensors_enabled", False):
+            raise EnvError(
+                "expected no torch.autograd.graph.allow_mutation_on_saved_tensors around the first call of torch_lms, "
+                "found one; page something or call enable() before it is entered"
+            )
         from torch._inductor.output_code import CompiledFxGraph  # first: it may fail, or be interrupted
 
         _wrap_pinned(torch.Tensor, "numpy")
@@ -67,6 +81,9 @@ def install() -> None:
             _wrap_held(owner, name, _hold_arguments)
         for name in ("save", "save_to_buffer", "_save_for_mobile", "_save_to_buffer_for_mobile"):
             _wrap_held(torch._C.ScriptModule, name, _hold_script_module)
+        for name in ("_get_sid", "_get_tid"):  # private: a version may be without them
+            if hasattr(graph, name):
+                _wrap_identity(name)
         _wrap_exchange()
         _wrap(threading.Thread, "start", _wake)
         _installed = True
@@ -188,6 +205,22 @@ def _wrap_held(owner: type, name: str, hold: Callable[..., Any]) -> None:
         return wrapper
 
     _replace([owner], name, wrap)
+
+
+def _wrap_identity(name: str) -> None:
+    """What saved tensors that may be written are found by: something, the address and the version."""
+
+    def wrap(identify: Callable[[torch.Tensor], tuple[Any, ...]]) -> Callable[[torch.Tensor], tuple[Any, ...]]:
+        def wrapper(tensor: torch.Tensor) -> tuple[Any, ...]:
+            *others, address, version = identify(tensor)
+            if address == 0:
+                return (*others, address, version)
+            storage = tensor.untyped_storage()
+            return (*others, (storage._cdata, address - storage.data_ptr()), version)
+
+        return wrapper
+
+    _replace([graph], name, wrap)
 
 
 def _wrap_exchange() -> None:
