@@ -203,6 +203,15 @@ def test_allocations_can_be_counted_without_a_limit() -> None:
     torch_lms.disable()  # the counting allocator goes with the limit
 
 
+def test_what_there_is_no_memory_for_is_in_no_peak() -> None:
+    torch_lms.swap.count_cpu_allocations()
+    held = torch_lms.stats(reset=True).allocated_bytes
+    with pytest.raises(RuntimeError, match="you tried to allocate"):
+        torch.empty(1 << 50)
+    assert torch_lms.stats().peak_allocated_bytes < held + (1 << 40)
+    assert torch_lms.stats().allocated_bytes < held + (1 << 40)
+
+
 def test_limit_bytes_are_those_of_automatic_mode() -> None:
     assert torch_lms.stats().limit_bytes == 0
     torch_lms.enable({"cpu": "3GiB"})

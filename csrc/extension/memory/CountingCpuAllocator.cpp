@@ -56,11 +56,15 @@ bool CountingCpuAllocator::reserve(size_t nbytes, size_t limit_bytes) noexcept {
     }
   } while (
       !allocated_bytes_.compare_exchange_weak(before, before + nbytes, std::memory_order_relaxed));
-  const size_t now = before + nbytes;
+  return true;
+}
+
+/// To be called once there is a block for what was reserved: what was refused is in no peak.
+void CountingCpuAllocator::note_peak() noexcept {
+  const size_t now = allocated_bytes_.load(std::memory_order_relaxed);
   size_t peak = peak_bytes_.load(std::memory_order_relaxed);
   while (now > peak && !peak_bytes_.compare_exchange_weak(peak, now, std::memory_order_relaxed)) {
   }
-  return true;
 }
 
 void CountingCpuAllocator::reserve_within_limit(Room& room, size_t nbytes) {
@@ -84,8 +88,16 @@ void CountingCpuAllocator::reserve_within_limit(Room& room, size_t nbytes) {
 
 void* CountingCpuAllocator::allocate_block(size_t total_bytes) {
   static_assert(sizeof(Header) <= kHeaderBytes, "the header must fit in front of the data");
-  const bool mapped = total_bytes >= kMappedFromBytes && !in_forked_child();
-  void* block = mapped ? blocks_.allocate(total_bytes) : c10::alloc_cpu(total_bytes);
+  bool mapped = total_bytes >= kMappedFromBytes && !in_forked_child();
+  void* block = nullptr;
+  try {
+    block = mapped ? blocks_.allocate(total_bytes) : nullptr;
+  } catch (const std::bad_alloc&) { // PyTorch's own function says how much was asked for
+  }
+  mapped = block != nullptr;
+  if (!mapped) {
+    block = c10::alloc_cpu(total_bytes);
+  }
   new (block) Header{total_bytes, this, mapped};
   return static_cast<char*>(block) + kHeaderBytes;
 }
@@ -104,6 +116,7 @@ c10::DataPtr CountingCpuAllocator::allocate(size_t nbytes) {
   }
   try {
     void* data = allocate_block(total_bytes);
+    note_peak();
     return {data, data, &free_block, cpu};
   } catch (...) {
     allocated_bytes_.fetch_sub(total_bytes, std::memory_order_relaxed);

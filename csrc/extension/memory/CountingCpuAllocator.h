@@ -56,6 +56,7 @@ class CountingCpuAllocator final : public c10::Allocator {
   static void free_block(void* data);
   void* allocate_block(size_t total_bytes);
   bool reserve(size_t nbytes, size_t limit_bytes) noexcept;
+  void note_peak() noexcept;
   void reserve_within_limit(Room& room, size_t nbytes);
 
   Device& device_;
