@@ -20,17 +20,17 @@ bool on_library_thread() {
 
 } // namespace
 
-EntityPtr EntityLookup::find_or_track(c10::StorageImpl& storage, bool by_hand, bool inside_op)
-    const {
-  return on_library_thread() ? pager_.find(storage)
-                             : pager_.find_or_track(storage, by_hand, inside_op);
+EntityPtr EntityLookup::find_or_track(c10::StorageImpl& storage, FoundBy by) const {
+  return on_library_thread() ? pager_.find(storage) : pager_.find_or_track(storage, by);
 }
 
 EntityPtr EntityLookup::find_for_address(c10::StorageImpl& storage) const {
   const bool tracked = has_bytes(storage) && policy_.tracks(storage.nbytes());
-  return tracked || (has_bytes(storage) && pager_.tracks_by_hand())
-             ? find_or_track(storage, /*by_hand=*/!tracked, this_thread().op != nullptr)
-             : nullptr;
+  if (!tracked && !(has_bytes(storage) && pager_.tracks_by_hand())) {
+    return nullptr;
+  }
+  const FoundBy found = this_thread().op != nullptr ? FoundBy::kInnerOp : FoundBy::kOp;
+  return find_or_track(storage, tracked ? found : FoundBy::kHand);
 }
 
 void EntityLookup::discover(const std::vector<c10::Storage>& storages) const {

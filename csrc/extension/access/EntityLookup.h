@@ -39,7 +39,7 @@ class EntityLookup {
       return frame.recent.find(storage, nbytes, pager_);
     }
     return frame.recent.find_or_track(storage, nbytes, [&] {
-      return find_or_track(storage, /*by_hand=*/false, frame.depth > 1);
+      return find_or_track(storage, frame.depth > 1 ? FoundBy::kInnerOp : FoundBy::kOp);
     });
   }
 
@@ -52,7 +52,7 @@ class EntityLookup {
   void discover(const std::vector<c10::Storage>& storages) const;
 
  private:
-  EntityPtr find_or_track(c10::StorageImpl& storage, bool by_hand, bool inside_op) const;
+  EntityPtr find_or_track(c10::StorageImpl& storage, FoundBy by) const;
 
   Pager& pager_;
   const Policy& policy_;

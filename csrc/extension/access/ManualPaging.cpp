@@ -30,7 +30,7 @@ void ManualPaging::add(PageoutBatch& batch, const c10::Storage& storage) {
   }
   // The program may have given the storage other memory: then the next entity is the one.
   for (EntityPtr entity; entity == nullptr || (entity->replaced() && !entity->used_by_ops());) {
-    entity = pager_.find_or_track(impl, /*by_hand=*/true);
+    entity = pager_.find_or_track(impl, FoundBy::kHand);
     if (entity == nullptr) {
       const char* why = why_not_movable(impl, device);
       refuse(storage, why != nullptr ? why : "it has no bytes");

@@ -37,13 +37,13 @@ void begin_worker() {
 
 Pager::Pager(Devices& devices) : devices_(devices), state_(&begin_worker) {}
 
-EntityPtr Pager::make_entity(c10::StorageImpl& storage, bool by_hand, bool inside_op) {
+EntityPtr Pager::make_entity(c10::StorageImpl& storage, FoundBy by) {
   Device* device = has_bytes(storage) ? devices_.find(storage.device()) : nullptr;
   if (why_not_movable(storage, device) != nullptr) {
     return nullptr;
   }
   // What the limit does not count need not go; and nobody has watched who has taken its address.
-  if (!by_hand && device->limit_bytes() != 0 &&
+  if (by != FoundBy::kHand && device->limit_bytes() != 0 &&
       !device->counts(storage._mutable_data_ptr_no_checks())) {
     return nullptr;
   }
@@ -53,20 +53,19 @@ EntityPtr Pager::make_entity(c10::StorageImpl& storage, bool by_hand, bool insid
       storage,
       *device,
       storage.nbytes(),
-      by_hand || inside_op ? OpClock::get().tick()
-                           : observed_since_.load(std::memory_order_acquire));
+      by == FoundBy::kOp ? observed_since_.load(std::memory_order_acquire) : OpClock::get().tick());
 }
 
-EntityPtr Pager::find_or_track(c10::StorageImpl& storage, bool by_hand, bool inside_op) {
+EntityPtr Pager::find_or_track(c10::StorageImpl& storage, FoundBy by) {
   if (EntityPtr entity = state_.table.find(storage)) {
     return entity;
   }
-  if (by_hand) {
+  if (by == FoundBy::kHand) {
     look_for_all(); // before anybody can miss it
   }
   EntityPtr made;
-  EntityPtr entity = state_.table.find_or_make(
-      storage, [&] { return made = make_entity(storage, by_hand, inside_op); });
+  EntityPtr entity =
+      state_.table.find_or_make(storage, [&] { return made = make_entity(storage, by); });
   note_made(made);
   return entity;
 }
@@ -74,8 +73,8 @@ EntityPtr Pager::find_or_track(c10::StorageImpl& storage, bool by_hand, bool ins
 EntityPtr Pager::fix(c10::StorageImpl& storage) {
   look_for_all();
   EntityPtr made;
-  EntityPtr entity = state_.table.fix(
-      storage, [&] { return made = make_entity(storage, /*by_hand=*/true, /*inside_op=*/false); });
+  EntityPtr entity =
+      state_.table.fix(storage, [&] { return made = make_entity(storage, FoundBy::kHand); });
   note_made(made);
   return entity;
 }

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <atomic>
+#include <cstdint>
 #include <functional>
 #include <string>
 #include <utility>
@@ -22,6 +23,14 @@ enum class Place : uint8_t {
   kDevice,
   kHost, ///< In the host copy, until `EntityStorageImpl::end_service`.
   kNowhere, ///< What was dropped could not be made again: who touches the bytes gets the error.
+};
+
+/// How a storage becomes an entity, which says who may use it without having pinned it. See Note
+/// [Who may still use a storage].
+enum class FoundBy : uint8_t {
+  kOp, ///< Automatic mode looks for it: only ops that began before all were observed.
+  kInnerOp, ///< The same inside of another op, which may have made it: ops that run now.
+  kHand, ///< The program asks for it, whatever its size: ops that run now.
 };
 
 /// Pages storages out and in: the entities of this process, and their use. There is one request
@@ -58,10 +67,8 @@ class Pager final : public StorageEvents {
                ? find(*tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl())
                : nullptr;
   }
-  /// The same, or a new one; null if the storage cannot move. `by_hand`: smaller storages than
-  /// automatic mode looks for may be entities from now on. `inside_op`: an op that the calling
-  /// thread runs may have made the storage, and use it without having pinned it.
-  EntityPtr find_or_track(c10::StorageImpl& storage, bool by_hand, bool inside_op = false);
+  /// The same, or a new one; null if the storage cannot move.
+  EntityPtr find_or_track(c10::StorageImpl& storage, FoundBy by);
   /// The same by hand, and it is pinned until `unfix`.
   EntityPtr fix(c10::StorageImpl& storage);
   /// Returns false if it has not been.
@@ -178,7 +185,7 @@ class Pager final : public StorageEvents {
   }
 
  private:
-  EntityPtr make_entity(c10::StorageImpl& storage, bool by_hand, bool inside_op);
+  EntityPtr make_entity(c10::StorageImpl& storage, FoundBy by);
   void note_made(const EntityPtr& entity);
   AccessResult access(const EntityPtr& entity);
 

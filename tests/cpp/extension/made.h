@@ -97,7 +97,7 @@ Made made_by(Op&& op) {
     made.recipe = next.take();
   }
   c10::StorageImpl& storage = *made.tensor.storage().unsafeGetStorageImpl();
-  made.entity = lms().pager.find_or_track(storage, /*by_hand=*/true);
+  made.entity = lms().pager.find_or_track(storage, torch_lms::FoundBy::kHand);
   if (made.recipe != nullptr && lms().recipes.note_made(made.recipe, {made.tensor})[0] == nullptr) {
     made.recipe = nullptr;
   }

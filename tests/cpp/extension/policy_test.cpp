@@ -89,7 +89,7 @@ TEST(what_has_not_left_after_all_may_go_again) {
   watch.begin(Program::get().device(), options);
   const at::Tensor tensor = tensor_of(3);
   const EntityPtr entity =
-      lms().pager.find_or_track(*tensor.storage().unsafeGetStorageImpl(), /*by_hand=*/true);
+      lms().pager.find_or_track(*tensor.storage().unsafeGetStorageImpl(), FoundBy::kHand);
   watch.note_resident(entity);
   const auto may_go = [&] { return !watch.resident_by_next_use(cycles, 0).empty(); };
   REQUIRE(may_go());

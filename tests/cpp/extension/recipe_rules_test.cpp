@@ -69,7 +69,7 @@ DroppedOut drop_out(const at::Tensor& input, double p, c10::optional<bool> train
   }
   const auto track = [](const at::Tensor& tensor) {
     c10::StorageImpl& storage = *tensor.storage().unsafeGetStorageImpl();
-    return lms().pager.find_or_track(storage, /*by_hand=*/true);
+    return lms().pager.find_or_track(storage, FoundBy::kHand);
   };
   found.made.entity = track(found.made.tensor);
   track(found.mask);

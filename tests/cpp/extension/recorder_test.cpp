@@ -12,7 +12,7 @@ namespace torch_lms {
 namespace {
 
 EntityPtr entity_behind(const at::Tensor& tensor) {
-  return lms().pager.find_or_track(*tensor.storage().unsafeGetStorageImpl(), /*by_hand=*/true);
+  return lms().pager.find_or_track(*tensor.storage().unsafeGetStorageImpl(), FoundBy::kHand);
 }
 
 /// A recorded program, and what a look at every storage after every op finds.

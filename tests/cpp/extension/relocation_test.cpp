@@ -14,7 +14,7 @@ bool anywhere(const void*) {
 }
 
 EntityPtr entity_of_tensor(const at::Tensor& tensor) {
-  return lms().pager.find_or_track(*tensor.storage().unsafeGetStorageImpl(), /*by_hand=*/true);
+  return lms().pager.find_or_track(*tensor.storage().unsafeGetStorageImpl(), FoundBy::kHand);
 }
 
 TEST(a_relocated_storage_has_its_bytes_elsewhere) {
