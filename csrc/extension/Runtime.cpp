@@ -6,6 +6,7 @@
 
 #include <entity/Error.h>
 
+#include <extension/access/NumericState.h>
 #include <extension/base/Fork.h>
 
 namespace torch_lms {
@@ -26,6 +27,7 @@ Runtime::Runtime() {
   };
   watch.hold_callbacks = [] { all->callbacks.hold(); };
   watch.release_callbacks = [] { all->callbacks.release(); };
+  watch.put_back = &WithNumericState::put_back_in_child;
   watch_forks(watch);
 }
 

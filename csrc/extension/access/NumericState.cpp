@@ -1,5 +1,6 @@
 #include <extension/access/NumericState.h>
 
+#include <atomic>
 #include <tuple>
 #include <utility>
 
@@ -73,16 +74,6 @@ Float32Precision found_at(const Float32Level& level, Float32Precision above) {
   return under_ieee == under_tf32 ? under_ieee : Float32Precision::NONE;
 }
 
-/// What is set at each level itself. See Note [Inherited precisions].
-NumericState::Float32 float32_as_set() {
-  NumericState::Float32 found{};
-  for (size_t i = 0; i < found.size(); ++i) {
-    const Float32Level& level = kFloat32[i];
-    found[i] = level.parent == i ? seen(level) : found_at(level, found[level.parent]);
-  }
-  return found;
-}
-
 void set_reduction(
     at::CuBLASReductionOption option,
     void (at::Context::*set)(bool allow_reduced_precision, bool allow_splitk)) {
@@ -133,6 +124,8 @@ std::shared_mutex& switches() {
   return *mutex;
 }
 thread_local bool has_switches = false;
+/// Who has changed them; null while they are the program's.
+std::atomic<WithNumericState*> changes{nullptr};
 
 template <typename Lock>
 Lock wait_for_switches() {
@@ -193,6 +186,14 @@ size_t NumericState::hash() const {
 }
 
 void NumericState::set() const {
+  set_shared();
+  if (at::get_num_threads() != threads) {
+    at::set_num_threads(threads);
+  }
+  set_processor(processor);
+}
+
+void NumericState::set_shared() const {
   at::Context& context = at::globalContext();
   c10::set_default_dtype(c10::scalarTypeToTypeMeta(default_dtype));
   set_reduction(fp16_reduction, &at::Context::setAllowFP16ReductionCuBLAS);
@@ -217,10 +218,6 @@ void NumericState::set() const {
   context.setDeterministicCuDNN(cudnn_deterministic);
   context.setBenchmarkCuDNN(cudnn_benchmark);
   context.setDeterministicAlgorithms(deterministic, deterministic_warns);
-  if (at::get_num_threads() != threads) {
-    at::set_num_threads(threads);
-  }
-  set_processor(processor);
 }
 
 WithNumericState::WithNumericState(const NumericState& state) : nested_(has_switches) {
@@ -235,6 +232,8 @@ WithNumericState::WithNumericState(const NumericState& state) : nested_(has_swit
   }
   differs_ = !(before_ == state);
   if (differs_) {
+    WithNumericState* nobody = nullptr; // or the one that this is inside of: its are the program's
+    changes.compare_exchange_strong(nobody, this);
     state.set();
   }
   if (before_.float32 != state.float32) {
@@ -243,27 +242,64 @@ WithNumericState::WithNumericState(const NumericState& state) : nested_(has_swit
   has_switches = true;
 }
 
-/// From the top down, and only what is seen to differ.
+/// Before the level is set.
+void WithNumericState::note_float32(size_t level, Float32Precision before) {
+  float32_before_[level] = before;
+  float32_set_.fetch_or(uint32_t{1} << level); // the value is there first
+}
+
+/// Finds out what is set at each level itself; then from the top down sets only what is seen to
+/// differ. See Note [Inherited precisions].
 void WithNumericState::set_float32(const NumericState::Float32& wanted) {
-  const NumericState::Float32 before = float32_as_set();
+  NumericState::Float32 before{};
+  for (size_t i = 0; i < before.size(); ++i) {
+    const Float32Level& level = kFloat32[i];
+    if (level.parent == i) {
+      before[i] = seen(level);
+    } else {
+      note_float32(level.parent, before[level.parent]);
+      before[i] = found_at(level, before[level.parent]);
+    }
+  }
   for (size_t i = 0; i < wanted.size(); ++i) {
     if (seen(kFloat32[i]) != wanted[i]) {
+      note_float32(i, before[i]);
       set_at_level(kFloat32[i], wanted[i]);
-      float32_before_[i] = before[i];
+    }
+  }
+}
+
+void WithNumericState::put_back_float32() {
+  for (size_t i = 0; i < float32_before_.size(); ++i) {
+    if ((float32_set_.load() >> i & 1) != 0) {
+      set_at_level(kFloat32[i], float32_before_[i]);
     }
   }
 }
 
 WithNumericState::~WithNumericState() {
-  for (size_t i = 0; i < float32_before_.size(); ++i) {
-    if (float32_before_[i].has_value()) {
-      set_at_level(kFloat32[i], *float32_before_[i]);
-    }
-  }
+  put_back_float32();
   if (differs_) {
     before_.set();
+    WithNumericState* self = this;
+    changes.compare_exchange_strong(self, nullptr);
   }
   has_switches = nested_;
+}
+
+/// What is a thread's own the child's has kept. How many threads new ones work with goes by who
+/// has set it last.
+void WithNumericState::put_back_in_child() {
+  if (has_switches) { // they are this thread's, which puts them back itself
+    return;
+  }
+  WithNumericState* const changed = changes.exchange(nullptr);
+  if (changed == nullptr) {
+    return;
+  }
+  changed->put_back_float32();
+  changed->before_.set_shared();
+  at::set_num_threads(at::get_num_threads());
 }
 
 } // namespace torch_lms

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <mutex>
@@ -52,6 +53,8 @@ struct NumericState {
 
   /// All but `float32`.
   void set() const;
+  /// The same, of those that threads share.
+  void set_shared() const;
 };
 
 /// Note [Inherited precisions]
@@ -69,6 +72,10 @@ struct NumericState {
 /// of another, and what is put back afterwards is the program's. Ops of the program itself that
 /// other threads run meanwhile do see them: whoever had these wait would have to wait for those
 /// that run already, which may wait for what is being made again.
+///
+/// A forked child has the process's switches as they are at that moment, and no thread that would
+/// put them back. So who changes them says so before, with all that it takes to put them back,
+/// whatever has been set of it until then; the child does it.
 
 /// The switches are as in `state` while it lives.
 ///
@@ -81,15 +88,21 @@ class WithNumericState {
   WithNumericState(const WithNumericState&) = delete;
   WithNumericState& operator=(const WithNumericState&) = delete;
 
+  /// In a forked child: puts back what another thread had changed. Blocks on nothing.
+  static void put_back_in_child();
+
  private:
   void set_float32(const NumericState::Float32& wanted);
+  void note_float32(size_t level, at::Float32Precision before);
+  void put_back_float32();
 
   const bool nested_;
   std::shared_lock<std::shared_mutex> shared_;
   std::unique_lock<std::shared_mutex> alone_;
   NumericState before_;
   bool differs_;
-  std::array<std::optional<at::Float32Precision>, 9> float32_before_; // where it has been set
+  NumericState::Float32 float32_before_{};
+  std::atomic<uint32_t> float32_set_{0}; // a bit for each of these that counts
 };
 
 } // namespace torch_lms

@@ -48,6 +48,7 @@ void in_child() {
   while (prepared_count != 0) {
     prepared[--prepared_count]->reclone_after_fork();
   }
+  watched.put_back();
   watched.release_callbacks();
   fork_mutex.unlock();
 }

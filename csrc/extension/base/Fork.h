@@ -36,6 +36,8 @@ struct ForkWatch {
   /// Before the fork, and after it on both sides.
   void (*hold_callbacks)();
   void (*release_callbacks)();
+  /// In the child: what other threads had changed for a while is as the program left it.
+  void (*put_back)();
 };
 
 /// Watches for forks from now on. Before any other thread knows of paging; once.

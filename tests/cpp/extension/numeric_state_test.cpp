@@ -3,12 +3,13 @@
 
 #include <extension/access/NumericState.h>
 
+#include <atomic>
 #include <chrono>
 #include <future>
 #include <memory>
 #include <thread>
 
-#include "torch_harness.h"
+#include "rig.h"
 
 namespace torch_lms {
 namespace {
@@ -130,6 +131,70 @@ TEST(of_two_threads_that_want_other_switches_each_has_them_alone) {
   one_is_over.set_value();
   second.join();
   CHECK(seen_by_other == other);
+  CHECK(NumericState::now() == before);
+}
+
+/// What differs from the program's in all kinds of switches; these are as in `chain` afterwards.
+NumericState another(const Chain& chain) {
+  Chain{Precision::TF32, Precision::IEEE, Precision::TF32}.set_on(Backend::MKLDNN);
+  NumericState other = NumericState::now();
+  chain.set_on(Backend::MKLDNN);
+  other.default_dtype = c10::ScalarType::Double;
+  other.deterministic = !other.deterministic;
+  other.cudnn_benchmark = !other.cudnn_benchmark;
+  other.threads += 1;
+  return other;
+}
+
+TEST(a_child_has_the_programs_switches_while_another_thread_has_others) {
+  lms(); // watches for forks
+  const Chain chain{Precision::NONE, Precision::TF32, Precision::NONE};
+  chain.set_on(Backend::MKLDNN);
+  const NumericState before = NumericState::now();
+  const NumericState other = another(chain);
+  const std::vector<Precision> expected = told_by(Backend::MKLDNN);
+  chain.set_on(Backend::MKLDNN);
+  std::promise<void> has_them;
+  std::promise<void> over;
+  std::thread thread([&] {
+    const WithNumericState as_other(other);
+    has_them.set_value();
+    over.get_future().wait();
+  });
+  has_them.get_future().wait();
+  const bool passed = harness::passes_in_child([&] {
+    CHECK(NumericState::now() == before);
+    CHECK(told_by(Backend::MKLDNN) == expected);
+    at::globalContext().setBenchmarkCuDNN(!before.cudnn_benchmark);
+    CHECK(harness::passes_in_child([&] { // and the child's child has the child's
+      CHECK(at::globalContext().benchmarkCuDNN() != before.cudnn_benchmark);
+    }));
+  });
+  over.set_value();
+  thread.join();
+  CHECK(passed);
+  CHECK(NumericState::now() == before);
+  Chain{Precision::NONE, Precision::NONE, Precision::NONE}.set_on(Backend::MKLDNN);
+}
+
+TEST(a_child_has_the_programs_switches_while_another_thread_changes_them) {
+  lms();
+  const Chain chain{Precision::NONE, Precision::NONE, Precision::NONE};
+  const NumericState before = NumericState::now();
+  const NumericState other = another(chain);
+  std::atomic<bool> over{false};
+  std::thread thread([&] {
+    while (!over) {
+      const WithNumericState as_other(other);
+    }
+  });
+  int passed = 0;
+  for (int i = 0; i < 100 && passed == i; ++i) {
+    passed += harness::passes_in_child([&] { CHECK(NumericState::now() == before); });
+  }
+  over = true;
+  thread.join();
+  CHECK_EQ(passed, 100);
   CHECK(NumericState::now() == before);
 }
 
