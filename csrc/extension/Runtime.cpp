@@ -31,6 +31,11 @@ Runtime::Runtime() {
   watch_forks(watch);
 }
 
+void Runtime::enable(Device& device, size_t limit_bytes, size_t min_bytes) {
+  const OpCallbacks::Request observed(callbacks);
+  policy.enable(device, limit_bytes, min_bytes);
+}
+
 void Runtime::disable() {
   std::exception_ptr failed;
   const auto attempt = [&failed](const std::function<void()>& step) {

@@ -32,6 +32,9 @@ struct Runtime {
   OpCallbacks callbacks{pager, recipes, &Observer::on_begin, &Observer::on_end};
   ManualPaging manual{pager, callbacks, addresses};
 
+  /// Begins automatic mode for a device, or changes its limit. Waits for ops that began unseen,
+  /// before anything moves: see `OpCallbacks::Request`.
+  void enable(Device& device, size_t limit_bytes, size_t min_bytes);
   /// Ends automatic mode: waits, pages everything in, and rethrows what failed on the way.
   void disable();
 

@@ -12,6 +12,7 @@
 
 #include <entity/Error.h>
 
+#include <extension/PythonThreads.h>
 #include <extension/Runtime.h>
 #include <extension/base/Compat.h>
 
@@ -68,10 +69,7 @@ int64_t pageout(const py::sequence& objects) {
       refused = std::current_exception();
     }
   }
-  const PyThreadState* const first = PyInterpreterState_ThreadHead(PyInterpreterState_Get());
-  runtime().callbacks.note_other_threads(
-      first != PyThreadState_Get() ||
-      PyThreadState_Next(const_cast<PyThreadState*>(first)) != nullptr);
+  runtime().callbacks.note_other_threads(has_other_threads());
   const py::gil_scoped_release no_gil;
   const int64_t count = runtime().manual.pageout(storages);
   if (refused != nullptr) {

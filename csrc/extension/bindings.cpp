@@ -1,6 +1,7 @@
 #include <atomic>
 #include <exception>
 #include <string>
+#include <utility>
 
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
@@ -25,8 +26,9 @@ namespace {
 
 void enable(const std::string& device_name, size_t limit_bytes, size_t min_bytes) {
   check_not_forked();
+  runtime().callbacks.note_other_threads(has_other_threads());
   const py::gil_scoped_release no_gil;
-  runtime().policy.enable(device_named(device_name), limit_bytes, min_bytes);
+  runtime().enable(device_named(device_name), limit_bytes, min_bytes);
 }
 
 void disable() {
@@ -177,6 +179,10 @@ void bind_automatic_mode(py::module_& module) {
     static_cast<CpuDevice*>(runtime().devices.find(c10::Device(c10::kCPU)))->count();
   });
   module.def("observing_ops", [] { return runtime().callbacks.observing(); });
+  module.def("waits_for_unseen_ops", [] {
+    const OpCallbacks::Waits waits = runtime().callbacks.waits();
+    return std::make_pair(waits.all, waits.in_vain);
+  });
   module.def("in_forked_child", &in_forked_child);
   module.def("enable_chaos", [](uint64_t seed, int64_t period) {
     Runtime& all = runtime();

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import gc
+import itertools
+import shutil
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -13,7 +18,7 @@ import torch
 import torch_lms
 from tests.conftest import settle
 from tests.unit.foreign_code import load, needs_compiler
-from tests.unit.fresh_process import in_fresh_process
+from tests.unit.fresh_process import in_fresh_process, run_python
 from torch_lms._core import core
 from torch_lms.errors import PageoutError
 
@@ -80,6 +85,96 @@ def test_a_pageout_waits_for_an_op_that_wants_python_s_lock(others: int, paged: 
             thread.join()
         assert chaos or reached == turns  # in chaos mode the op is seen, and its end is not waited for
     assert sums == [3.0 * NUMEL * turns] * 5
+
+
+def wait_for_an_op_that_wants_the_lock() -> None:
+    foreign, turns, tensor = load(), 300, torch.full((NUMEL,), 3.0)
+    torch_lms.pageout(tensor)  # takes its time once
+    settle()
+    other = threading.Thread(target=lambda: torch.ops.torch_lms_foreign.sum(tensor, turns))
+    other.start()
+    while foreign.last_turn() == 0:
+        time.sleep(0)
+    torch_lms.pageout(tensor)
+    reached = foreign.last_turn()
+    other.join()
+    assert (reached, core.waits_for_unseen_ops()) == (turns, (1, 0))
+
+
+# As some sandboxes do.
+HIDES_SLEEP = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <stdio.h>
+#include <string.h>
+
+static FILE *open_unless_hidden(const char *path, const char *mode, const char *name) {
+  const size_t length = strlen(path);
+  if (length > 8 && strcmp(path + length - 8, "/syscall") == 0) {
+    errno = EACCES;
+    return NULL;
+  }
+  return ((FILE * (*)(const char *, const char *)) dlsym(RTLD_NEXT, name))(path, mode);
+}
+FILE *fopen(const char *path, const char *mode) { return open_unless_hidden(path, mode, "fopen"); }
+FILE *fopen64(const char *path, const char *mode) { return open_unless_hidden(path, mode, "fopen64"); }
+"""
+
+
+@needs_compiler
+def test_where_nothing_tells_what_a_thread_sleeps_in_it_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load()  # compiled by this process
+    (tmp_path / "hides.c").write_text(HIDES_SLEEP)
+    compiler = shutil.which("gcc") or shutil.which("cc") or "c++"
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", "hides.so", "hides.c", "-ldl"], cwd=tmp_path, check=True)
+    monkeypatch.setenv("LD_PRELOAD", str(tmp_path / "hides.so"))
+    ended = run_python("-c", f"from {__name__} import *; {wait_for_an_op_that_wants_the_lock.__name__}()")
+    assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="nothing tells of threads' instructions")
+def test_a_loop_that_calls_nothing_is_no_op(paged: ModuleType, chaos: bool) -> None:
+    tensor, stop = torch.full((NUMEL,), 3.0), list[bool]()
+
+    def run_loop() -> None:
+        for _ in itertools.repeat(None):
+            if stop:
+                break
+
+    loop = threading.Thread(target=run_loop)
+    loop.start()
+    try:
+        time.sleep(0.01)  # it is in the loop
+        waits, in_vain = core.waits_for_unseen_ops()
+        for _ in range(3):
+            paged.pageout(tensor)
+            paged.wait()
+            assert tensor.sum().item() == 3.0 * NUMEL
+            core.pagein_all()  # so that the next one waits for ops again
+        assert chaos or core.waits_for_unseen_ops() == (waits + 3, in_vain)  # in chaos mode none waits
+    finally:
+        stop.append(True)
+        loop.join()
+
+
+def test_automatic_mode_waits_for_ops_that_began_before_it(paged: ModuleType, chaos: bool) -> None:
+    tensor, done = torch.zeros(NUMEL), threading.Event()
+    other = threading.Thread(target=done.wait)
+    other.start()
+    try:
+        waits = core.waits_for_unseen_ops()[0]
+        paged.enable({"cpu": "1GiB"})
+        assert chaos or core.waits_for_unseen_ops()[0] == waits + 1  # in chaos mode all are observed
+        waits = core.waits_for_unseen_ops()[0]
+        paged.pageout(tensor)  # ops have been observed since then
+        paged.enable({"cpu": "2GiB"})
+        assert core.waits_for_unseen_ops()[0] == waits
+    finally:
+        done.set()
+        other.join()
 
 
 class PagesOutAtItsEnd:

@@ -60,6 +60,7 @@ int64_t ManualPaging::pageout(const std::vector<c10::Storage>& storages) {
   addresses_.take_back();
   pager_.out_queue().start_actions();
   const OpCallbacks::Request request(callbacks_);
+  callbacks_.note_by_hand();
   PageoutBatch batch(pager_.out_queue(), /*by_hand=*/true);
   try {
     for (const c10::Storage& storage : storages) {

@@ -39,11 +39,11 @@ void OpCallbacks::uninstall() {
 }
 
 bool OpCallbacks::wanted() const {
-  return fed_ || requests_.load() != 0 || pager_.active() || (requested_ && other_threads_);
+  return fed_ || requests_.load() != 0 || pager_.active() || (by_hand_ && other_threads_);
 }
 
 void OpCallbacks::end_requests() {
-  requested_ = false;
+  by_hand_ = false;
   stop_if_idle();
 }
 
@@ -95,7 +95,6 @@ void OpCallbacks::begin_request() {
       install(/*outputs=*/false);
     }
   }
-  requested_ = true;
   if (!settled_) {
     settle();
   }
@@ -110,7 +109,8 @@ void OpCallbacks::settle() {
   }
   if (other_threads_) {
     const WithGil gil;
-    UnseenOps().wait();
+    ++waits_;
+    waits_in_vain_ += UnseenOps().wait() ? 0 : 1;
   }
   pager_.devices().for_each([](Device& device) { device.note_busy_streams(); });
   settled_ = true;

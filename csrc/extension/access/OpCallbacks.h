@@ -2,6 +2,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <cstdint>
 #include <mutex>
 
 #include <ATen/record_function.h>
@@ -37,7 +38,8 @@ class OpCallbacks final : public OpFeed {
 
   /// Ops are observed while one of these lives, and from then on as long as there is reason to. To
   /// make one may wait for ops that began unseen, for up to a second, and take the GIL: without
-  /// it, and with no lock held.
+  /// it, and with no lock held. Where ops have been observed since the last one there is nothing to
+  /// wait for.
   class Request {
    public:
     explicit Request(OpCallbacks& callbacks);
@@ -51,6 +53,12 @@ class OpCallbacks final : public OpFeed {
 
   /// Removes the callback if there is no more reason for it.
   void stop_if_idle();
+
+  /// Something is asked for by hand, during a `Request`: beside other threads of Python's ops stay
+  /// observed until `end_requests`.
+  void note_by_hand() noexcept {
+    by_hand_ = true;
+  }
 
   /// Whether Python has other threads than the one that asks now: see Note [Ops that began unseen].
   /// False where nobody says it. Blocks on nothing.
@@ -66,6 +74,15 @@ class OpCallbacks final : public OpFeed {
   /// change: see Note [Locks that a forked child takes]. Waits for up to a millisecond.
   void hold();
   void release();
+
+  /// How often ops that began unseen were waited for, and how often it took too long.
+  struct Waits {
+    uint64_t all;
+    uint64_t in_vain;
+  };
+  Waits waits() const noexcept {
+    return {waits_.load(), waits_in_vain_.load()};
+  }
 
   /// Blocks on nothing.
   bool observing() const noexcept {
@@ -91,10 +108,12 @@ class OpCallbacks final : public OpFeed {
   std::atomic<bool> fed_{false}; // by `start`
   std::atomic<bool> installed_{false};
   std::atomic<size_t> requests_{0};
-  std::atomic<bool> requested_{false}; // by hand, since `end_requests`
+  std::atomic<bool> by_hand_{false}; // since `end_requests`
   std::atomic<bool> other_threads_{false};
   std::mutex settling_; // the GIL is taken under it, never the other way around
   std::atomic<bool> settled_{false}; // nothing that a request must know of is still unseen
+  std::atomic<uint64_t> waits_{0};
+  std::atomic<uint64_t> waits_in_vain_{0};
 };
 
 } // namespace torch_lms

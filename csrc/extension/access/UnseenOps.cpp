@@ -10,6 +10,7 @@
 #include <cstdlib>
 #include <mutex>
 #include <new>
+#include <string>
 #include <thread>
 
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -32,7 +33,7 @@ struct CloseFolder {
 struct Seen {
   std::mutex mutex;
   bool open = false; // somebody waits
-  std::set<std::string> threads;
+  std::set<uint64_t> threads;
 };
 
 Seen& seen() {
@@ -40,14 +41,15 @@ Seen& seen() {
   return *all;
 }
 
-std::string own_name() {
-  return std::to_string(syscall(SYS_gettid));
+uint64_t own_number() {
+  return static_cast<uint64_t>(syscall(SYS_gettid));
 }
 
 /// What the system says of a thread; `*error` is 0 if it could be read. By stdio, as in
 /// HostMemory.cpp.
-std::string read_of(const std::string& thread, const char* name, int* error) {
-  std::FILE* const file = std::fopen(("/proc/self/task/" + thread + "/" + name).c_str(), "re");
+std::string read_of(uint64_t thread, const char* name, int* error) {
+  const std::string path = "/proc/self/task/" + std::to_string(thread) + "/" + name;
+  std::FILE* const file = std::fopen(path.c_str(), "re");
   if (file == nullptr) {
     *error = errno;
     return "";
@@ -71,38 +73,12 @@ bool runs(const std::string& stat) {
   return state == 'R' || state == 'D';
 }
 
-/// Whether the system tells what a thread sleeps in: some sandboxes do not.
-bool tells_of_sleep() {
-  static const bool tells = [] {
-    int error = 0;
-    read_of(own_name(), "syscall", &error);
-    return error == 0;
-  }();
-  return tells;
-}
-
-/// Of a thread that sleeps: whether it does in one of the locks of Python's own.
-bool wants_lock(const std::string& thread) {
-  const auto is_own = interpreter().owns_address;
-  if (is_own == nullptr || !tells_of_sleep()) {
-    return false;
-  }
-  int error = 0;
-  const std::string line = read_of(thread, "syscall", &error);
-  char* rest = nullptr;
-  const long number = std::strtol(line.c_str(), &rest, 10);
-  if (error != 0 || rest == line.c_str()) { // or it has woken up
-    return true;
-  }
-  return number == SYS_futex && is_own(std::strtoull(rest, nullptr, 16));
-}
-
 } // namespace
 
 std::atomic<bool> UnseenOps::waited_for_{false};
 
 UnseenOps::UnseenOps()
-    : self_(own_name()),
+    : self_(own_number()),
       places_(interpreter().note_places != nullptr ? interpreter().note_places() : nullptr) {
   const std::lock_guard<std::mutex> lock(seen().mutex);
   seen().open = true;
@@ -125,32 +101,47 @@ void UnseenOps::note_thread() noexcept {
   try {
     const std::lock_guard<std::mutex> lock(seen().mutex);
     if (seen().open) {
-      seen().threads.insert(own_name());
+      seen().threads.insert(own_number());
     }
   } catch (const std::bad_alloc&) { // for a few bytes: it is waited for a little longer
   }
 }
 
-bool UnseenOps::is_past(const std::string& thread) {
-  if (past_.count(thread) != 0) {
-    return true;
+void UnseenOps::note_past() {
+  if (places_ != nullptr) {
+    places_->add_moved(past_);
   }
-  bool is = false;
-  {
-    const std::lock_guard<std::mutex> lock(seen().mutex);
-    is = seen().threads.count(thread) != 0;
-  }
-  if (is || (places_ != nullptr && places_->has_moved(std::strtoul(thread.c_str(), nullptr, 10)))) {
-    past_.insert(thread);
-    return true;
-  }
-  return false;
+  const std::lock_guard<std::mutex> lock(seen().mutex);
+  past_.insert(seen().threads.begin(), seen().threads.end());
 }
 
-void UnseenOps::look_at(const std::string& thread, Others* others) {
+/// Of a thread that sleeps: whether it does in one of the locks of Python's own, or may.
+bool UnseenOps::wants_lock(uint64_t thread) const {
+  if (interpreter().hold == nullptr) {
+    return false; // there is no Python
+  }
+  int error = 0;
+  const std::string line = read_of(thread, "syscall", &error);
+  if (error == 0) {
+    char* rest = nullptr;
+    const long number = std::strtol(line.c_str(), &rest, 10);
+    if (rest == line.c_str()) {
+      return true; // it has woken up
+    }
+    if (number != SYS_futex) {
+      return false;
+    }
+    if (const auto is_own = interpreter().owns_address) {
+      return is_own(std::strtoull(rest, nullptr, 16));
+    }
+  }
+  return places_ == nullptr || places_->knows(thread);
+}
+
+void UnseenOps::look_at(uint64_t thread, Others* others) {
   int error = 0;
   const std::string stat = read_of(thread, "stat", &error);
-  if (has_ended(error) || is_past(thread)) {
+  if (has_ended(error)) {
     return;
   }
   if (error != 0 || runs(stat)) {
@@ -163,20 +154,23 @@ void UnseenOps::look_at(const std::string& thread, Others* others) {
 /// Also those that are there since the wait has begun: an op may have started them.
 UnseenOps::Others UnseenOps::look() {
   Others others;
+  note_past();
   const std::unique_ptr<DIR, CloseFolder> folder(opendir("/proc/self/task"));
   others.run = folder == nullptr;
   while (const dirent* entry = folder != nullptr ? readdir(folder.get()) : nullptr) {
-    if (entry->d_name[0] != '.' && entry->d_name != self_) {
-      look_at(entry->d_name, &others);
+    const uint64_t thread = std::strtoul(entry->d_name, nullptr, 10); // 0: the folder, or above it
+    if (thread != 0 && thread != self_ && past_.count(thread) == 0) {
+      look_at(thread, &others);
     }
   }
   return others;
 }
 
-void UnseenOps::wait() {
+bool UnseenOps::wait() {
   const auto deadline = Clock::now() + kMost;
+  int quiet = 0;
   // Twice: while a thread is looked at, one that has been seen asleep may be woken by it.
-  for (int quiet = 0; quiet < 2 && Clock::now() < deadline;) {
+  while (quiet < 2 && Clock::now() < deadline) {
     const Others others = look();
     quiet = others.run || others.want_lock ? 0 : quiet + 1;
     if (others.want_lock) {
@@ -186,6 +180,7 @@ void UnseenOps::wait() {
       std::this_thread::sleep_for(kBetweenLooks);
     }
   }
+  return quiet == 2;
 }
 
 } // namespace torch_lms

@@ -1,9 +1,9 @@
 #pragma once
 
 #include <atomic>
+#include <cstdint>
 #include <memory>
 #include <set>
-#include <string>
 
 #include <c10/macros/Macros.h>
 #include <extension/base/Interpreter.h>
@@ -21,9 +21,17 @@ namespace torch_lms {
 /// But a thread that wants the lock may be inside of its op: where PyTorch copies a tensor that
 /// only a Python variable refers to, it takes the lock. So such threads are let go on for a moment,
 /// again and again, until each has been seen elsewhere: it sleeps for another reason, has ended,
-/// its Python code has moved on from the call that it was in, or it has begun an op that is
-/// observed and that no other op has called. They are let go on whoever else runs: else a thread
-/// that computes for long would keep an op from its end.
+/// its Python code was in no call or has moved on from it, or it has begun an op that is observed
+/// and that no other op has called. They are let go on whoever else runs: else a thread that
+/// computes for long would keep an op from its end.
+///
+/// Python code calls nothing where a loop begins another turn, and where a function begins. There
+/// a thread lets others have the lock. Other instructions may call anything: `while x` an op, if
+/// `x` is a tensor.
+///
+/// Where the system does not say what a thread sleeps in (some sandboxes do not), or nobody where
+/// Python's own data is, each thread of Python's that sleeps may want the lock: it is waited for
+/// the whole second, unless it goes on.
 ///
 /// Who asks for the same at that time waits as well. Ops stay observed from then on, so that it is
 /// waited for once: until all is brought back, or for as long as to observe them costs less than to
@@ -40,8 +48,9 @@ class UnseenOps {
   UnseenOps(const UnseenOps&) = delete;
   UnseenOps& operator=(const UnseenOps&) = delete;
 
-  /// Waits until it is over, as far as can be told. Lets go of the GIL meanwhile, now and then.
-  void wait();
+  /// Waits until it is over, as far as can be told; returns false if a second was not enough. Lets
+  /// go of the GIL meanwhile, now and then.
+  bool wait();
 
   /// The calling thread begins an op that is observed, outside of others that are.
   static void note_op() noexcept {
@@ -58,14 +67,15 @@ class UnseenOps {
   };
 
   static void note_thread() noexcept;
-  bool is_past(const std::string& thread);
-  void look_at(const std::string& thread, Others* others);
+  void note_past();
+  bool wants_lock(uint64_t thread) const;
+  void look_at(uint64_t thread, Others* others);
   Others look();
 
   static std::atomic<bool> waited_for_;
 
-  const std::string self_;
-  std::set<std::string> past_; // that have been seen elsewhere
+  const uint64_t self_; // threads are known by the numbers that the system gives them
+  std::set<uint64_t> past_; // that have been seen elsewhere
   const std::unique_ptr<PlacesOfThreads> places_; // when this was made; null where nobody knows
 };
 

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <set>
 #include <string>
 #include <utility>
 
@@ -12,9 +13,12 @@ namespace torch_lms {
 class PlacesOfThreads {
  public:
   virtual ~PlacesOfThreads() = default;
-  /// Whether a thread, by the number that the system gives it, has gone on since. False for one
-  /// that had no Python code then, and where that cannot be told.
-  virtual bool has_moved(uint64_t thread) const = 0;
+  /// Adds the threads, by the numbers that the system gives them, that are in no call that they
+  /// were in then: that have gone on since, have ended, or were where Python calls nothing. Those
+  /// that are in `past` are not looked at.
+  virtual void add_moved(std::set<uint64_t>& past) const = 0;
+  /// Whether a thread is one of Python's, as each is that wants its lock.
+  virtual bool knows(uint64_t thread) const = 0;
 };
 
 /// What other parts need of Python. The module's initialization fills it in; a program without
@@ -28,7 +32,7 @@ struct Interpreter {
   int (*hold)() = nullptr;
   void (*let_go)(int state) = nullptr;
   std::unique_ptr<PlacesOfThreads> (*note_places)() = nullptr;
-  /// Whether an address is of Python's own data, where its lock is.
+  /// Whether an address is of Python's own data, where its lock is; null where nobody knows.
   bool (*owns_address)(uintptr_t address) = nullptr;
   /// Has `call` run by Python's main thread between two of its instructions, soon.
   /// False if Python cannot now.
