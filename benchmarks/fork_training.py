@@ -20,10 +20,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch_lms
 from torch import nn
 from torch.nn import functional
 
+import torch_lms
 from benchmarks.fork_step_worker import Block, bottlenecks, stem
 from benchmarks.fresh import CallFailedError, FreshProcesses, News, Row
 from benchmarks.results import Result

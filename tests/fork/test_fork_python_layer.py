@@ -307,7 +307,9 @@ def test_every_counter_counts_what_it_says(device: str) -> None:
         now = torch_lms.stats()
     assert (now.passive_pageins, now.prefetches, now.prefetch_hits) == (1, 1, 1)
     assert (now.pageins, now.pagein_bytes) == (2, 2 * NBYTES)
-    assert (now.paged_out_storages, now.paged_out_bytes, now.host_used_bytes) == (0, 0, 0)
+    assert (now.paged_out_storages, now.paged_out_bytes) == (0, 0)
+    held = 2 * NBYTES if device == "cuda" else 0  # copies that have just ended: the next page-out takes them
+    assert now.host_used_bytes <= held
     assert (now.host_served, now.pagein_failures, now.limit_bytes) == (0, 0, 0)
 
 

@@ -73,8 +73,8 @@ def enable(
         PlanError: for a plan that cannot be read, is for another device, predicts a peak above the limit, is of
             `torch_lms.fit`, or does what ``swap`` and ``recompute`` do not allow; and where these are not bools.
         LimitError: for a size, a device or a directory that cannot be understood or is not there.
-        EnvError: if a CUDA graph was captured before automatic mode was on; on the fork, if the program has opened
-            the swap environment by itself.
+        EnvError: if a CUDA graph was captured before automatic mode was on, or the first call of torch_lms comes inside
+            of ``allow_mutation_on_saved_tensors``; on the fork, if the program has opened the swap environment.
         LmsError: in a forked child, and for a plan on a PyTorch with the fork's patches.
     """
     global _enabled, _begun, _limits, _options

@@ -60,6 +60,19 @@ void visit_tensors(const IValue& value, const Visit& visit) {
   }
 }
 
+/// Of what an op is asked to make, where its inputs do not say: the numbers in lists, as sizes are.
+size_t hash_sizes(const RecordFunction& op) {
+  size_t hash = 0;
+  for (const IValue& input : op.inputs()) {
+    if (input.isIntList()) {
+      for (const IValue& size : input.toListRef()) {
+        hash = c10::hash_combine(hash, static_cast<size_t>(size.toInt()));
+      }
+    }
+  }
+  return hash;
+}
+
 c10::StorageImpl& storage_of(const Tensor& tensor) {
   return *tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
 }
@@ -185,6 +198,7 @@ std::unique_ptr<ObserverContext> SwapLimit::begin(const RecordFunction& op) {
       visit_tensors(input, visit);
     }
     key = c10::hash_combine(reinterpret_cast<size_t>(op.name()), input_bytes);
+    key = c10::hash_combine(key, hash_sizes(op));
     const auto seen = growth_.find(key);
     growth = seen != growth_.end() ? seen->second : growth;
   }
