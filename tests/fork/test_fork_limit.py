@@ -290,13 +290,20 @@ def test_a_full_host_exceeds_the_limit_with_a_warning(device: str) -> None:
     program = f"""
 import warnings, torch, torch_lms
 held = torch.cuda.memory_allocated() if "{device}" == "cuda" else 0
-torch_lms.enable({{"{device}": held + (4 << 20)}}, min_bytes="64KiB", host_limit="1MiB")
+torch_lms.enable({{"{device}": held + (4 << 20)}}, min_bytes="64KiB", host_limit="256KiB")
 with warnings.catch_warnings(record=True) as seen:
     warnings.simplefilter("always")
     kept = [torch.full((1 << 18,), float(index), device="{device}") + 1 for index in range(16)]
 assert any("expected room" in str(each.message) for each in seen), seen
 assert all(bool((each == index + 1).all()) for index, each in enumerate(kept))
 assert torch_lms.stats().limit_exceeded > 0
+# Below the limit again, and near it: what is asked for ahead fails, too, and nobody waits for it.
+del kept[3:]
+small, more = torch.zeros(1, device="{device}"), torch.zeros(3 << 16, device="{device}")
+for _ in range(1200):
+    small.add_(1)  # after a failure nothing is asked for until so many ops have passed
+for _ in range(20):
+    more.add_(1)
 torch_lms.disable()
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)

@@ -109,6 +109,7 @@ void SwapLimit::set(c10::Device device, size_t limit_bytes, size_t min_bytes) {
 }
 
 void SwapLimit::clear() {
+  wait_for_pageouts(); // who ends the environment later is not to be told what failed here
   const c10::impl::ForkGate::Passage passage;
   std::lock_guard<std::mutex> lock(mutex_);
   if (handle_ != INVALID_CALLBACK_HANDLE) {
@@ -374,6 +375,7 @@ void SwapLimit::drop_arrived(Limited& limited, Held& held) {
         known.place = limited.resident.insert(limited.resident.end(), front.storage);
         known.limited = &limited;
         known.leaving = false;
+        known.stays_until = clock_ + kOpsBeforeNextTry;
       }
     }
     limited.leaving.pop_front();

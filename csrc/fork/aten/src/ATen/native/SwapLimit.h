@@ -39,7 +39,8 @@ class SwapLimit final {
   /// PageoutRefused for a device whose memory cannot be paged out.
   void set(c10::Device device, size_t limit_bytes, size_t min_bytes);
 
-  /// Ends all limits and forgets all storages; moves none.
+  /// Ends all limits and forgets all storages. Waits for the page-outs that are under way, and
+  /// warns of what failed.
   void clear();
 
   /// Keeps a storage on its device, with a limit or without: brings it there, if there is room.
