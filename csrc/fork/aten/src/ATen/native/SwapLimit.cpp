@@ -96,15 +96,16 @@ void SwapLimit::set(c10::Device device, size_t limit_bytes, size_t min_bytes) {
   limited_[device].limit_bytes = limit_bytes;
   min_bytes_ = std::max<size_t>(min_bytes, 1);
   quiet_until_ = 0;
-  if (handle_ == INVALID_CALLBACK_HANDLE) {
+  if (!observes_) {
     auto begin = [](const RecordFunction& op) { return get().begin(op); };
     auto end = [](const RecordFunction& op, ObserverContext* context) {
       get().end(op, static_cast<Frame*>(context));
     };
-    handle_ = addGlobalCallback(RecordFunctionCallback(begin, end)
-                                    .needsInputs(true)
-                                    .needsOutputs(true)
-                                    .scopes({RecordScope::FUNCTION}));
+    callback_ = addGlobalCallback(RecordFunctionCallback(begin, end)
+                                      .needsInputs(true)
+                                      .needsOutputs(true)
+                                      .scopes({RecordScope::FUNCTION}));
+    observes_ = true;
   }
 }
 
@@ -112,9 +113,9 @@ void SwapLimit::clear() {
   wait_for_pageouts(); // who ends the environment later is not to be told what failed here
   const c10::impl::ForkGate::Passage passage;
   std::lock_guard<std::mutex> lock(mutex_);
-  if (handle_ != INVALID_CALLBACK_HANDLE) {
-    removeCallback(handle_);
-    handle_ = INVALID_CALLBACK_HANDLE;
+  if (observes_) {
+    removeCallback(callback_);
+    observes_ = false;
   }
   for (auto it = known_.begin(); it != known_.end();) {
     const auto here = it++;

@@ -119,7 +119,8 @@ class SwapLimit final {
   std::unordered_map<c10::Device, Limited> limited_;
   std::unordered_map<StorageKey, Known> known_;
   std::unordered_map<size_t, Growth> growth_; // of an op with such inputs
-  CallbackHandle handle_ = INVALID_CALLBACK_HANDLE;
+  bool observes_ = false; // by `callback_`
+  CallbackHandle callback_ = 0;
   size_t min_bytes_ = 0;
   size_t sweep_at_ = 1024;
   uint64_t clock_ = 0; // ops
