@@ -8,8 +8,6 @@ from __future__ import annotations
 import copy
 import gc
 import os
-import subprocess
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -17,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.fork.python_layer import DEVICES, device, settled, swap, torch, torch_lms
+from tests.fork.python_layer import DEVICES, device, run_python, settled, swap, torch, torch_lms
 from torch_lms import errors
 
 __all__ = ["device", "settled"]  # fixtures
@@ -306,7 +304,7 @@ for _ in range(20):
     more.add_(1)
 torch_lms.disable()
 """
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    ended = run_python(program)
     assert ended.returncode == 0, ended.stderr
 
 

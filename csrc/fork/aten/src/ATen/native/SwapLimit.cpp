@@ -38,7 +38,7 @@ constexpr size_t kMaxGrowths = size_t{1} << 16;
 
 struct OpsOfThread {
   size_t depth = 0;
-  std::vector<c10::StorageImpl*> pinned; // until the outermost is over
+  std::vector<c10::StorageImpl*> used; // until the outermost is over
 };
 thread_local OpsOfThread ops_of_thread;
 
@@ -75,6 +75,13 @@ size_t hash_sizes(const RecordFunction& op) {
 
 c10::StorageImpl& storage_of(const Tensor& tensor) {
   return *tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+}
+
+void check_storage(const Tensor& tensor) {
+  TORCH_CHECK(
+      tensor.defined() && tensor.has_storage(),
+      "expected a tensor with a storage to pin, found one without; pin the tensors that it is made "
+      "of");
 }
 
 } // namespace
@@ -130,6 +137,7 @@ void SwapLimit::clear() {
 }
 
 void SwapLimit::pin(const Tensor& tensor) {
+  check_storage(tensor);
   {
     const c10::impl::ForkGate::Passage passage;
     std::lock_guard<std::mutex> lock(mutex_);
@@ -142,6 +150,7 @@ void SwapLimit::pin(const Tensor& tensor) {
 }
 
 void SwapLimit::unpin(const Tensor& tensor) {
+  check_storage(tensor);
   const c10::impl::ForkGate::Passage passage;
   std::lock_guard<std::mutex> lock(mutex_);
   const auto found = known_.find(&storage_of(tensor));
@@ -219,10 +228,10 @@ void SwapLimit::end(const RecordFunction& op, const Frame* frame) {
   } catch (const std::bad_alloc&) { // what is not known does not move
   }
   if (--ops_of_thread.depth == 0) {
-    for (const StorageKey storage : ops_of_thread.pinned) {
+    for (const StorageKey storage : ops_of_thread.used) {
       --known_.at(storage).uses;
     }
-    ops_of_thread.pinned.clear();
+    ops_of_thread.used.clear();
   }
   if (known_.size() >= sweep_at_) {
     sweep();
@@ -251,15 +260,15 @@ SwapLimit::Use SwapLimit::use(const Tensor& tensor) {
   if (found == limited_.end() || storage.nbytes() < min_bytes_) {
     return Use{0, false, false};
   }
-  const bool is_new = known_.find(&storage) == known_.end();
-  Known& known = learn(tensor);
-  ops_of_thread.pinned.push_back(&storage);
+  auto entry = known_.find(&storage);
+  const bool is_new = entry == known_.end();
+  Known& known = is_new ? learn(tensor) : entry->second;
+  ops_of_thread.used.push_back(&storage);
   ++known.uses;
-  std::list<StorageKey>& resident = found->second.resident;
   if (known.limited == nullptr) {
-    known.place = resident.insert(resident.end(), &storage);
-    known.limited = &found->second;
+    put_last(&storage, known, found->second);
   } else {
+    std::list<StorageKey>& resident = found->second.resident;
     resident.splice(resident.end(), resident, known.place);
   }
   known.nbytes = storage.nbytes();
@@ -269,6 +278,11 @@ SwapLimit::Use SwapLimit::use(const Tensor& tensor) {
 SwapLimit::Known& SwapLimit::learn(const Tensor& tensor) {
   Known known(tensor.unsafeGetTensorImpl()->unsafe_storage().getWeakStorageImpl());
   return known_.emplace(&storage_of(tensor), std::move(known)).first->second;
+}
+
+void SwapLimit::put_last(StorageKey key, Known& known, Limited& limited) {
+  known.place = limited.resident.insert(limited.resident.end(), key);
+  known.limited = &limited;
 }
 
 void SwapLimit::forget(std::unordered_map<StorageKey, Known>::iterator entry) {
@@ -373,8 +387,7 @@ void SwapLimit::drop_arrived(Limited& limited, Held& held) {
       }
       if (state != torch_lms::EntityState::kPagedOut) { // it failed, or was used unobserved
         Known& known = found->second;
-        known.place = limited.resident.insert(limited.resident.end(), front.storage);
-        known.limited = &limited;
+        put_last(front.storage, known, limited);
         known.leaving = false;
         known.stays_until = clock_ + kOpsBeforeNextTry;
       }

@@ -106,6 +106,7 @@ class SwapLimit final {
 
   Use use(const Tensor& tensor);
   Known& learn(const Tensor& tensor);
+  void put_last(StorageKey storage, Known& known, Limited& limited);
   void forget(std::unordered_map<StorageKey, Known>::iterator entry);
   void make_room(const Growth& growth);
   void ask(c10::Device device, Limited& limited, size_t arriving_bytes, Held& held);
