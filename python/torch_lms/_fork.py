@@ -136,10 +136,7 @@ def _pin(operator: str, storage: Any) -> None:
     state(storage)  # raises for what has no storage
     with _Hidden():
         tensor = _tensor(storage)
-    try:
-        _call(operator, tensor)
-    except RuntimeError as error:
-        raise errors.LmsError(str(error)) from None
+    _call(operator, tensor)
 
 
 def _enqueue(operator: str, storages: Sequence[Any], start: bool = False) -> int:
@@ -180,15 +177,13 @@ def start_pageouts() -> None:
 def start_pageins() -> None:
     """Starts the queue of page-ins."""
     _check_not_forked()
-    with _open_environment():
-        _call("prefetch_all")
+    _call_open("prefetch_all")
 
 
 def hold_pageins() -> None:
     """Waits for the page-ins under way; from now on prefetches wait for `start_pageins`."""
     _check_not_forked()
-    with _open_environment():
-        _call("prefetch_init")
+    _call_open("prefetch_init")
 
 
 def wait_pageouts() -> None:

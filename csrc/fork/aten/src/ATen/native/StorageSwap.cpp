@@ -53,24 +53,24 @@ c10::impl::SwapEnvironment& environment() {
   return c10::impl::SwapEnvironment::get();
 }
 
-c10::StorageImpl& storage_of(const Tensor& self) {
+const Storage& storage_of(const Tensor& self) {
   if (!self.has_storage()) {
     throw torch_lms::PageoutRefused(
         "expected a tensor with a storage, found one of layout " + c10::str(self.layout()) +
         " or a wrapper; page out the tensors it is made of (for a sparse tensor: "
         "tensor.indices() and tensor.values())");
   }
-  return *self.storage().unsafeGetStorageImpl();
+  return self.storage();
 }
 
 bool pageout_unless_pinned(const Tensor& self) {
-  c10::StorageImpl& storage = storage_of(self);
+  const Storage& storage = storage_of(self);
   if (SwapLimit::get().is_pinned(storage)) {
     throw torch_lms::PageoutRefused(
         "expected a tensor that may be paged out, found one that is pinned; call "
         "torch_lms.swap.unpin first, or page out a copy of it (tensor.clone())");
   }
-  return environment().pageout(storage);
+  return environment().pageout(*storage.unsafeGetStorageImpl());
 }
 
 } // namespace
@@ -83,7 +83,7 @@ void pageout_manual(const Tensor& self) {
 }
 
 void need_prefetch(const Tensor& self) {
-  environment().prefetch(storage_of(self));
+  environment().prefetch(*storage_of(self).unsafeGetStorageImpl());
 }
 
 namespace {
@@ -117,7 +117,9 @@ bool is_open() {
 }
 
 std::string state(const Tensor& self) {
-  return noting_errors([&] { return torch_lms::to_string(environment().state(storage_of(self))); });
+  return noting_errors([&] {
+    return torch_lms::to_string(environment().state(*storage_of(self).unsafeGetStorageImpl()));
+  });
 }
 
 // --- for torch_lms -------------------------------------------------------------------
@@ -127,7 +129,8 @@ bool pageout(const Tensor& self) {
 }
 
 bool prefetch(const Tensor& self) {
-  return noting_errors([&] { return environment().prefetch(storage_of(self)); });
+  return noting_errors(
+      [&] { return environment().prefetch(*storage_of(self).unsafeGetStorageImpl()); });
 }
 
 void wait_pending_pageouts() {
@@ -179,6 +182,34 @@ c10::Dict<std::string, int64_t> stats(bool reset) {
   return values;
 }
 
+void set_limit(std::string device, int64_t limit_bytes, int64_t min_bytes) {
+  noting_errors([&] {
+    SwapLimit::get().set(
+        c10::Device(device), static_cast<size_t>(limit_bytes), static_cast<size_t>(min_bytes));
+  });
+}
+
+void clear_limits() {
+  noting_errors([] { SwapLimit::get().clear(); });
+}
+
+void pin(const Tensor& self) {
+  noting_errors([&] { SwapLimit::get().pin(storage_of(self)); });
+}
+
+void unpin(const Tensor& self) {
+  noting_errors([&] { SwapLimit::get().unpin(storage_of(self)); });
+}
+
+c10::Dict<std::string, int64_t> limit_stats(bool reset) {
+  const SwapLimit::Stats stats = SwapLimit::get().stats(reset);
+  c10::Dict<std::string, int64_t> values;
+  values.insert("limit_bytes", static_cast<int64_t>(stats.limit_bytes));
+  values.insert("limit_exceeded", static_cast<int64_t>(stats.exceeded));
+  values.insert("wait_us", stats.wait_us);
+  return values;
+}
+
 } // namespace
 
 // The functions of torch/cuda/swap.py. Registered here, they need no change of Python's module, and
@@ -202,6 +233,11 @@ TORCH_LIBRARY(storage_swap, m) {
   m.def("set_host_limit", &set_host_limit);
   m.def("host_memory_bytes", &host_memory_bytes);
   m.def("take_error_kind", &take_error_kind);
+  m.def("set_limit", &set_limit);
+  m.def("clear_limits", &clear_limits);
+  m.def("pin", &pin);
+  m.def("unpin", &unpin);
+  m.def("limit_stats", &limit_stats);
 }
 
 } // namespace native

@@ -13,7 +13,6 @@
 #include <c10/core/impl/SwapEnvironment.h>
 #include <c10/util/Exception.h>
 #include <c10/util/hash.h>
-#include <torch/library.h>
 
 namespace at {
 namespace native {
@@ -47,15 +46,15 @@ c10::impl::SwapEnvironment& environment() {
 }
 
 template <typename Visit>
-void visit_tensors(const IValue& value, const Visit& visit) {
+void visit_storages(const IValue& value, const Visit& visit) {
   if (value.isTensor()) {
     const Tensor& tensor = value.toTensor();
     if (tensor.defined() && tensor.has_storage()) {
-      visit(tensor);
+      visit(tensor.unsafeGetTensorImpl()->unsafe_storage());
     }
   } else if (value.isList()) {
     for (const IValue& element : value.toListRef()) {
-      visit_tensors(element, visit);
+      visit_storages(element, visit);
     }
   }
 }
@@ -71,17 +70,6 @@ size_t hash_sizes(const RecordFunction& op) {
     }
   }
   return hash;
-}
-
-c10::StorageImpl& storage_of(const Tensor& tensor) {
-  return *tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
-}
-
-void check_storage(const Tensor& tensor) {
-  TORCH_CHECK(
-      tensor.defined() && tensor.has_storage(),
-      "expected a tensor with a storage to pin, found one without; pin the tensors that it is made "
-      "of");
 }
 
 } // namespace
@@ -136,24 +124,22 @@ void SwapLimit::clear() {
   growth_.clear();
 }
 
-void SwapLimit::pin(const Tensor& tensor) {
-  check_storage(tensor);
+void SwapLimit::pin(const Storage& storage) {
   {
     const c10::impl::ForkGate::Passage passage;
     std::lock_guard<std::mutex> lock(mutex_);
-    ++learn(tensor).pins;
+    ++learn(storage).pins;
   }
   try {
-    storage_of(tensor).data();
+    storage.unsafeGetStorageImpl()->data();
   } catch (const c10::Error&) { // no room: it comes in when it is used
   }
 }
 
-void SwapLimit::unpin(const Tensor& tensor) {
-  check_storage(tensor);
+void SwapLimit::unpin(const Storage& storage) {
   const c10::impl::ForkGate::Passage passage;
   std::lock_guard<std::mutex> lock(mutex_);
-  const auto found = known_.find(&storage_of(tensor));
+  const auto found = known_.find(storage.unsafeGetStorageImpl());
   if (found == known_.end() || found->second.pins == 0) {
     throw torch_lms::Error(
         "expected a tensor whose storage is pinned, found one that is not; call unpin once for "
@@ -162,10 +148,10 @@ void SwapLimit::unpin(const Tensor& tensor) {
   --found->second.pins;
 }
 
-bool SwapLimit::is_pinned(const c10::StorageImpl& storage) {
+bool SwapLimit::is_pinned(const Storage& storage) {
   const c10::impl::ForkGate::Passage passage;
   std::lock_guard<std::mutex> lock(mutex_);
-  const auto found = known_.find(const_cast<StorageKey>(&storage));
+  const auto found = known_.find(storage.unsafeGetStorageImpl());
   return found != known_.end() && found->second.pins != 0;
 }
 
@@ -192,10 +178,10 @@ std::unique_ptr<ObserverContext> SwapLimit::begin(const RecordFunction& op) {
   Growth growth{c10::Device(c10::DeviceType::CPU), 0};
   size_t input_bytes = 0;
   size_t coming_bytes = 0;
-  const auto visit = [&](const Tensor& tensor) {
-    const Use met = use(tensor);
+  const auto visit = [&](const Storage& storage) {
+    const Use met = use(storage);
     if (met.nbytes != 0) {
-      growth = Growth{storage_of(tensor).device(), std::max(growth.nbytes, met.nbytes)};
+      growth = Growth{storage.device(), std::max(growth.nbytes, met.nbytes)};
       input_bytes += met.nbytes;
       coming_bytes += met.comes_back ? met.nbytes : 0;
     }
@@ -206,7 +192,7 @@ std::unique_ptr<ObserverContext> SwapLimit::begin(const RecordFunction& op) {
     std::lock_guard<std::mutex> lock(mutex_);
     ++clock_;
     for (const IValue& input : op.inputs()) {
-      visit_tensors(input, visit);
+      visit_storages(input, visit);
     }
     key = c10::hash_combine(reinterpret_cast<size_t>(op.name()), input_bytes);
     key = c10::hash_combine(key, hash_sizes(op));
@@ -241,10 +227,10 @@ void SwapLimit::end(const RecordFunction& op, const Frame* frame) {
 void SwapLimit::note_growth(const RecordFunction& op, size_t key) {
   Growth growth{c10::Device(c10::DeviceType::CPU), 0};
   for (const IValue& output : op.outputs()) {
-    visit_tensors(output, [&](const Tensor& tensor) {
-      const Use made = use(tensor);
+    visit_storages(output, [&](const Storage& storage) {
+      const Use made = use(storage);
       if (made.is_new) {
-        growth = Growth{storage_of(tensor).device(), growth.nbytes + made.nbytes};
+        growth = Growth{storage.device(), growth.nbytes + made.nbytes};
       }
     });
   }
@@ -254,19 +240,19 @@ void SwapLimit::note_growth(const RecordFunction& op, size_t key) {
   growth_.emplace(key, growth).first->second = growth;
 }
 
-SwapLimit::Use SwapLimit::use(const Tensor& tensor) {
-  c10::StorageImpl& storage = storage_of(tensor);
+SwapLimit::Use SwapLimit::use(const Storage& storage) {
+  const StorageKey key = storage.unsafeGetStorageImpl();
   const auto found = limited_.find(storage.device());
   if (found == limited_.end() || storage.nbytes() < min_bytes_) {
     return Use{0, false, false};
   }
-  auto entry = known_.find(&storage);
+  auto entry = known_.find(key);
   const bool is_new = entry == known_.end();
-  Known& known = is_new ? learn(tensor) : entry->second;
-  ops_of_thread.used.push_back(&storage);
+  Known& known = is_new ? learn(storage) : entry->second;
+  ops_of_thread.used.push_back(key);
   ++known.uses;
   if (known.limited == nullptr) {
-    put_last(&storage, known, found->second);
+    put_last(key, known, found->second);
   } else {
     std::list<StorageKey>& resident = found->second.resident;
     resident.splice(resident.end(), resident, known.place);
@@ -275,9 +261,9 @@ SwapLimit::Use SwapLimit::use(const Tensor& tensor) {
   return Use{known.nbytes, is_new, std::exchange(known.leaving, false)};
 }
 
-SwapLimit::Known& SwapLimit::learn(const Tensor& tensor) {
-  Known known(tensor.unsafeGetTensorImpl()->unsafe_storage().getWeakStorageImpl());
-  return known_.emplace(&storage_of(tensor), std::move(known)).first->second;
+SwapLimit::Known& SwapLimit::learn(const Storage& storage) {
+  Known known(storage.getWeakStorageImpl());
+  return known_.emplace(storage.unsafeGetStorageImpl(), std::move(known)).first->second;
 }
 
 void SwapLimit::put_last(StorageKey key, Known& known, Limited& limited) {
@@ -432,32 +418,6 @@ bool SwapLimit::wait_for_pageouts() {
     quiet_until_ = clock_ + kOpsBeforeNextTry;
   }
   return done;
-}
-
-// --- for torch_lms -----------------------------------------------------------------------
-
-namespace {
-
-c10::Dict<std::string, int64_t> limit_stats(bool reset) {
-  const SwapLimit::Stats stats = SwapLimit::get().stats(reset);
-  c10::Dict<std::string, int64_t> values;
-  values.insert("limit_bytes", static_cast<int64_t>(stats.limit_bytes));
-  values.insert("limit_exceeded", static_cast<int64_t>(stats.exceeded));
-  values.insert("wait_us", stats.wait_us);
-  return values;
-}
-
-} // namespace
-
-TORCH_LIBRARY_FRAGMENT(storage_swap, m) {
-  m.def("set_limit", [](const std::string& device, int64_t limit_bytes, int64_t min_bytes) {
-    SwapLimit::get().set(
-        c10::Device(device), static_cast<size_t>(limit_bytes), static_cast<size_t>(min_bytes));
-  });
-  m.def("clear_limits", [] { SwapLimit::get().clear(); });
-  m.def("pin", [](const Tensor& self) { SwapLimit::get().pin(self); });
-  m.def("unpin", [](const Tensor& self) { SwapLimit::get().unpin(self); });
-  m.def("limit_stats", &limit_stats);
 }
 
 } // namespace native

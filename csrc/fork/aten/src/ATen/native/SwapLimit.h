@@ -45,9 +45,9 @@ class SwapLimit final {
 
   /// Keeps a storage on its device, with a limit or without: brings it there, if there is room.
   /// As often as `pin` was called, `unpin` has to be, which throws Error where it was not.
-  void pin(const Tensor& tensor);
-  void unpin(const Tensor& tensor);
-  bool is_pinned(const c10::StorageImpl& storage);
+  void pin(const Storage& storage);
+  void unpin(const Storage& storage);
+  bool is_pinned(const Storage& storage);
 
   Stats stats(bool reset);
 
@@ -104,8 +104,8 @@ class SwapLimit final {
   void end(const RecordFunction& op, const Frame* frame);
   void note_growth(const RecordFunction& op, size_t key);
 
-  Use use(const Tensor& tensor);
-  Known& learn(const Tensor& tensor);
+  Use use(const Storage& storage);
+  Known& learn(const Storage& storage);
   void put_last(StorageKey storage, Known& known, Limited& limited);
   void forget(std::unordered_map<StorageKey, Known>::iterator entry);
   void make_room(const Growth& growth);
