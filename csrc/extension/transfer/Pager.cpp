@@ -140,7 +140,7 @@ void Pager::note_served(const EntityPtr& entity, const std::string& why) {
   TORCH_WARN_ONCE(
       "torch_lms: no room on the device for a storage of ",
       entity->nbytes(),
-      " bytes that an op uses; the op works on the host copy, which is right but slow. Raise "
+      " bytes that is in use; it is used where it is on the host, which is right but slow. Raise "
       "the limit, or use smaller batches.",
       why.empty() ? why : " (" + why + ")",
       " Further cases are counted in torch_lms.stats().host_served.");
