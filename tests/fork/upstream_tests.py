@@ -39,7 +39,10 @@ RESULTS = {
 }
 BAD = {"failed", "crashed", "hung"}
 # They compare how much of the device's memory is in use, which is what page-outs change.
-COUNT_MEMORY = {"test_autograd.py::TestAutograd::test_graph_save_on_cpu_cuda"}
+COUNT_MEMORY = {
+    "test_autograd.py::TestAutograd::test_graph_save_on_cpu_cuda",
+    "test_autograd.py::TestAutogradDeviceTypeCUDA::test_free_unneeded_tensor_cuda",
+}
 PAGING = ("occasions", "pageouts", "pageout_bytes", "pageins", "passive_pageins", "prefetch_hits", "cancelled_pageouts")
 COLUMNS = [
     ("file", "File", "{}"),

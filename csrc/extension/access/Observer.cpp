@@ -5,6 +5,7 @@
 #include <utility>
 
 #include <ATen/Parallel.h>
+#include <c10/util/ScopeExit.h>
 #include <entity/OpClock.h>
 #include <torch/csrc/autograd/function.h>
 
@@ -18,7 +19,7 @@
 namespace torch_lms {
 namespace {
 
-constexpr uint64_t kOpsBetweenSettles = 8;
+constexpr uint64_t kOpsBetweenSettles = 64;
 /// To observe so many takes about as long as to wait for ops that began unseen once more.
 constexpr uint32_t kIdleOps = 1000;
 
@@ -125,6 +126,7 @@ C10_ALWAYS_INLINE void Observer::begin_op(
   if (!all && !frame.holding) {
     release_pinned(frame); // The op comes again, unwrapped: what it uses then is let go of then.
     frame.depth = 0;
+    this_thread().in_foreign_call = InForeignCall::kAsk;
   } else if (frame.told) {
     tell_begin(record, frame);
   }
@@ -149,6 +151,7 @@ C10_ALWAYS_INLINE void Observer::begin_outermost(
     const char* name,
     Frame& frame) {
   OpClock::get().begin_op();
+  this_thread().in_foreign_call = InForeignCall::kUnknown;
   frame.timed = policy_.enabled();
   if (frame.timed) {
     frame.now = policy_.cycles().next_op();
@@ -245,6 +248,8 @@ void Observer::end(const at::RecordFunction& record) {
     --frame.depth;
     return;
   }
+  const auto at_end =
+      c10::make_scope_exit([] { this_thread().in_foreign_call = InForeignCall::kAsk; });
   std::exception_ptr failed;
   if (frame.told || record.needsOutputs() || this_thread().op_refused) {
     try {

@@ -224,8 +224,16 @@ struct ForCall : Walk {
 } // namespace
 
 bool in_foreign_call() noexcept {
+  InForeignCall& kept = this_thread().in_foreign_call;
+  if (kept == InForeignCall::kNo || kept == InForeignCall::kYes) {
+    return kept == InForeignCall::kYes;
+  }
   ForForeign walk;
-  return !walk_stack(walk, &ForForeign::visit) || walk.found; // Not to know is no leave to vacate.
+  const bool known = walk_stack(walk, &ForForeign::visit);
+  if (known && kept == InForeignCall::kUnknown) {
+    kept = walk.found ? InForeignCall::kYes : InForeignCall::kNo;
+  }
+  return !known || walk.found; // Not to know is no leave to vacate.
 }
 
 NativeCall innermost_call() noexcept {

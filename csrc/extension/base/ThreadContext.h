@@ -13,6 +13,14 @@ enum class Refusal : uint8_t {
   kNothingToGo,
 };
 
+/// Whether the thread is in a foreign call, as far as it is known: see Note [Foreign calls].
+enum class InForeignCall : uint8_t {
+  kAsk, ///< Nothing is kept: the thread is in no op.
+  kUnknown,
+  kNo,
+  kYes,
+};
+
 /// What lower parts have to know of what the calling thread is doing. Each thread has its own.
 struct ThreadContext {
   /// An address in the frame of the outermost op whose inputs are pinned; null outside of one.
@@ -21,6 +29,8 @@ struct ThreadContext {
   const char* op_name = nullptr;
   /// A number that no other op has, once somebody has needed one; else 0.
   uint64_t op_number = 0;
+  /// What is found out while that op lasts, its end included, which lies outside of it.
+  InForeignCall in_foreign_call = InForeignCall::kAsk;
   /// Of what it has pinned.
   size_t op_input_bytes = 0;
   /// Of the allocations in it that room was made for: all large ones, unless automatic mode sleeps.

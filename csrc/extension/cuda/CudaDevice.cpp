@@ -127,6 +127,19 @@ void CudaDevice::reset_peak() {
   allocator::get()->resetPeakStats(index_);
 }
 
+/// Note [Free memory that is known of]
+/// Every large allocation asks for a free block that is large enough, and to look for one takes
+/// PyTorch's allocator the longer the more blocks it has. What has been found once is there until
+/// it has been allocated, or given back to the driver, which shows in what is reserved. So the
+/// allocator is not asked again before as much may have been taken. A block is at most twice as
+/// large as what was asked for, or leaves less than a small block unused.
+
+void CudaDevice::note_taken(size_t nbytes) noexcept {
+  if (nbytes > kLargestSmallBlock) {
+    taken_bytes_.fetch_add(2 * nbytes + kLargestSmallBlock, std::memory_order_relaxed);
+  }
+}
+
 bool CudaDevice::has_contiguous(size_t nbytes) const {
   const size_t limit = reserved_limit_bytes_.load(std::memory_order_relaxed);
   if (limit == SIZE_MAX) {
@@ -137,8 +150,15 @@ bool CudaDevice::has_contiguous(size_t nbytes) const {
   if (reserved <= limit && nbytes <= limit - reserved) {
     return true;
   }
+  const size_t taken = taken_bytes_.load(std::memory_order_relaxed); // before the look
+  if (free_of_reserved_bytes_.load(std::memory_order_relaxed) == reserved &&
+      taken + nbytes <= free_until_.load(std::memory_order_relaxed)) {
+    return true;
+  }
   size_t largest = 1; // anything but 0, which would ask the driver
-  allocator::get()->cacheInfo(index_, &largest); // slow: it looks at every block
+  allocator::get()->cacheInfo(index_, &largest);
+  free_until_.store(taken + largest, std::memory_order_relaxed);
+  free_of_reserved_bytes_.store(reserved, std::memory_order_relaxed);
   return nbytes <= largest;
 }
 

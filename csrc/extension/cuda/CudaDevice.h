@@ -44,6 +44,13 @@ class CudaDevice final : public Device {
   void unlimit() override;
   bool capturing() const override;
 
+  /// PyTorch's allocator keeps blocks of up to so many bytes in segments of their own.
+  static constexpr size_t kLargestSmallBlock = size_t{1} << 20;
+
+  /// So many bytes have been allocated: see Note [Free memory that is known of]. Thread-safe;
+  /// blocks on nothing.
+  void note_taken(size_t nbytes) noexcept;
+
   /// The allocator's pool may grow beyond the limit while one of these lives.
   class BeyondLimit {
    public:
@@ -68,6 +75,9 @@ class CudaDevice final : public Device {
   std::mutex beyond_mutex_; // of the number and what follows from it
   int beyond_limit_ = 0;
   std::atomic<size_t> reserved_limit_bytes_{SIZE_MAX};
+  std::atomic<size_t> taken_bytes_{0}; // since the beginning
+  mutable std::atomic<size_t> free_until_{0}; // so much has been taken
+  mutable std::atomic<size_t> free_of_reserved_bytes_{0};
   double program_fraction_ = 1.0; // of the device's memory, as it was before the limit
   const std::shared_ptr<HostPool> pool_;
   const std::vector<cudaStream_t> pool_streams_;

@@ -15,15 +15,14 @@ namespace {
 constexpr int kMostRetries = 8;
 
 /// Note [Pages of small blocks]
-/// The allocator keeps blocks of up to 1 MiB in segments of their own. These grow by mapping, for
-/// which a whole page of the other segments has to be given back first, once as much is mapped as
-/// the limit allows. Many free blocks that are each smaller than a page do not help. Two pages'
-/// bytes in one piece hold a whole one, wherever they begin.
-constexpr size_t kLargestSmallBlock = size_t{1} << 20;
+/// The segments of small blocks grow by mapping, for which a whole page of the other segments has
+/// to be given back first, once as much is mapped as the limit allows. Many free blocks that are
+/// each smaller than a page do not help. Two pages' bytes in one piece hold a whole one, wherever
+/// they begin.
 constexpr size_t kPageBytes = size_t{20} << 20;
 
 size_t bytes_in_one_piece(size_t nbytes) {
-  return nbytes > kLargestSmallBlock ? nbytes : 2 * kPageBytes;
+  return nbytes > CudaDevice::kLargestSmallBlock ? nbytes : 2 * kPageBytes;
 }
 
 } // namespace
@@ -133,6 +132,7 @@ auto LimitedCudaAllocator::with_room(size_t nbytes, Allocate&& allocate) {
   if (device == nullptr) {
     return allocate();
   }
+  device->note_taken(nbytes);
   if (device->spend(nbytes)) {
     try {
       return allocate();

@@ -35,6 +35,7 @@ void DeviceWatch::begin(Device& device, const PolicyOptions& options) {
 void DeviceWatch::end() {
   std::lock_guard<std::mutex> lock(mutex_);
   resident_.clear();
+  newly_resident_.clear();
   paged_out_.clear();
   order_ = {};
   paged_out_count_.store(0);
@@ -76,7 +77,7 @@ size_t DeviceWatch::largest_recent_bytes() const noexcept {
 void DeviceWatch::note_resident(const EntityPtr& entity) {
   std::vector<EntityPtr> dropped; // destroyed after unlocking
   std::lock_guard<std::mutex> lock(mutex_);
-  resident_[entity.get()] = entity;
+  newly_resident_.push_back(entity);
   sweep_locked(dropped);
 }
 
@@ -88,11 +89,23 @@ void DeviceWatch::note_paged_out(const EntityPtr& entity, uint64_t next_use) {
   paged_out_count_.store(paged_out_.size(), std::memory_order_relaxed);
 }
 
+/// Under the mutex. `dropped` is destroyed after unlocking.
+void DeviceWatch::sort_in_locked(std::vector<EntityPtr>& dropped) {
+  for (std::weak_ptr<Entity>& known : newly_resident_) {
+    if (EntityPtr entity = known.lock()) {
+      resident_[entity.get()] = std::move(known);
+      dropped.push_back(std::move(entity));
+    }
+  }
+  newly_resident_.clear();
+}
+
 /// While a plan is carried out nobody asks for what is known here, and so nothing comes up.
 void DeviceWatch::sweep_locked(std::vector<EntityPtr>& dropped) {
-  if (resident_.size() + paged_out_.size() < sweep_at_) {
+  if (known_locked() < sweep_at_) {
     return;
   }
+  sort_in_locked(dropped);
   for (auto at = resident_.begin(); at != resident_.end();) {
     dropped.push_back(at->second.lock());
     const EntityPtr& entity = dropped.back();
@@ -107,7 +120,7 @@ void DeviceWatch::sweep_locked(std::vector<EntityPtr>& dropped) {
                        seen.insert(entity.get()).second;
     at = there ? std::next(at) : paged_out_.erase(at);
   }
-  sweep_at_ = std::max(kSweepAtLeast, 2 * (resident_.size() + paged_out_.size()));
+  sweep_at_ = std::max(kSweepAtLeast, 2 * known_locked());
 }
 
 std::vector<Victim> DeviceWatch::resident_by_next_use(
@@ -119,6 +132,7 @@ std::vector<Victim> DeviceWatch::resident_by_next_use(
   std::vector<EntityPtr> dropped; // destroyed after unlocking
   {
     std::lock_guard<std::mutex> lock(mutex_);
+    sort_in_locked(dropped);
     for (auto at = resident_.begin(); at != resident_.end();) {
       EntityPtr entity = at->second.lock();
       if (!stays_known(entity)) {
@@ -270,7 +284,7 @@ void DeviceWatch::end_cycle() {
 
 size_t DeviceWatch::planned_now_bytes() {
   std::lock_guard<std::mutex> lock(mutex_);
-  const size_t seldom = std::max(options().calls_between_plans, resident_.size() / 64);
+  const size_t seldom = std::max(options().calls_between_plans, known_locked() / 64);
   const size_t missing = plan_.missing_bytes();
   if (missing == 0 || ++calls_since_plan_ < seldom) {
     return 0;

@@ -114,6 +114,10 @@ class DeviceWatch {
 
   std::vector<EntityPtr> take_kept_locked(size_t nbytes, std::vector<EntityPtr>& passed_over);
   void sweep_locked(std::vector<EntityPtr>& dropped);
+  void sort_in_locked(std::vector<EntityPtr>& dropped);
+  size_t known_locked() const noexcept {
+    return resident_.size() + newly_resident_.size() + paged_out_.size();
+  }
   const PolicyOptions& options() const noexcept {
     return *options_.load(std::memory_order_acquire);
   }
@@ -129,6 +133,7 @@ class DeviceWatch {
   std::atomic<size_t> largest_recent_bytes_{0};
   // Both may hold entities that are elsewhere by now: checked when they come up.
   std::unordered_map<const Entity*, std::weak_ptr<Entity>> resident_;
+  std::vector<std::weak_ptr<Entity>> newly_resident_; // most are gone before anybody asks for them
   std::multimap<uint64_t, std::weak_ptr<Entity>> paged_out_; // by next use
   KeptOrder order_;
   size_t sweep_at_ = kSweepAtLeast;
