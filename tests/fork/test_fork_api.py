@@ -150,7 +150,8 @@ def test_a_pageout_is_no_change_to_autograd(device: str) -> None:
 def test_quantized_tensors_page_too(device: str) -> None:
     values = torch.linspace(-1, 1, 4096)
     with in_full_builds():
-        tensor = paged_out(torch.quantize_per_tensor(values.to(device), 0.01, 10, torch.qint8))
+        tensor = torch.quantize_per_tensor(values.to(device), 0.01, 10, torch.qint8)
+    paged_out(tensor)
     expected = torch.quantize_per_tensor(values, 0.01, 10, torch.qint8)
     torch.cuda.prefetch_init()
     tensor.need_prefetch()
