@@ -242,6 +242,7 @@ std::shared_ptr<TimeMark> CudaDevice::mark_time() {
 
 void CudaDevice::limit(size_t limit_bytes, Room& room) {
   grant(0, 0);
+  free_until_.store(0); // nobody has counted what has been taken without a limit
   if (!has_limit()) {
     program_fraction_ = allocator::get()->getMemoryFraction(index_);
   }
