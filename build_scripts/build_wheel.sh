@@ -137,6 +137,20 @@ if is_distribution_source; then
   export BUILD_CUSTOM_PROTOBUF=0 BLAS=OpenBLAS
 fi
 
+# describe WHEEL LIST: puts the list of what the build is without at the end of the wheel's description.
+describe() {
+  local work
+  work=$(mktemp -d)
+  "$python" -m wheel unpack --dest "$work" "$1"
+  {
+    printf '\n# What this build is without\n\n```\n'
+    cat "$2"
+    printf '```\n'
+  } >>"$(find "$work" -path '*.dist-info/METADATA')"
+  "$python" -m wheel pack --dest-dir "$(dirname "$1")" "$work"/torch-*
+  rm -rf "$work"
+}
+
 cd "$tree"
 if ((configure_only)); then
   "$python" setup.py build --cmake-only
@@ -151,6 +165,7 @@ if [ "$device-$profile" = cuda-lean ]; then
     printf '\n# The functions that throw for it\n'
     sort -u build/left_out_of_*.txt
   } >"$wheel.left_out.txt"
+  describe "$wheel" "$wheel.left_out.txt"
 fi
 if ((unpatched)); then
   next_step "$python -m pip install $tree/$wheel"

@@ -5,7 +5,8 @@
 #   build_scripts/cuda_kit.sh WHEEL FOLDER [--part-mib N] [--own-cublas]
 #
 # FOLDER gets kit/ and its archive in parts, kit.tar.xz.00 and so on, of at most N MiB (60). There:
-#   cat kit.tar.xz.* | tar -xJf - && CUDA_LIBRARIES=/path/of/libcublas.so.13 kit/run -c 'import torch'
+#   sha256sum --check kit.sha256 && cat kit.tar.xz.* | tar -xJf - &&
+#   CUDA_LIBRARIES=/path/of/libcublas.so.13 kit/run -c 'import torch'
 # CUDA_LIBRARIES names the folders, with colons between them, of libcublas.so.13, libcublasLt.so.13 and libnvrtc.so.13,
 # which calls are passed on to (forward_libraries.py). --own-cublas packs CUDA 11.8's instead: 730 MB more.
 # PYTHON names the Python that the wheel is for, with the modules of requirements-fork.txt; CUDA_HOME is as for the build.

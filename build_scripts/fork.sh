@@ -141,6 +141,7 @@ archive() {
   local folder=$1 prefix=$2 part_mib=$3
   shift 3
   tar -C "$folder" -cf - "$@" | xz -T0 -6 | split --bytes="${part_mib}M" --numeric-suffixes - "$prefix.tar.xz."
+  (cd "$(dirname "$prefix")" && sha256sum "$(basename "$prefix")".tar.xz.* >"$(basename "$prefix").sha256")
   du -sh "${@/#/$folder/}"
   ls -l "$prefix".tar.xz.*
 }

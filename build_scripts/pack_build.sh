@@ -7,7 +7,7 @@
 # TREE is configured (build_wheel.sh TREE --device cuda --profile lean --configure-only); CUDA_HOME is from
 # install_cuda.sh, PYTHON as for build_wheel.sh. FOLDER gets root/ and its archive in parts, build.tar.xz.00 and so on, of
 # at most N MiB (60). There, as root:
-#   mkdir ROOT && cat build.tar.xz.* | tar -xJ -C ROOT && ROOT/enter wheel
+#   sha256sum --check build.sha256 && mkdir ROOT && cat build.tar.xz.* | tar -xJ -C ROOT && ROOT/enter wheel
 # builds the wheel with all cores, and goes on where it was when it is run again; `ROOT/enter kit` then makes what
 # cuda_kit.sh does, in ROOT/kit. Any other words are a command in the root folder.
 # Large libraries of CUDA are empty there: they can be linked to, not called.
@@ -157,4 +157,4 @@ copy "$project/build_scripts" "$project/patches" "$project/csrc" -- __pycache__
 write_enter
 chmod 1777 "$root/tmp"
 archive "$root" "$folder/build" "$part_mib" .
-next_step "mkdir ROOT && cat build.tar.xz.* | tar -xJ -C ROOT && ROOT/enter wheel, on a machine with many cores"
+next_step "sha256sum --check build.sha256 && mkdir ROOT && cat build.tar.xz.* | tar -xJ -C ROOT && ROOT/enter wheel, on a machine with many cores"

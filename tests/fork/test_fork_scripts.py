@@ -174,3 +174,24 @@ def test_a_tree_without_patches_is_not_exported(tmp_path: Path) -> None:
 def test_the_one_file_patches_are_those_of_the_sources() -> None:
     checked = run("export_patches", "--one-file", "--check")
     assert checked.returncode == 0, checked.stderr
+
+
+def test_parts_of_an_archive_are_put_together_and_checked_by_digest(tmp_path: Path) -> None:
+    folder, there = tmp_path / "kit", tmp_path / "there"
+    folder.mkdir(), there.mkdir()
+    (folder / "library").write_bytes(os.urandom(3 << 20))
+
+    def shell(command: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+
+    packed = shell(f"source {PROJECT}/build_scripts/fork.sh && archive {tmp_path} {tmp_path}/kit 1 kit")
+    assert packed.returncode == 0, packed.stderr
+    parts = sorted(tmp_path.glob("kit.tar.xz.*"))
+    assert len(parts) > 2
+    assert max(part.stat().st_size for part in parts) == 1 << 20
+    assert shell("sha256sum --check kit.sha256 && cat kit.tar.xz.* | tar -xJ -C there").returncode == 0
+    assert (there / "kit/library").read_bytes() == (folder / "library").read_bytes()
+    parts[1].write_bytes(parts[1].read_bytes()[:-1] + b"\0\0")
+    checked = shell("sha256sum --check kit.sha256")
+    assert checked.returncode != 0
+    assert f"{parts[1].name}: FAILED" in checked.stdout
