@@ -91,6 +91,12 @@ def lists_of_tensors(device: str) -> list[torch.Tensor]:
     return [whole.cpu(), torch.stack(many).cpu()]
 
 
+def filled_through_its_address(device: str) -> list[torch.Tensor]:
+    rows = [torch.full((32768,), float(index), device=device) for index in range(60)]
+    elements = [rows[index % 60][index] for index in range(20_000)]
+    return [torch.tensor(elements), rows[0][[element.long() for element in elements]].cpu()]
+
+
 def lstm(device: str) -> list[torch.Tensor]:
     torch.manual_seed(0)
     network = torch.nn.LSTM(WIDTH, WIDTH, num_layers=2).to(device)
@@ -106,6 +112,7 @@ PROGRAMS: dict[str, Callable[[str], list[torch.Tensor]]] = {
     "double backward": double_backward,
     "views and in-place ops": views_and_in_place,
     "lists of tensors": lists_of_tensors,
+    "filled through its address": filled_through_its_address,
     "lstm": lstm,
 }
 

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstring>
 #include <exception>
+#include <iterator>
 #include <new>
 #include <utility>
 
@@ -26,6 +27,9 @@ namespace {
 // largest input. Who meets the limit waits for the copies; once it has been met, page-outs are
 // asked for an eighth of the limit ahead. A storage that is used again comes back as after a
 // page-out by hand, on access.
+//
+// What has been made empty stays until an op has used it: somebody may fill it through its address,
+// and run ops meanwhile, as `torch.tensor` does with the elements of a list.
 //
 // A limit is soft: what one op needs at once, with what has been refused and what the host has no
 // room for, may exceed it. Then the op runs all the same, and `Stats::exceeded` counts it.
@@ -57,6 +61,13 @@ void visit_storages(const IValue& value, const Visit& visit) {
       visit_storages(element, visit);
     }
   }
+}
+
+bool makes_empty(const RecordFunction& op) {
+  static constexpr const char* kPrefixes[] = {"aten::empty", "aten::new_empty"};
+  return std::any_of(std::begin(kPrefixes), std::end(kPrefixes), [&](const char* prefix) {
+    return std::strncmp(op.name(), prefix, std::strlen(prefix)) == 0;
+  });
 }
 
 /// Of what an op is asked to make, where its inputs do not say: the numbers in lists, as sizes are.
@@ -145,7 +156,10 @@ void SwapLimit::unpin(const Storage& storage) {
         "expected a tensor whose storage is pinned, found one that is not; call unpin once for "
         "each pin");
   }
-  --found->second.pins;
+  Known& known = found->second;
+  if (--known.pins == 0 && known.uses == 0 && known.limited == nullptr && !known.leaving) {
+    known_.erase(found);
+  }
 }
 
 bool SwapLimit::is_pinned(const Storage& storage) {
@@ -226,11 +240,15 @@ void SwapLimit::end(const RecordFunction& op, const Frame* frame) {
 
 void SwapLimit::note_growth(const RecordFunction& op, size_t key) {
   Growth growth{c10::Device(c10::DeviceType::CPU), 0};
+  const bool empty = makes_empty(op);
   for (const IValue& output : op.outputs()) {
     visit_storages(output, [&](const Storage& storage) {
       const Use made = use(storage);
       if (made.is_new) {
         growth = Growth{storage.device(), growth.nbytes + made.nbytes};
+      }
+      if (empty && made.nbytes != 0) {
+        known_.at(storage.unsafeGetStorageImpl()).empty = true;
       }
     });
   }
@@ -258,6 +276,7 @@ SwapLimit::Use SwapLimit::use(const Storage& storage) {
     resident.splice(resident.end(), resident, known.place);
   }
   known.nbytes = storage.nbytes();
+  known.empty = false;
   return Use{known.nbytes, is_new, std::exchange(known.leaving, false)};
 }
 
@@ -335,7 +354,7 @@ void SwapLimit::ask(c10::Device device, Limited& limited, size_t arriving_bytes,
 void SwapLimit::ask_one(StorageKey key, Limited& limited, Held& held) {
   const auto found = known_.find(key);
   Known& known = found->second;
-  if (known.uses != 0 || known.pins != 0 || clock_ < known.stays_until) {
+  if (known.uses != 0 || known.pins != 0 || known.empty || clock_ < known.stays_until) {
     return;
   }
   auto storage = known.storage.lock();

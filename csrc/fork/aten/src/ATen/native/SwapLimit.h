@@ -66,6 +66,7 @@ class SwapLimit final {
     size_t pins = 0; ///< By the program.
     uint64_t stays_until = 0; ///< It has been refused: not asked before this op.
     bool leaving = false; ///< Its page-out was asked for, and nothing has used it since.
+    bool empty = false; ///< No op has used it since it was made empty.
     Limited* limited = nullptr; ///< In whose list of residents it is; null for none.
     std::list<StorageKey>::iterator place;
   };
