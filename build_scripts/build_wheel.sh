@@ -70,6 +70,20 @@ is_distribution_source() {
   [ ! -e "$tree/third_party/sleef/CMakeLists.txt" ]
 }
 
+# describe WHEEL LIST: puts the list of what the build is without at the end of the wheel's description.
+describe() {
+  local work
+  work=$(mktemp -d)
+  "$python" -m wheel unpack --dest "$work" "$1"
+  {
+    printf '\n# What this build is without\n\n```\n'
+    cat "$2"
+    printf '```\n'
+  } >>"$(find "$work" -path '*.dist-info/METADATA')"
+  "$python" -m wheel pack --dest-dir "$(dirname "$1")" "$work"/torch-*
+  rm -rf "$work"
+}
+
 prepare_distribution_source() {
   local fixes=$patches/distribution/v1.13.1 package patch absent=()
   [ "$profile" = lean ] ||
@@ -136,20 +150,6 @@ if is_distribution_source; then
   export USE_SYSTEM_PTHREADPOOL=1 USE_SYSTEM_ONNX=1 USE_SYSTEM_PYBIND11=1 USE_SYSTEM_EIGEN_INSTALL=1
   export BUILD_CUSTOM_PROTOBUF=0 BLAS=OpenBLAS
 fi
-
-# describe WHEEL LIST: puts the list of what the build is without at the end of the wheel's description.
-describe() {
-  local work
-  work=$(mktemp -d)
-  "$python" -m wheel unpack --dest "$work" "$1"
-  {
-    printf '\n# What this build is without\n\n```\n'
-    cat "$2"
-    printf '```\n'
-  } >>"$(find "$work" -path '*.dist-info/METADATA')"
-  "$python" -m wheel pack --dest-dir "$(dirname "$1")" "$work"/torch-*
-  rm -rf "$work"
-}
 
 cd "$tree"
 if ((configure_only)); then

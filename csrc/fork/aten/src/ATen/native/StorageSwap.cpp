@@ -63,14 +63,17 @@ const Storage& storage_of(const Tensor& self) {
   return self.storage();
 }
 
+c10::StorageImpl& impl_of(const Tensor& self) {
+  return *storage_of(self).unsafeGetStorageImpl();
+}
+
 bool pageout_unless_pinned(const Tensor& self) {
-  const Storage& storage = storage_of(self);
-  if (SwapLimit::get().is_pinned(storage)) {
+  if (SwapLimit::get().is_pinned(storage_of(self))) {
     throw torch_lms::PageoutRefused(
         "expected a tensor that may be paged out, found one that is pinned; call "
         "torch_lms.swap.unpin first, or page out a copy of it (tensor.clone())");
   }
-  return environment().pageout(*storage.unsafeGetStorageImpl());
+  return environment().pageout(impl_of(self));
 }
 
 } // namespace
@@ -83,7 +86,7 @@ void pageout_manual(const Tensor& self) {
 }
 
 void need_prefetch(const Tensor& self) {
-  environment().prefetch(*storage_of(self).unsafeGetStorageImpl());
+  environment().prefetch(impl_of(self));
 }
 
 namespace {
@@ -117,9 +120,7 @@ bool is_open() {
 }
 
 std::string state(const Tensor& self) {
-  return noting_errors([&] {
-    return torch_lms::to_string(environment().state(*storage_of(self).unsafeGetStorageImpl()));
-  });
+  return noting_errors([&] { return torch_lms::to_string(environment().state(impl_of(self))); });
 }
 
 // --- for torch_lms -------------------------------------------------------------------
@@ -129,8 +130,7 @@ bool pageout(const Tensor& self) {
 }
 
 bool prefetch(const Tensor& self) {
-  return noting_errors(
-      [&] { return environment().prefetch(*storage_of(self).unsafeGetStorageImpl()); });
+  return noting_errors([&] { return environment().prefetch(impl_of(self)); });
 }
 
 void wait_pending_pageouts() {
