@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812  # PyTorch's own name for it
 
 import torch_lms
+from benchmarks.unet3d import UNet3d
 from tests.unit.trainings import (
     GPT_TRAINING,
     LARGE_STATE_TRAINING,
@@ -32,6 +33,7 @@ from torch_lms.plan import Link, Trace, TraceStorage, least_limit, make_plan, si
 from torch_lms.profile import ProfileConfig, profile
 
 TRAININGS = [GPT_TRAINING, RESNET_TRAINING, LARGE_STATE_TRAINING]
+GIB = 1 << 30
 QUICK = ProfileConfig(warmup_runs=0, timed_runs=1, progress=False)
 IN_PIECES = ProfileConfig(warmup_runs=0, timed_runs=1, progress=False, pieces=True)
 LINK = Link(out_bytes_per_us=1e4, in_bytes_per_us=1e4)
@@ -251,6 +253,18 @@ def test_a_plan_keeps_the_limit_or_the_least_limit_is_told() -> None:
     with pytest.raises(LimitError, match=f"expected a limit of at least {least_bytes} bytes"):
         torch_lms.fit(model, *batch, limit="1B", optimizer=torch.optim.AdamW, config=RATED)
     assert make_plan(trace, least_bytes).predicted.peak_bytes <= least_bytes
+
+
+def test_what_neither_the_host_nor_one_replay_has_room_for_is_planned() -> None:
+    with torch.device("meta"):
+        model = UNet3d((32, 64, 128, 256, 320)).bfloat16()
+        volumes = torch.empty(36, 4, 128, 128, 128, dtype=torch.bfloat16)
+        labels = torch.empty(36, 3, 128, 128, 128)
+    rates = DeviceRates(flops_per_us=3e8, memory_bytes_per_us=2e6, link=Link(out_bytes_per_us=5e4, in_bytes_per_us=5e4))
+    trace = trace_step(model, volumes, labels, config=FitConfig(rates=rates))
+    plan = make_plan(trace, 22 * GIB, host_limit_bytes=85 * GIB, simply=True)
+    assert plan.predicted.peak_bytes <= 22 * GIB < 85 * GIB < plan.predicted.plain_peak_bytes
+    assert plan.predicted.host_peak_bytes <= 85 * GIB
 
 
 def test_the_model_is_left_as_it_was() -> None:

@@ -1,7 +1,7 @@
 """Plans of real programs, forward and backward, recorded on an H200 by `benchmarks.plans` and `benchmarks.plan_models`.
 
 GPT 1.3B, batch 16 x 2048, was recorded when layer norms still counted as writing what they read, so that fewer storages
-could be made again. The others have thousands of ops and storages.
+could be made again. The others have thousands of ops and storages. The one with AdamW is `benchmarks.model_state`'s.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from torch_lms.errors import LimitError
-from torch_lms.plan import Plan, Trace, make_plan, simulate
+from torch_lms.plan import SWAP, Plan, Trace, make_plan, simulate
 
 GIB = 2**30
 RECORDED = Path(__file__).parent / "recorded"
@@ -70,6 +70,14 @@ def test_less_memory_never_makes_it_faster_nor_holds_more() -> None:
 @pytest.mark.parametrize("limit_gib", [30, 9])
 def test_the_plan_that_comes_soon_is_nearly_as_good(limit_gib: int) -> None:
     assert plan(limit_gib, simply=True).predicted.step_us <= 1.03 * plan(limit_gib).predicted.step_us
+
+
+def test_of_a_models_state_the_largest_storages_stay() -> None:
+    recorded = trace("gpt_1_3b_adamw")
+    found = make_plan(recorded, int(11.5 * GIB), simply=True)
+    moved = {one.storage for one in found.decisions if one.decision == SWAP and recorded.storages[one.storage].lasting}
+    assert max(recorded.storages[one].bytes for one in moved) == 64 << 20 < recorded.storages[0].bytes
+    assert found.predicted.step_us <= 1.03 * found.predicted.lower_bound_us
 
 
 def test_recompute_alone_needs_more_memory_and_says_how_much() -> None:

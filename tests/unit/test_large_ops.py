@@ -72,6 +72,24 @@ def enable_above(more_bytes: int) -> None:
     torch_lms.enable(more_bytes + torch_lms.stats().allocated_bytes, min_bytes=MIN_BYTES)
 
 
+def freed_in_the_op() -> None:
+    @torch.library.custom_op("torch_lms_tests::several_copies", mutates_args=())
+    def several_copies(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(5):
+            x.clone()  # freed before the next one
+        return x[:1].clone()
+
+    enable_above(4 * LARGE_BYTES)  # five copies at once would not fit
+    x, other = torch.ones(LARGE_BYTES // 4), torch.ones(LARGE_BYTES // 4)
+    torch.cat([x, other])  # so that memory gets short
+    assert [served_by(lambda: several_copies(x)) for _ in range(4)][1:] == [0, 0, 0]  # the first by a guess
+
+
+@counts_exactly
+def test_what_an_op_frees_before_it_allocates_again_needs_no_room_of_its_own() -> None:
+    in_fresh_process(freed_in_the_op)
+
+
 def refused_outside_of_ops() -> None:
     one, other = torch.ones(LARGE_BYTES // 4), torch.ones(LARGE_BYTES // 4)
     enable_above(5 * LARGE_BYTES)

@@ -18,12 +18,12 @@ namespace torch_lms {
 /// exceed what the limit leaves, the largest inputs go out before the op, and are served from there
 /// (`EntityStorageImpl::serve`). How much an op makes is asked of PyTorch's own shape functions,
 /// which run it on tensors without bytes; many kernels need as much again for themselves. Once an
-/// op of the kind has run with inputs as large, what it has allocated is known. One that is refused
-/// all the same reads all of its inputs from the host the next time, until there is a higher limit.
-/// That is for inputs of more than an eighth of the limit. Where Python code inside of an op with
-/// smaller ones (a hook on what is saved, a kernel in Python) is refused memory, the limit gives
-/// way each time: an op that was refused once, before there was a plan, would read from the host in
-/// each step.
+/// op of the kind has run with inputs as large, the most that it has held at once is known. One
+/// that is refused all the same reads all of its inputs from the host the next time, until there is
+/// a higher limit. That is for inputs of more than an eighth of the limit. Where Python code inside
+/// of an op with smaller ones (a hook on what is saved, a kernel in Python) is refused memory, the
+/// limit gives way each time: an op that was refused once, before there was a plan, would read from
+/// the host in each step.
 
 /// Finds ops that do not fit with their inputs, and takes these out of the way.
 ///
@@ -43,7 +43,7 @@ class LargeOps {
   /// let go of for a moment: other threads may have asked for the page-outs of those that stay.
   bool make_fit(const at::RecordFunction& record, Frame& frame, size_t first);
 
-  /// The op that has run on the calling thread has allocated so much in all.
+  /// The op that has run on the calling thread has held so much at once, besides its inputs.
   void note_made(const at::RecordFunction& record, size_t input_bytes, size_t made_bytes);
   /// The op that ran on the calling thread was refused memory under such a limit.
   void note_refused(const at::RecordFunction& record, size_t input_bytes, size_t limit_bytes);

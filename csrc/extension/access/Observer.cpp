@@ -220,6 +220,7 @@ C10_ALWAYS_INLINE void Observer::release_pinned(Frame& frame) noexcept {
   context.op = nullptr;
   context.op_name = nullptr;
   context.op_input_bytes = 0;
+  context.large_on = nullptr;
   if (!frame.pinned.empty()) {
     frame.kept_watch.end();
     frame.release();

@@ -146,7 +146,10 @@ C10_ALWAYS_INLINE void OpInputs::settle_pinned(
     frame.written.clear();
   }
   if (frame.large && first == 0) {
-    this_thread().op_made_bytes = 0; // but for its inputs
+    ThreadContext& context = this_thread();
+    context.large_on = &frame.pinned[first]->device();
+    context.before_op_bytes = pager_.held_bytes(*context.large_on);
+    context.op_allocated_bytes = context.op_made_bytes = 0; // but for its inputs
   }
   for (const Entity* entity : frame.served) {
     input_bytes -= std::min(input_bytes, entity->nbytes());

@@ -132,7 +132,7 @@ void Planning::backward_ended() {
 /// Where it lies does not matter.
 size_t Planning::held_bytes() const {
   const Device* device = device_.load();
-  return device == nullptr ? 0 : device->use().allocated_bytes + pager_.off_device_bytes();
+  return device == nullptr ? 0 : pager_.held_bytes(*device);
 }
 
 void Planning::end_cycle() {

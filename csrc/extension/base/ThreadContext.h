@@ -5,6 +5,8 @@
 
 namespace torch_lms {
 
+class Device;
+
 /// Why an allocation finds no room.
 enum class Refusal : uint8_t {
   kByDevice, ///< There is room within the limit; the device's allocator finds no block.
@@ -33,7 +35,14 @@ struct ThreadContext {
   InForeignCall in_foreign_call = InForeignCall::kAsk;
   /// Of what it has pinned.
   size_t op_input_bytes = 0;
-  /// Of the allocations in it that room was made for: all large ones, unless automatic mode sleeps.
+  /// Where that op's inputs lie, if they are large: see Note [Ops larger than the limit]. Else
+  /// null.
+  const Device* large_on = nullptr;
+  /// What that device held before the op allocated, with all that is off it.
+  size_t before_op_bytes = 0;
+  /// Of the op's allocations that room was made for: all large ones, unless automatic mode sleeps.
+  size_t op_allocated_bytes = 0;
+  /// The most that these have held at once.
   size_t op_made_bytes = 0;
   /// Whether an allocation has been refused in it, or made beyond the limit for want of room.
   bool op_refused = false;

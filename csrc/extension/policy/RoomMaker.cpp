@@ -21,7 +21,7 @@ using Progress = Pageouts::Progress;
 } // namespace
 
 Room::Answer RoomMaker::make_room(Device& device, size_t nbytes) {
-  this_thread().op_made_bytes += this_thread().is_own() ? nbytes : 0;
+  note_made(device, nbytes);
   if (device.limit_bytes() == 0 || this_thread().for_prefetch || device.capturing() ||
       wakefulness_.fill_budget(device, nbytes)) {
     return Answer::kFits;
@@ -65,6 +65,18 @@ Room::Answer RoomMaker::give_way(Device& device, size_t nbytes) {
       "); the limit gives way until it returns. Further cases are counted in "
       "torch_lms.stats().limit_exceeded.");
   return Answer::kGiveWay;
+}
+
+/// What the op has freed since it began, or other threads have, counts no more.
+void RoomMaker::note_made(Device& device, size_t nbytes) {
+  ThreadContext& op = this_thread();
+  if (op.large_on != &device || !op.is_own()) {
+    return;
+  }
+  op.op_allocated_bytes += nbytes;
+  const size_t held = state_.pager.held_bytes(device) + nbytes;
+  const size_t made = std::min(held - std::min(held, op.before_op_bytes), op.op_allocated_bytes);
+  op.op_made_bytes = std::max(op.op_made_bytes, made);
 }
 
 Room::Answer RoomMaker::refuse(Refusal why) {

@@ -50,6 +50,8 @@ class RoomMaker final : public Room {
   void wait_for_pageouts(Device& device, size_t most_bytes);
 
  private:
+  /// The calling thread's op allocates.
+  void note_made(Device& device, size_t nbytes);
   Answer give_way(Device& device, size_t nbytes);
   Answer refuse(Refusal why);
   size_t margin_beside(Device& device, size_t nbytes);

@@ -180,6 +180,11 @@ class Pager final : public StorageEvents {
   size_t off_device_bytes() const noexcept {
     return state_.whereabouts.off_device_bytes();
   }
+  /// What the device would hold if nothing were off it: paging does not change that. Takes its
+  /// allocator's lock.
+  size_t held_bytes(const Device& device) const {
+    return device.use().allocated_bytes + off_device_bytes();
+  }
   int64_t paged_out_storages() const noexcept {
     return state_.whereabouts.paged_out_storages();
   }

@@ -28,8 +28,8 @@ def dawnpiper(problem: Problem) -> Choices:
 
 def memory_saving_per_second(offer: Offer) -> tuple[Floats, Floats]:
     """Ranks free swaps by their slack, all others by time for each byte."""
-    swap_us = offer.swap_us + offer.swap_host_us
+    swap_us = offer.swap_us + offer.swap_beside_us
     swap = swap_us / np.maximum(offer.swap_bytes, 1.0)
     swap = np.where(swap_us <= 0.0, -offer.slack_us, swap)
-    replay = (offer.replay_us + offer.replay_host_us) / np.maximum(offer.replay_bytes, 1.0)
+    replay = (offer.replay_us + offer.replay_beside_us) / np.maximum(offer.replay_bytes, 1.0)
     return swap, replay

@@ -42,7 +42,7 @@ def _least_waste(offer: Offer) -> tuple[Floats, Floats]:
 def least_loss(offer: Offer) -> tuple[Floats, Floats]:
     """Ranks by time lost for each byte at the places that need it; a swap that loses none, by what it spares."""
     useful = np.maximum(offer.needy, _TINY)
-    replay_us, swap_us = offer.replay_us + offer.replay_host_us, offer.swap_us + offer.swap_host_us
+    replay_us, swap_us = offer.replay_us + offer.replay_beside_us, offer.swap_us + offer.swap_beside_us
     spared = np.where(np.isfinite(replay_us), replay_us, 0.0) / np.maximum(offer.replay_bytes, 1.0)
     spared = np.where(np.isfinite(replay_us), spared, 1.0)
     swap = swap_us / np.maximum(offer.swap_bytes, 1.0) / useful

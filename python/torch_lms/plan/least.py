@@ -15,6 +15,7 @@ from torch_lms.plan.trace import Trace
 __all__ = ["everything_away", "least_choices", "least_limit", "pressed", "with_served"]
 
 _TRIES = 8
+_PRESSED_TRIES = 200
 
 
 def least_limit(trace: Trace, *, host_limit_bytes: int | None = None, swap: bool = True, recompute: bool = True) -> int:
@@ -76,15 +77,18 @@ def pressed(problem: Problem) -> Choices:
         if one.replay is not None and choices[number] != RECOMPUTE
     }
     order = sorted((number for number in gains if gains[number] > 0), key=lambda number: (-gains[number], number))
-    fits, fails = 0, len(order) + 1
-    while fails - fits > 1:
-        count = (fits + fails) // 2
-        tried = choices | dict.fromkeys(order[:count], RECOMPUTE)
-        if problem.excess(tried).any():
-            fails = count
-        else:
-            fits = count
-    return choices | dict.fromkeys(order[:fits], RECOMPUTE)
+    blocks = [order]
+    for _ in range(_PRESSED_TRIES):
+        if not blocks:
+            break
+        block = blocks.pop()
+        tried = choices | dict.fromkeys(block, RECOMPUTE)
+        if not problem.excess(tried).any():
+            choices = tried
+        elif len(block) > 1:  # one of them makes others again too early, say: the rest of them may do
+            half = len(block) // 2
+            blocks += [block[half:], block[:half]]
+    return choices
 
 
 def with_served(problem: Problem) -> Problem:

@@ -111,7 +111,7 @@ class LinearProgram:
             if one.swappable:
                 copy_us = 0.0 if one.back_at is None else self._problem.trace.link.in_us(one.bytes)
                 host_us = self._problem.host_us(number, self._problem.leave_kind(one))
-                price_us = _COPY_PRICE * copy_us + self._host_price * host_us
+                price_us = _COPY_PRICE * copy_us + self._host_price * host_us + self._problem.piece_us(number)
                 self._swap[number] = rows.variable(most=1.0, cost=price_us / 1e3 if self._careful else 0.0)
             if one.replay is not None:
                 host_us = self._host_price * self._problem.host_us(number, RECOMPUTE) if self._careful else 0.0

@@ -17,6 +17,8 @@ from torch_lms.plan.trace import Trace
 
 __all__ = ["Choices", "Problem"]
 
+_LARGE_SHARE = 1 / 128  # of a limit: up to there, others leave blocks that are as large
+
 Choices = dict[int, str]
 """What is decided for candidates, by their number: swap, drop_unchanged or recompute."""
 
@@ -141,6 +143,17 @@ class Problem:
             return host.recompute_us * (1 + (0 if one.replay is None else len(one.replay.dropped)))
         out_us = 0.0 if kind == DROP_UNCHANGED else host.pageout_us
         return out_us + (0.0 if one.back_at is None else host.pagein_us)
+
+    def piece_us(self, number: int) -> float:
+        """What a swap of it costs besides its copies: what lasts comes back to where others have been, in one piece.
+
+        On CUDA, where that is much of the limit, as much is copied out of its way.
+        """
+        one, trace = self.candidates[number], self.trace
+        if one.back_at is None or not trace.storages[one.storage].lasting or not trace.device.startswith("cuda"):
+            return 0.0
+        share = one.bytes / max(1, self.limit_bytes)
+        return trace.link.in_us(one.bytes) * min(1.0, max(0.0, share / _LARGE_SHARE - 1.0))
 
     @property
     def host_slack_us(self) -> float:

@@ -32,8 +32,8 @@ class Offer:
         most_bytes: above the limit at any place.
         needy: the share of the places above the limit that it relieves.
         slack_us: free time between its copies.
-        swap_host_us: what a swap takes of the host's time, if there is no other use for that.
-        replay_host_us: the same of a recompute.
+        swap_beside_us: what a swap takes of the host's time, if there is no other use for that, and for its piece.
+        replay_beside_us: the same of a recompute.
     """
 
     swap_us: Floats
@@ -43,8 +43,8 @@ class Offer:
     most_bytes: float
     needy: Floats
     slack_us: Floats
-    swap_host_us: Floats
-    replay_host_us: Floats
+    swap_beside_us: Floats
+    replay_beside_us: Floats
 
 
 Order = Callable[[Offer], tuple[Floats, Floats]]
@@ -88,6 +88,7 @@ class _Relief:
         self._host_left_us = problem.host_slack_us if problem.trace.host.op_us else 0.0
         self._swap_host_us = np.array([problem.host_us(i, problem.leave_kind(candidates[i])) for i in numbers])
         self._replay_host_us = np.array([problem.host_us(i, RECOMPUTE) for i in numbers])
+        self._piece_us = np.array([problem.piece_us(i) for i in numbers])
         self._open = np.ones(len(candidates), dtype=bool)
         # The windows go on into the next cycle, where storages that last come back.
         self._windows = LinkWindows(np.tile(problem.durations_us, 2), problem.trace.link)
@@ -148,8 +149,8 @@ class _Relief:
             most_bytes=float(self._need.max()),
             needy=share,
             slack_us=self._slack_us,
-            swap_host_us=price * self._swap_host_us,
-            replay_host_us=price * self._replay_host_us,
+            swap_beside_us=price * self._swap_host_us + self._piece_us,
+            replay_beside_us=price * self._replay_host_us,
         )
 
     def _still_helps(self, number: int) -> bool:

@@ -83,8 +83,9 @@ def take_back(problem: Problem, choices: Choices) -> Choices:
 
 def _price(problem: Problem, number: int, kind: str) -> float:
     one = problem.candidates[number]
-    replay_us = one.replay.total_us if kind == RECOMPUTE and one.replay is not None else 0.0
-    return (replay_us + problem.host_us(number, kind)) / one.bytes
+    replay_us = 0.0 if one.replay is None else one.replay.total_us
+    own_us = replay_us if kind == RECOMPUTE else problem.piece_us(number)
+    return (own_us + problem.host_us(number, kind)) / one.bytes
 
 
 def time_choices(problem: Problem, choices: Choices) -> Timed:
