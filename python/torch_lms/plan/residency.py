@@ -65,6 +65,7 @@ class Residency:
         self._trace = trace
         self._index, self._storages = trace.by_place, trace.by_storage
         self._bytes, self._recipes, self._lasting = self._storages.bytes, self._storages.recipes, self._storages.lasting
+        self._other_bytes = [op.other_bytes for op in trace.ops]
         self._leave: dict[int, list[Decision]] = defaultdict(list)
         self._return: dict[int, list[int]] = defaultdict(list)
         self._planned_drops = [0] * count
@@ -178,8 +179,9 @@ class Residency:
             self._use_bytes += sizes[made]
             if self._drops_left[made]:
                 self._begin_recipe(made, place)
-        self._peak_bytes = max(self._peak_bytes, self._use_bytes + self._outside_bytes)
-        events.memory_bytes.append(self._peak_bytes + self._trace.ops[place].other_bytes)
+        if self._use_bytes + self._outside_bytes > self._peak_bytes:
+            self._peak_bytes = self._use_bytes + self._outside_bytes
+        events.memory_bytes.append(self._peak_bytes + self._other_bytes[place])
         events.swapped_bytes.append(self._swapped_bytes)
         events.dropped_bytes.append(self._dropped_bytes)
         events.host_bytes.append(self._host_bytes)

@@ -82,9 +82,11 @@ class _Clock:
 
     def cycle(self, events: CycleEvents) -> Timeline:
         """Runs one cycle; times in the timeline begin with it."""
-        began_us, timeline = self._now_us, Timeline()
+        began_us, timeline = self._now_us, Timeline.of_places(len(self._durations_us))
+        moving = events.arrivals.keys() | events.replayed.keys() | events.served.keys() | events.leaving.keys()
         for place in range(len(self._durations_us)):
-            self._step(place, events, timeline, began_us)
+            if self._has_host or place in moving or not self._passes(place, events, timeline, began_us):
+                self._step(place, events, timeline, began_us)
         timeline.planned_bytes, timeline.swapped_bytes = events.memory_bytes, events.swapped_bytes
         timeline.dropped_bytes, timeline.replayed = events.dropped_bytes, events.replayed
         timeline.host_peak_bytes = max(events.host_bytes)
@@ -94,6 +96,23 @@ class _Clock:
             busy_us[direction] += end_us - start_us
         timeline.step_us = max(self._now_us - began_us, timeline.host_us, *busy_us.values())
         return timeline
+
+    def _passes(self, place: int, events: CycleEvents, timeline: Timeline, began_us: float) -> bool:
+        """Most places: nothing moves, and the op has what it needs. False if it has to wait, or there is no room."""
+        now_us = self._now_us
+        if self._leaving:
+            self._forget_left(now_us)
+        memory_bytes = events.memory_bytes[place] + self._leaving_bytes
+        if self._limit_bytes is not None and memory_bytes > self._limit_bytes:
+            return False
+        for storage in events.waited.get(place, ()):
+            if self._arrived_us[storage] > now_us:
+                return False
+        timeline.memory_bytes[place] = memory_bytes
+        timeline.start_us[place] = now_us - began_us
+        self._now_us = now_us + self._durations_us[place]
+        timeline.end_us[place] = self._now_us - began_us
+        return True
 
     def _step(self, place: int, events: CycleEvents, timeline: Timeline, began_us: float) -> None:
         before_us = self._now_us
@@ -110,7 +129,7 @@ class _Clock:
             timeline.wait_of[blamed] = timeline.wait_of.get(blamed, 0.0) + start_us - could_us
         if self._leaving:
             self._forget_left(room_us if self._has_host else start_us)
-        timeline.memory_bytes.append(events.memory_bytes[place] + self._leaving_bytes)
+        timeline.memory_bytes[place] = events.memory_bytes[place] + self._leaving_bytes
         replay_us = sum([self._replay_us[storage] for storage in events.replayed.get(place, ())])
         served_us = sum([self._link.in_us(self._bytes[storage]) for storage in events.served.get(place, ())])
         self._now_us = start_us + replay_us + self._durations_us[place] + served_us
@@ -118,12 +137,12 @@ class _Clock:
             self._submit_rest(place, room_us, events, timeline)
         for storage, copied in events.leaving.get(place, ()):
             self._leave(storage, copied, timeline, began_us)
-        timeline.start_us.append(start_us - began_us)
-        timeline.end_us.append(self._now_us - began_us)
-        timeline.wait_us.append(start_us - could_us)
-        timeline.late_us.append(could_us - before_us)
-        timeline.replay_us.append(replay_us)
-        timeline.served_us.append(served_us)
+        timeline.start_us[place] = start_us - began_us
+        timeline.end_us[place] = self._now_us - began_us
+        timeline.wait_us[place] = start_us - could_us
+        timeline.late_us[place] = could_us - before_us
+        timeline.replay_us[place] = replay_us
+        timeline.served_us[place] = served_us
 
     def _submit(self, place: int, events: CycleEvents, timeline: Timeline) -> float:
         """When the host begins to submit an op: after the copies in, and the ops that are run again, before it."""

@@ -76,6 +76,12 @@ class Timeline:
     host_peak_bytes: int = 0
     wait_of: dict[int, float] = field(default_factory=dict)
 
+    @classmethod
+    def of_places(cls, count: int) -> Timeline:
+        """In which nothing has happened yet at so many places."""
+        times = ("start_us", "end_us", "wait_us", "late_us", "replay_us", "served_us")
+        return cls(memory_bytes=[0] * count, **{name: [0.0] * count for name in times})
+
     @property
     def feasible(self) -> bool:
         """Whether the limit is kept at every place."""
