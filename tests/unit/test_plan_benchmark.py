@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.equal_peak import check_rows, compare
+from benchmarks.largest import QUESTIONS, Search
 from benchmarks.plan_picture import draw
+from benchmarks.plan_worker import Run
 from benchmarks.size_search import search
+from benchmarks.training import GIB
 from tests.unit.fresh_process import run_python
 from tests.unit.markers import counts_exactly
 
@@ -124,3 +128,27 @@ def test_the_largest_that_fits_is_found(most: int, start: int) -> None:
 
 def test_nothing_fits() -> None:
     assert search(lambda _: False, start=64, grain=8) == 0
+
+
+class FailsPlanned:
+    """A sweep whose runs take a byte for each sample; so many samples are too many for a run with a plan."""
+
+    def __init__(self, too_many: int) -> None:
+        self.given = Namespace(tiny=False, search_seconds=60, steps=4)
+        self.device = "cuda"
+        self.too_many = too_many
+
+    def attempt(self, _: str, run: Run) -> dict[str, Any]:
+        size = run.changed["batch"]
+        if run.steps == self.given.steps and size >= self.too_many:
+            return {"error": "no room in its fifth step"}
+        return {"most_gib": size / GIB, "samples_per_s": 1.0, "tokens": 1, "host_served": 2.0}
+
+
+def test_a_size_whose_planned_run_fails_makes_way_for_the_next() -> None:
+    asked = Search(FailsPlanned(46), "gpt-batch-ours", QUESTIONS["gpt-batch"], "ours", limit_bytes=50)  # type: ignore[arg-type]
+    answer = asked.answer()
+    assert [one["size"] for one in answer["tried"] if one["fits"]] == [45, 49]
+    assert [one["size"] for one in answer["failed"]] == [49]
+    assert (answer["largest"], answer["host_served"]) == (45, 2.0)
+    assert "no size fits" in Search(asked.sweep, asked.key, asked.question, "ours", limit_bytes=0).answer()["error"]
