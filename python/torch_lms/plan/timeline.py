@@ -79,8 +79,16 @@ class Timeline:
     @classmethod
     def of_places(cls, count: int) -> Timeline:
         """In which nothing has happened yet at so many places."""
-        times = ("start_us", "end_us", "wait_us", "late_us", "replay_us", "served_us")
-        return cls(memory_bytes=[0] * count, **{name: [0.0] * count for name in times})
+        start_us, end_us, wait_us, late_us, replay_us, served_us = ([0.0] * count for _ in range(6))
+        return cls(
+            start_us=start_us,
+            end_us=end_us,
+            wait_us=wait_us,
+            late_us=late_us,
+            replay_us=replay_us,
+            served_us=served_us,
+            memory_bytes=[0] * count,
+        )
 
     @property
     def feasible(self) -> bool:
