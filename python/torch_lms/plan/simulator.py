@@ -85,7 +85,7 @@ class _Clock:
         began_us, timeline = self._now_us, Timeline.of_places(len(self._durations_us))
         moving = events.arrivals.keys() | events.replayed.keys() | events.served.keys() | events.leaving.keys()
         for place in range(len(self._durations_us)):
-            if self._has_host or place in moving or not self._passes(place, events, timeline, began_us):
+            if place in moving or not self._passes(place, events, timeline, began_us):
                 self._step(place, events, timeline, began_us)
         timeline.planned_bytes, timeline.swapped_bytes = events.memory_bytes, events.swapped_bytes
         timeline.dropped_bytes, timeline.replayed = events.dropped_bytes, events.replayed
@@ -99,19 +99,24 @@ class _Clock:
 
     def _passes(self, place: int, events: CycleEvents, timeline: Timeline, began_us: float) -> bool:
         """Most places: nothing moves, and the op has what it needs. False if it has to wait, or there is no room."""
-        now_us = self._now_us
+        before_us = self._now_us
+        submitted_us = self._host_is_free_us(place) if self._has_host else before_us
+        start_us = max(before_us, submitted_us)
         if self._leaving:
-            self._forget_left(now_us)
+            self._forget_left(submitted_us)
         memory_bytes = events.memory_bytes[place] + self._leaving_bytes
         if self._limit_bytes is not None and memory_bytes > self._limit_bytes:
             return False
         for storage in events.waited.get(place, ()):
-            if self._arrived_us[storage] > now_us:
+            if self._arrived_us[storage] > start_us:
                 return False
+        self._now_us = start_us + self._durations_us[place]
+        if self._has_host:
+            self._submit_op(place, submitted_us, 0, timeline)
         timeline.memory_bytes[place] = memory_bytes
-        timeline.start_us[place] = now_us - began_us
-        self._now_us = now_us + self._durations_us[place]
+        timeline.start_us[place] = start_us - began_us
         timeline.end_us[place] = self._now_us - began_us
+        timeline.late_us[place] = start_us - before_us
         return True
 
     def _step(self, place: int, events: CycleEvents, timeline: Timeline, began_us: float) -> None:
@@ -134,7 +139,8 @@ class _Clock:
         served_us = sum([self._link.in_us(self._bytes[storage]) for storage in events.served.get(place, ())])
         self._now_us = start_us + replay_us + self._durations_us[place] + served_us
         if self._has_host:
-            self._submit_rest(place, room_us, events, timeline)
+            copied = sum(copied for _, copied in events.leaving.get(place, ()))
+            self._submit_op(place, room_us, copied, timeline)
         for storage, copied in events.leaving.get(place, ()):
             self._leave(storage, copied, timeline, began_us)
         timeline.start_us[place] = start_us - began_us
@@ -149,14 +155,18 @@ class _Clock:
         spent_us = len(events.arrivals.get(place, ())) * self._host.pagein_us
         spent_us += len(events.replayed.get(place, ())) * self._host.recompute_us
         timeline.host_us += spent_us
-        waited_us = self._now_us if (place - 1 if place else len(self._durations_us) - 1) in self._waits else 0.0
-        return max(self._host_us, waited_us, self._ends_us[0]) + spent_us
+        return self._host_is_free_us(place) + spent_us
 
-    def _submit_rest(self, place: int, from_us: float, events: CycleEvents, timeline: Timeline) -> None:
+    def _host_is_free_us(self, place: int) -> float:
+        """From when on it can submit what a place has."""
+        before = place - 1 if place else len(self._durations_us) - 1
+        return max(self._host_us, self._now_us if before in self._waits else 0.0, self._ends_us[0])
+
+    def _submit_op(self, place: int, from_us: float, copies_out: int, timeline: Timeline) -> None:
         """The host submits the op, and the copies out after it."""
         spent_us = self._host.op_us[place]
         self._now_us = max(self._now_us, from_us + spent_us)
-        spent_us += sum(copied for _, copied in events.leaving.get(place, ())) * self._host.pageout_us
+        spent_us += copies_out * self._host.pageout_us
         self._host_us = from_us + spent_us
         timeline.host_us += spent_us
         self._ends_us.append(self._now_us)
