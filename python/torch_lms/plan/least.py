@@ -69,14 +69,26 @@ def everything_away(problem: Problem) -> Choices:
 
 
 def pressed(problem: Problem) -> Choices:
-    """From everything away by copies, as many recomputes as memory allows, those first that gain the most time."""
+    """From everything away by copies, as many recomputes as memory allows, those first that gain the most time.
+
+    Those that take longer than the copies only where the host has no room for these.
+    """
     choices = everything_away(problem)
+    link = problem.trace.link
     gains = {
-        number: problem.trace.link.out_us(one.bytes) + problem.trace.link.in_us(one.bytes) - one.replay.total_us
+        number: link.out_us(one.bytes) + link.in_us(one.bytes) - one.replay.total_us
         for number, one in enumerate(problem.candidates)
         if one.replay is not None and choices[number] != RECOMPUTE
     }
-    order = sorted((number for number in gains if gains[number] > 0), key=lambda number: (-gains[number], number))
+    order = sorted(gains, key=lambda number: (-gains[number], number))
+    choices = _with_recomputes(problem, choices, [number for number in order if gains[number] > 0])
+    if host_fits(problem, choices):
+        return choices
+    return _with_recomputes(problem, choices, [number for number in order if gains[number] <= 0])
+
+
+def _with_recomputes(problem: Problem, choices: Choices, order: list[int]) -> Choices:
+    """Of these candidates as many by recompute as memory allows; the earlier ones first."""
     blocks = [order]
     for _ in range(_PRESSED_TRIES):
         if not blocks:

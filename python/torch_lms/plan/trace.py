@@ -19,6 +19,8 @@ __all__ = ["Cycle", "Host", "Link", "Recipe", "Trace", "TraceOp", "TraceStorage"
 PHASES = ("forward", "backward", "other")
 CYCLE_KINDS = ("training", "evaluation", "inference")
 
+_AROUND = 3  # ops: some of them have no working space of their own
+
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
@@ -220,10 +222,14 @@ class PlaceIndex:
 
 @dataclass(frozen=True)
 class StorageIndex:
-    """Figures of all storages, those that last, and what is there, and how much, when a cycle begins besides them."""
+    """Figures of all storages, those that last, and what is there, and how much, when a cycle begins besides them.
+
+    What a replay takes while it runs, besides the storages, is `working_bytes`.
+    """
 
     bytes: Sequence[int]
     recipes: Sequence[Recipe | None]
+    working_bytes: Sequence[int]
     lasting: Sequence[int]
     present: Sequence[bool]
     present_bytes: int
@@ -291,10 +297,22 @@ class Trace(Document):
         return StorageIndex(
             bytes=[one.bytes for one in self.storages],
             recipes=[one.recompute for one in self.storages],
+            working_bytes=[self._working_bytes(one) for one in self.storages],
             lasting=[number for number, one in enumerate(self.storages) if one.lasting],
             present=present,
             present_bytes=sum(one.bytes for one, here in zip(self.storages, present, strict=True) if here),
         )
+
+    def _working_bytes(self, storage: TraceStorage) -> int:
+        """The most that an op of its recipe has for itself: by how much it exceeds those before it, or after it."""
+        if storage.recompute is None or storage.producer is None:
+            return 0
+        found = []
+        for place in (storage.producer, *storage.recompute.rewrites):
+            sides = self.ops[max(0, place - _AROUND) : place], self.ops[place + 1 : place + 1 + _AROUND]
+            usual_bytes = max(min((op.other_bytes for op in side), default=0) for side in sides)
+            found.append(max(0, self.ops[place].other_bytes - usual_bytes))
+        return max(found)
 
     @property
     def plain_us(self) -> float:
