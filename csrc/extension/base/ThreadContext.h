@@ -35,8 +35,7 @@ struct ThreadContext {
   InForeignCall in_foreign_call = InForeignCall::kAsk;
   /// Of what it has pinned.
   size_t op_input_bytes = 0;
-  /// Where that op's inputs lie, if they are large: see Note [Ops larger than the limit]. Else
-  /// null.
+  /// Where its inputs lie, if they are large (Note [Ops larger than the limit]); else null.
   const Device* large_on = nullptr;
   /// What that device held before the op allocated, with all that is off it.
   size_t before_op_bytes = 0;

@@ -93,10 +93,12 @@ class Planner:
         least = least_limit(
             self._trace, host_limit_bytes=self._host_limit_bytes, swap=self._swap, recompute=self._recompute
         )
-        host = "" if self._host_limit_bytes is None else f" with {self._host_limit_bytes} bytes of host memory"
+        host, raised = "", "the limit"
+        if self._host_limit_bytes is not None:
+            host, raised = f" with {self._host_limit_bytes} bytes of host memory", "this limit or the host's"
         raise LimitError(
             f"expected a limit of at least {least} bytes ({in_gib(least)}){host}, found {self._limit_bytes}: no "
-            "plan was found that needs less; raise the limit or make the program's largest ops smaller"
+            f"plan was found that needs less; raise {raised}, or make the program's largest ops smaller"
         )
 
     def bounded(self, plan: Plan) -> Plan:
