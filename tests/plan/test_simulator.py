@@ -141,12 +141,13 @@ def test_a_chain_is_replayed_from_its_start() -> None:
 
 
 def test_a_replay_takes_what_its_op_has_for_itself() -> None:
-    plain = chain()
+    plain = replace(chain(), limit_bytes=1000)  # as recorded traces have it
     other_bytes = [5, 5, 105, 5, 5]  # the op that makes 2 has 100 bytes of working space
     ops = tuple(replace(op, other_bytes=other) for op, other in zip(plain.ops, other_bytes, strict=True))
     assert simulate(replace(plain, ops=ops), [drop(2, 2)]).memory_bytes == [15, 35, 175, 35, 175]
     held = tuple(replace(op, other_bytes=op.other_bytes + 50 * (place < 3)) for place, op in enumerate(ops))
     assert simulate(replace(plain, ops=held), [drop(2, 2)]).memory_bytes == [65, 85, 225, 35, 175]
+    assert simulate(replace(chain(), ops=ops), [drop(2, 2)]).memory_bytes == [15, 35, 175, 35, 75]
 
 
 def test_a_recipe_keeps_its_released_input() -> None:

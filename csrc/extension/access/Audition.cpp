@@ -1,7 +1,6 @@
 #include <extension/access/Audition.h>
 
 #include <algorithm>
-#include <numeric>
 #include <utility>
 
 #include <ATen/Functions.h>
@@ -70,21 +69,6 @@ std::string compare(
   return "";
 }
 
-size_t free_bytes(const Device* device) {
-  if (device == nullptr || device->limit_bytes() == 0) {
-    return SIZE_MAX;
-  }
-  return device->limit_bytes() - std::min(device->limit_bytes(), device->use().allocated_bytes);
-}
-
-/// With as much for the kernel itself.
-size_t bytes_again(const std::vector<at::Tensor>& made) {
-  return std::accumulate(
-      made.begin(), made.end(), size_t{0}, [](size_t sum, const at::Tensor& tensor) {
-        return sum + (tensor.defined() ? 2 * tensor.nbytes() : 0);
-      });
-}
-
 } // namespace
 
 c10::optional<std::string> Audition::verdict_on(uint64_t kind) {
@@ -93,9 +77,8 @@ c10::optional<std::string> Audition::verdict_on(uint64_t kind) {
   return at == verdicts_.end() ? c10::nullopt : c10::make_optional(at->second);
 }
 
-c10::Storage Audition::copy_overwritten(const OpRecipe& recipe, const Device* spared) {
-  if (recipe.overwrites() == nullptr || verdict_on(recipe.kind()).has_value() ||
-      recipe.overwrites()->nbytes() > free_bytes(spared)) {
+c10::Storage Audition::copy_overwritten(const OpRecipe& recipe) {
+  if (recipe.overwrites() == nullptr || verdict_on(recipe.kind()).has_value()) {
     return c10::Storage();
   }
   try {
@@ -110,14 +93,13 @@ c10::Storage Audition::copy_overwritten(const OpRecipe& recipe, const Device* sp
 std::string Audition::try_out(
     const OpRecipe& recipe,
     const std::vector<at::Tensor>& made,
-    const c10::Storage& before,
-    const Device* spared) {
+    const c10::Storage& before) {
   const uint64_t kind = recipe.kind();
   if (const auto known = verdict_on(kind)) {
     return *known;
   }
   constexpr const char* kNoRoom = "there was no room to try whether it makes the same again";
-  if ((recipe.overwrites() != nullptr && !before) || bytes_again(made) > free_bytes(spared)) {
+  if (recipe.overwrites() != nullptr && !before) {
     return kNoRoom;
   }
   std::string verdict;

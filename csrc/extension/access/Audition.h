@@ -7,7 +7,6 @@
 #include <vector>
 
 #include <extension/access/OpRecipe.h>
-#include <extension/memory/Device.h>
 
 namespace torch_lms {
 
@@ -17,8 +16,7 @@ namespace torch_lms {
 /// numbers) is run again once, while the cycle is recorded, and what it makes is compared bit for
 /// bit. A kind that fails makes no recipes. What an op overwrites is copied before, and the op is
 /// run again on the copy. Where that has no room the kind is auditioned another time: the limit
-/// gives way for none. In a backward, whose ops make what soon dies, nothing goes out for one
-/// either: further on there is more room.
+/// gives way for none.
 
 /// The kinds of op that have been auditioned.
 ///
@@ -26,17 +24,16 @@ namespace torch_lms {
 class Audition {
  public:
   /// What an op overwrites, to be called before it begins. Null if its kind has been auditioned, or
-  /// where there is no room. `spared`: a device on which nothing is to go out for it.
-  c10::Storage copy_overwritten(const OpRecipe& recipe, const Device* spared = nullptr);
+  /// where there is no room.
+  c10::Storage copy_overwritten(const OpRecipe& recipe);
 
   /// Runs the op again if none of its kind has been, and compares with what it has `made`. Empty if
   /// its kind makes the same again, else why it does not count as one that does. `before`: what
-  /// `copy_overwritten` has returned. `spared`: as there.
+  /// `copy_overwritten` has returned.
   std::string try_out(
       const OpRecipe& recipe,
       const std::vector<at::Tensor>& made,
-      const c10::Storage& before,
-      const Device* spared = nullptr);
+      const c10::Storage& before);
 
  private:
   c10::optional<std::string> verdict_on(uint64_t kind);

@@ -5,13 +5,11 @@
 #include <numeric>
 #include <utility>
 
-#include <c10/core/GradMode.h>
 #include <c10/util/ScopeExit.h>
 #include <c10/util/hash.h>
 #include <entity/OpClock.h>
 
 #include <extension/access/Storages.h>
-#include <extension/base/Backward.h>
 #include <extension/base/Interpreter.h>
 
 namespace torch_lms {
@@ -68,14 +66,6 @@ void Recorder::abandon() {
   entities_.clear();
 }
 
-const Device* Recorder::spared() {
-  if (!in_backward() || c10::GradMode::is_enabled()) { // With a graph of its own it is a forward.
-    return nullptr;
-  }
-  std::lock_guard<std::mutex> lock(mutex_);
-  return device_;
-}
-
 /// Under the mutex.
 int32_t Recorder::number_of(const EntityPtr& entity) {
   const auto known = numbers_.emplace(entity.get(), static_cast<int32_t>(entities_.size()));
@@ -94,7 +84,7 @@ int32_t Recorder::number_of(const EntityPtr& entity) {
 void Recorder::begin_op(const at::RecordFunction& record, Frame& frame) {
   frame.recipe = frame.sealed ? recipes_.capture(record, /*to_look_at=*/true) : nullptr;
   if (frame.recipe != nullptr) {
-    frame.before = audition_.copy_overwritten(*frame.recipe, spared());
+    frame.before = audition_.copy_overwritten(*frame.recipe);
   }
   std::lock_guard<std::mutex> lock(mutex_);
   if (cycle_ == nullptr) {
@@ -197,7 +187,7 @@ void Recorder::note_outputs(const at::RecordFunction& record, Frame& frame, int3
   std::string verdict = "its op cannot be run again with the same result";
   std::vector<c10::StorageImpl*> fresh(made.size(), nullptr);
   if (frame.recipe != nullptr && recipes_.finish(frame.recipe, made)) {
-    verdict = audition_.try_out(*frame.recipe, made, frame.before, spared());
+    verdict = audition_.try_out(*frame.recipe, made, frame.before);
     fresh = recipes_.note_made(frame.recipe, made);
   }
   std::pair<std::string, std::string> where;

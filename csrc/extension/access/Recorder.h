@@ -118,8 +118,6 @@ class Recorder {
   bool records_locked(const Frame& frame) const {
     return cycle_ != nullptr && frame.recording == generation_;
   }
-  /// On which nothing goes out for an audition: see Note [Auditions].
-  const Device* spared();
   int32_t number_of(const EntityPtr& entity);
   void note_outputs(const at::RecordFunction& record, Frame& frame, int32_t place);
   int32_t note_output(

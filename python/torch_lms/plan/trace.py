@@ -304,8 +304,11 @@ class Trace(Document):
         )
 
     def _working_bytes(self, storage: TraceStorage) -> int:
-        """The most that an op of its recipe has for itself: by how much it exceeds those before it, or after it."""
-        if storage.recompute is None or storage.producer is None:
+        """The most that an op of its recipe has for itself: by how much it exceeds those before it, or after it.
+
+        Only a recorded trace tells: a trace that was put together says of whole segments what they need.
+        """
+        if storage.recompute is None or storage.producer is None or self.limit_bytes is None:
             return 0
         found = []
         for place in (storage.producer, *storage.recompute.rewrites):
