@@ -1,7 +1,7 @@
 """Plans of real programs, forward and backward, recorded on an H200 by `benchmarks.plans` and `benchmarks.plan_models`.
 
 GPT 1.3B, batch 16 x 2048, was recorded when layer norms still counted as writing what they read, so that fewer storages
-could be made again. The others have thousands of ops and storages. The one with AdamW is `benchmarks.model_state`'s.
+could be made again. The others have thousands of ops and storages. The one with AdamW is `benchmarks.optimizer_choice`'s.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from torch_lms.errors import LimitError
-from torch_lms.plan import SWAP, Plan, Trace, make_plan, simulate
+from torch_lms.plan import SWAP, Plan, Trace, least_limit, make_plan, simulate
 
 GIB = 2**30
 RECORDED = Path(__file__).parent / "recorded"
@@ -83,3 +83,9 @@ def test_of_a_models_state_the_largest_storages_stay() -> None:
 def test_recompute_alone_needs_more_memory_and_says_how_much() -> None:
     with pytest.raises(LimitError, match="expected a limit of at least"):
         make_plan(trace(), 16 * GIB, swap=False)
+
+
+def test_the_least_limit_of_recompute_alone_is_not_above_what_plans_keep() -> None:
+    limit_bytes = 9 * GIB
+    assert make_plan(trace("whisper_medium"), limit_bytes, swap=False, simply=True).predicted.peak_bytes <= limit_bytes
+    assert least_limit(trace("whisper_medium"), swap=False) <= limit_bytes

@@ -131,7 +131,7 @@ def with_other_convolutions() -> tuple[bool, bool]:
         return made
 
     expected = train()
-    torch_lms.enable("5MiB", min_bytes=4096, swap=False)
+    torch_lms.enable("6MiB", min_bytes=4096, swap=False)
     made = train()
     return made == expected, torch_lms.stats().recomputations > 0
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from torch_lms.plan.decision import HOST, RECOMPUTE, Decision
 from torch_lms.plan.greedy import greedy
+from torch_lms.plan.methods import short_chains
 from torch_lms.plan.problem import Choices, Problem
 from torch_lms.plan.repair import fit, host_fits
 from torch_lms.plan.trace import Trace
@@ -49,12 +50,14 @@ def least_choices(problem: Problem) -> Iterator[Choices]:
     fails, keeps = 0.0, float(problem.plain_bytes.max())
     for _ in range(_TRIES):
         lower = problem.under(int((fails + keeps) / 2))
-        choices = fit(lower, greedy(lower))
-        yield choices
-        if lower.excess(choices).any():
-            fails = lower.limit_bytes
+        for choose in (greedy, short_chains):
+            choices = fit(lower, choose(lower))
+            yield choices
+            if not lower.excess(choices).any():
+                keeps = float(lower.need(choices).max())
+                break
         else:
-            keeps = float(lower.need(choices).max())
+            fails = lower.limit_bytes
 
 
 def everything_away(problem: Problem) -> Choices:

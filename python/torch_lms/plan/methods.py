@@ -16,7 +16,7 @@ from torch_lms.plan.linear import linear
 from torch_lms.plan.problem import Choices, Problem
 from torch_lms.plan.repair import Timed, fit, take_back, time_choices
 
-__all__ = ["Method", "carry_through", "linear_methods", "simple_methods"]
+__all__ = ["Method", "carry_through", "linear_methods", "short_chains", "simple_methods"]
 
 _LARGE = 2000  # candidates; beyond that there are fewer methods, and each gets fewer tries
 _CHAIN_SHARE = 0.25  # of the limit: what one replay may make again before it is used
@@ -54,7 +54,7 @@ def simple_methods(problem: Problem, *, all_of_them: bool = False) -> list[Metho
     ]
     if small or all_of_them:
         found.append(Method("greedy, exact", _alone(exact_greedy), shares))
-        found.append(Method("greedy, short chains", _short_chains, shares))
+        found.append(Method("greedy, short chains", _alone(short_chains), shares))
     return found
 
 
@@ -68,13 +68,18 @@ def linear_methods(problem: Problem) -> list[Method]:
     return [Method(name, _linear_with(share), (1.0, 0.98, 0.94)) for name, share in chains.items()]
 
 
+def short_chains(problem: Problem) -> Choices:
+    """As `greedy`, where no replay makes much again before it is used.
+
+    Args:
+        problem: what is asked.
+    """
+    calm = problem.keeping(find_anchors(problem, _CHAIN_SHARE * problem.limit_bytes))
+    return fit(calm, greedy(calm))
+
+
 def _alone(choose: Callable[[Problem], Choices]) -> Callable[[Problem], tuple[Problem, Choices]]:
     return lambda problem: (problem, choose(problem))
-
-
-def _short_chains(problem: Problem) -> tuple[Problem, Choices]:
-    calm = problem.keeping(find_anchors(problem, _CHAIN_SHARE * problem.limit_bytes))
-    return problem, fit(calm, greedy(calm))
 
 
 def _linear_with(chain_share: float) -> Callable[[Problem], tuple[Problem, Choices] | None]:
