@@ -1,7 +1,7 @@
 """Plans of real programs, forward and backward, recorded on an H200 by `benchmarks.plans` and `benchmarks.plan_models`.
 
 GPT 1.3B, batch 16 x 2048, was recorded when layer norms still counted as writing what they read, so that fewer storages
-could be made again. The others have thousands of ops and storages. The one with AdamW is `benchmarks.optimizer_choice`'s.
+could be made again. The others have thousands of ops and storages. That with AdamW is `benchmarks.optimizer_choice`'s.
 """
 
 from __future__ import annotations
