@@ -49,7 +49,12 @@ def _storage(random: Random, count: int, earlier: list[TraceStorage]) -> TraceSt
     if producer is not None and random.random() < 0.7:
         settled = writes[-1] if writes else producer
         inputs = [number for number, one in enumerate(earlier) if _held(one, settled) and random.random() < 0.6]
-        recipe = Recipe(duration_us=float(random.randint(0, 30)), inputs=tuple(inputs), rewrites=tuple(writes))
+        recipe = Recipe(
+            duration_us=float(random.randint(0, 30)),
+            inputs=tuple(inputs),
+            rewrites=tuple(writes),
+            working_bytes=random.choice([0, 0, 40]),
+        )
     return TraceStorage(
         bytes=random.randint(1, 100),
         recurring=producer is None or random.random() < 0.1,
@@ -98,7 +103,11 @@ def chained_trace(seed: int) -> Trace:
             uses=tuple(sorted(uses[place])),
             writes=(),
             movable=True,
-            recompute=Recipe(duration_us=float(random.choice([0, 1, 5, 30])), inputs=tuple(inputs[place])),
+            recompute=Recipe(
+                duration_us=float(random.choice([0, 1, 5, 30])),
+                inputs=tuple(inputs[place]),
+                working_bytes=random.choice([0, 0, 20]),
+            ),
         )
         for place in range(forward)
     )

@@ -140,16 +140,6 @@ def test_a_chain_is_replayed_from_its_start() -> None:
     assert found.memory_bytes == [10, 30, 60, 0, 70]  # each stays once it is made again
 
 
-def test_a_replay_takes_what_its_op_has_for_itself() -> None:
-    plain = replace(chain(), limit_bytes=1000)  # as recorded traces have it
-    other_bytes = [5, 5, 105, 5, 5]  # the op that makes 2 has 100 bytes of working space
-    ops = tuple(replace(op, other_bytes=other) for op, other in zip(plain.ops, other_bytes, strict=True))
-    assert simulate(replace(plain, ops=ops), [drop(2, 2)]).memory_bytes == [15, 35, 175, 35, 175]
-    held = tuple(replace(op, other_bytes=op.other_bytes + 50 * (place < 3)) for place, op in enumerate(ops))
-    assert simulate(replace(plain, ops=held), [drop(2, 2)]).memory_bytes == [65, 85, 225, 35, 175]
-    assert simulate(replace(chain(), ops=ops), [drop(2, 2)]).memory_bytes == [15, 35, 175, 35, 75]
-
-
 def test_a_recipe_keeps_its_released_input() -> None:
     found = simulate(chain(released=2), [drop(2, 2)])
     assert found.memory_bytes == [10, 30, 70, 20, 60]  # 1 stays for the recipe of 2, 0 went at 2
@@ -174,6 +164,13 @@ def test_what_a_recipe_keeps_outside_is_counted_until_the_return() -> None:
     kept = trace_of([1, 1, 1, 1], made(0, 10, 2, recipe=Recipe(duration_us=1, outside_bytes=4)))
     assert simulate(kept, [drop(0, 0)]).memory_bytes == [14, 4, 14, 10]
     assert simulate(kept, []).memory_bytes == [10, 10, 10, 10]
+
+
+def test_a_replay_needs_its_ops_working_space() -> None:
+    trace = trace_of([1, 1, 1, 1], made(0, 10, 2, recipe=Recipe(duration_us=1, working_bytes=30)))
+    assert simulate(trace, [drop(0, 0)]).memory_bytes == [10, 0, 40, 10]
+    assert simulate(trace, [drop(0, 0)], 39).feasible is False
+    assert simulate(trace, []).memory_bytes == [10, 10, 10, 10]
 
 
 def test_a_dropped_storage_comes_back_before_its_input_is_written() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,11 @@ from tests.plan.mutations import mutated
 from tests.plan.random_traces import random_trace, traces
 from tests.plan.traces import gpt_trace
 from torch_lms.errors import PlanError
-from torch_lms.plan import Host, Link, Trace, TraceOp
+from torch_lms.plan import Host, Link, Recipe, Trace, TraceOp
 
 DOCUMENT: dict[str, Any] = {
     "format": "torch_lms.trace",
-    "version": 2,
+    "version": 3,
     "device": "cuda:0",
     "limit_bytes": None,
     "signature": "ab12",
@@ -43,7 +42,8 @@ DOCUMENT: dict[str, Any] = {
         {
             "bytes": 4096, "recurring": False, "producer": 0, "released": 2, "uses": [1, 2], "writes": [],
             "movable": True, "why_not_movable": "", "why_not_recompute": "", "module": "up", "line": "model.py:3",
-            "recompute": {"duration_us": 12.5, "inputs": [0], "outside_bytes": 7, "rewrites": []},
+            "recompute": {"duration_us": 12.5, "inputs": [0], "outside_bytes": 7, "rewrites": [],
+                          "working_bytes": 5},
         },
     ],
 }  # fmt: skip
@@ -76,12 +76,21 @@ def test_what_is_written_comes_back(trace: Trace) -> None:
     assert Trace.from_json(trace.to_json()) == trace
 
 
+def test_a_trace_of_the_second_version_knows_nothing_of_working_space() -> None:
+    document = json.loads(changed("version", 2))
+    del document["storages"][1]["recompute"]["working_bytes"]
+    found = Trace.from_json(json.dumps(document))
+    assert found.storages[1].recompute == Recipe(duration_us=12.5, inputs=(0,), outside_bytes=7)
+    with pytest.raises(PlanError, match=r"expected a field .*recompute\.working_bytes, found none"):
+        Trace.from_json(json.dumps({**document, "version": 3}))
+
+
 def test_a_trace_of_the_first_version_knows_nothing_of_the_host() -> None:
-    document = {name: value for name, value in DOCUMENT.items() if name != "host"}
-    found = Trace.from_json(json.dumps({**document, "version": 1}))
-    assert found == replace(Trace.from_json(json.dumps(DOCUMENT)), host=Host())
+    document = json.loads(changed("version", 1))
+    del document["host"], document["storages"][1]["recompute"]["working_bytes"]
+    assert Trace.from_json(json.dumps(document)).host == Host()
     with pytest.raises(PlanError, match=r"expected a field torch_lms\.trace\.host, found none"):
-        Trace.from_json(json.dumps(document))
+        Trace.from_json(json.dumps({**document, "version": 2}))
 
 
 def test_a_trace_is_saved_and_loaded(tmp_path: Path) -> None:
@@ -94,9 +103,12 @@ def test_a_trace_is_saved_and_loaded(tmp_path: Path) -> None:
     ("path", "value", "message"),
     [
         ("format", "torch_lms.plan", "expected a document of format 'torch_lms.trace', found 'torch_lms.plan'"),
-        ("version", 3, "expected torch_lms.trace of version 2, found version 3"),
-        ("version", True, "expected torch_lms.trace of version 2, found version True"),
+        ("version", 4, "expected torch_lms.trace of version 3, found version 4"),
+        ("version", 0, "expected torch_lms.trace of version 3, found version 0"),
+        ("version", 3.0, "expected torch_lms.trace of version 3, found version 3.0"),
+        ("version", True, "expected torch_lms.trace of version 3, found version True"),
         ("version", 1, "expected no field torch_lms.trace.host in version 1, found one"),
+        ("version", 2, "expected no field torch_lms.trace.storages[1].recompute.working_bytes in version 2, found one"),
         ("host.op_us", [1.0], "expected host.op_us for 3 ops or for none, found 1"),
         ("host.op_us.1", -2, "at torch_lms.trace.host.op_us[1], found -2"),
         ("host.waits", [1, 3], r"expected ascending places from 0 to 2 at host.waits, found (1, 3)"),
@@ -128,11 +140,11 @@ def test_a_trace_is_saved_and_loaded(tmp_path: Path) -> None:
         ("storages.1.recompute.inputs", [5], "expected storages from 0 to 1 at storages[1].recompute.inputs, found 5"),
         ("storages.1.recompute.inputs", [1], "expected storages made before place 0"),
         ("storages.1.recompute.rewrites", [1], "expected the first of the writes () as recompute.rewrites, found (1,)"),
-        ("storages.1.unknown", 1, "expected no field torch_lms.trace.storages[1].unknown, found one"),
+        ("storages.1.unknown", 1, "expected no field torch_lms.trace.storages[1].unknown in version 3, found one"),
         ("storages.1.recompute", [], "expected an object at torch_lms.trace.storages[1].recompute, found []"),
         (
             "storages.0.recompute",
-            {"duration_us": 1, "inputs": [], "outside_bytes": 0, "rewrites": []},
+            {"duration_us": 1, "inputs": [], "outside_bytes": 0, "rewrites": [], "working_bytes": 0},
             "without a producer",
         ),
     ],

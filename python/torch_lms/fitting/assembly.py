@@ -64,10 +64,12 @@ def _storage(
             why_not = why_not or "an op writes to it that cannot be run again with the same result"
         if not why_not:
             read = (given for one in storage.writes for given in step.ops[one].inputs if given is not storage)
+            run = (place, *storage.writes)
             recipe = Recipe(
-                duration_us=sum(durations_us[one] for one in (place, *storage.writes)),
+                duration_us=sum(durations_us[one] for one in run),
                 inputs=tuple(dict.fromkeys(numbers[one] for one in (*made_from, *read))),
                 rewrites=tuple(storage.writes),
+                working_bytes=max(step.ops[one].other_bytes for one in run),
             )
     movable = storage.bytes >= min_bytes
     return TraceStorage(

@@ -153,6 +153,7 @@ class Plan(Document):
 
     FORMAT: ClassVar[str] = "torch_lms.plan"
     VERSION: ClassVar[int] = 2
+    OLDEST: ClassVar[int] = 2
 
     signature: str
     device: str

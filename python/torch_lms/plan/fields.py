@@ -2,7 +2,8 @@
 
 Every field is there, of its type and in its range, and an error names the one that is not. `Annotated` says more of a
 type: a tuple of the words that a text may be, or the `Range` of a number; without one, numbers are from 0 to 2**53, up
-to which floats hold each whole number: sums of greater ones would be wrong, or fit no integer of NumPy.
+to which floats hold each whole number: sums of greater ones would be wrong, or fit no integer of NumPy. And it says
+`Since` which version of the document a field is there; what older ones do not have is read as the field's default.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch_lms.errors import PlanError
 if TYPE_CHECKING:
     from typing import Self
 
-__all__ = ["Document", "Range", "ascending", "read_object", "read_text", "refuse_constant"]
+__all__ = ["Document", "Range", "Since", "ascending", "read_object", "read_text", "refuse_constant"]
 
 _MOST = 2**53
 
@@ -30,13 +31,12 @@ _MOST = 2**53
 class Document:
     """A dataclass that is kept as a JSON document. Subclasses are dataclasses, and name their format and version.
 
-    Older versions are read, too, of which a subclass says in ``ADDED`` what fields they do not have, and with which
-    values these are read.
+    Older versions are read, too, from ``OLDEST`` on; see `Since`.
     """
 
     FORMAT: ClassVar[str]
     VERSION: ClassVar[int]
-    ADDED: ClassVar[Mapping[int, Mapping[str, Any]]] = {}
+    OLDEST: ClassVar[int]
 
     def to_json(self) -> str:
         """The document as JSON text."""
@@ -59,16 +59,12 @@ class Document:
         found, version = (_take(document, name, cls.FORMAT) for name in ("format", "version"))
         if found != cls.FORMAT:
             raise PlanError(f"expected a document of format {cls.FORMAT!r}, found {_short(found)}; give another file")
-        is_older = isinstance(version, int) and version in cls.ADDED
-        if isinstance(version, bool) or not (is_older or version == cls.VERSION):
+        if type(version) is not int or not cls.OLDEST <= version <= cls.VERSION:
             raise PlanError(
                 f"expected {cls.FORMAT} of version {cls.VERSION}, found version {_short(version)}; "
                 "write the file again with this release"
             )
-        added = {} if version == cls.VERSION else cls.ADDED[version]
-        if known := sorted(added.keys() & document.keys()):
-            raise PlanError(f"expected no field {cls.FORMAT}.{known[0]} in version {version}, found one; take it out")
-        made: Self = read_object(cls, {**document, **added}, cls.FORMAT)
+        made: Self = read_object(cls, document, cls.FORMAT, version)
         return made
 
     def save(self, path: str | Path) -> None:
@@ -108,6 +104,17 @@ class Range:
         return f"from {self.least:g} to {most}" if self.above is None else f"above {self.above:g} and up to {most}"
 
 
+@dataclass(frozen=True)
+class Since:
+    """Which version of its document has a field, and all later ones.
+
+    Attributes:
+        version: the first.
+    """
+
+    version: int
+
+
 def read_text(path: str | Path) -> str:
     """The text of a file with a document.
 
@@ -131,44 +138,53 @@ def refuse_constant(name: str) -> NoReturn:
 
 
 @lru_cache
-def _reader(kind: Any) -> Callable[[Any, str], Any]:
+def _reader(kind: Any, version: int) -> Callable[[Any, str], Any]:
     """How a value is read that is annotated so: from what JSON has, and its path in the document."""
     origin, parts = get_origin(kind), get_args(kind)
     if origin is tuple:
-        return partial(_read_list, _reader(parts[0]))
+        return partial(_read_list, _reader(parts[0], version))
     if origin is frozenset:
-        return partial(_read_set, _reader(parts[0]))
+        return partial(_read_set, _reader(parts[0], version))
     if origin is Mapping:
-        return partial(_read_mapping, _reader(parts[1]))
+        return partial(_read_mapping, _reader(parts[1], version))
     if origin is UnionType:
-        return partial(_read_optional, _reader(parts[0]))
-    plain, asked = parts if origin is Annotated else (kind, () if kind is str else Range())
-    return partial(_PLAIN[plain], asked) if plain in _PLAIN else partial(read_object, plain)
+        return partial(_read_optional, _reader(parts[0], version))
+    plain, *said = parts if origin is Annotated else (kind,)
+    if plain not in _PLAIN:
+        return partial(read_object, plain, version=version)
+    usual: Any = () if plain is str else Range()
+    return partial(_PLAIN[plain], next((one for one in said if not isinstance(one, Since)), usual))
+
+
+def _since(kind: Any) -> int:
+    return next((one.version for one in get_args(kind)[1:] if isinstance(one, Since)), 0)
 
 
 @lru_cache
-def _readers(kind: type) -> dict[str, Callable[[Any, str], Any]]:
+def _readers(kind: type, version: int) -> dict[str, Callable[[Any, str], Any]]:
     """Of a dataclass, by field."""
     hints = get_type_hints(kind, include_extras=True)
-    return {field.name: _reader(hints[field.name]) for field in fields(kind)}
+    names = (field.name for field in fields(kind))
+    return {name: _reader(hints[name], version) for name in names if _since(hints[name]) <= version}
 
 
-def read_object(kind: type, value: Any, path: str) -> Any:
+def read_object(kind: type, value: Any, path: str, version: int) -> Any:
     """A dataclass from what JSON has of it.
 
     Args:
         kind: the dataclass.
         value: what was read.
         path: of the value in its document.
+        version: of the document.
 
     Raises:
         PlanError: for a field that is missing, unknown, or not of its type or in its range.
     """
-    readers = _readers(kind)
+    readers = _readers(kind, version)
     known = {*readers, "format", "version"} if issubclass(kind, Document) else readers
     for name in value if isinstance(value, dict) else ():
         if name not in known:
-            raise PlanError(f"expected no field {path}.{name}, found one; take it out")
+            raise PlanError(f"expected no field {path}.{name} in version {version}, found one; take it out")
     given = {name: read(_take(value, name, path), f"{path}.{name}") for name, read in readers.items()}
     try:
         return kind(**given)

@@ -17,6 +17,7 @@ __all__ = ["checked_recipe", "compile_plan", "host_of", "timed_again", "told_of"
 
 _LINK_SHARE = 0.95
 _MUCH = 4.0  # times the usual time of the host
+_AROUND = 3  # ops: some of them have no working space of their own
 
 
 def trace_of(recording: Mapping[str, Any], *, limit_bytes: int, link: Link) -> Trace:
@@ -32,7 +33,11 @@ def trace_of(recording: Mapping[str, Any], *, limit_bytes: int, link: Link) -> T
     durations_us = _durations_us(ops)
     made = [_storage(ops, durations_us, storage, uses[i], writes[i]) for i, storage in enumerate(storages)]
     made = [checked_recipe(storage, made) for storage in made]
-    live_bytes = _live_bytes(made, len(ops))
+    other_bytes = [
+        max(0, max(op["allocated_bytes"] + op["paged_out_bytes"], op["peak_bytes"]) - live)
+        for op, live in zip(ops, _live_bytes(made, len(ops)), strict=True)
+    ]
+    made = [_with_working_space(storage, other_bytes) for storage in made]
     first_forward = _first_forward(ops, storages)
     return Trace(
         device=recording["device"],
@@ -43,12 +48,12 @@ def trace_of(recording: Mapping[str, Any], *, limit_bytes: int, link: Link) -> T
                 name=op["name"],
                 phase="backward" if op["backward"] else "forward" if place >= first_forward else "other",
                 duration_us=durations_us[op["key"]],
-                other_bytes=max(0, max(op["allocated_bytes"] + op["paged_out_bytes"], op["peak_bytes"]) - live),
+                other_bytes=other_bytes[place],
                 key=op["key"],
                 inputs=tuple(op["inputs"]),
                 outputs=tuple(op["outputs"]),
             )
-            for place, (op, live) in enumerate(zip(ops, live_bytes, strict=True))
+            for place, op in enumerate(ops)
         ),
         storages=tuple(made),
         cycle=Cycle(kind="training" if any(op["backward"] for op in ops) else "inference"),
@@ -200,6 +205,18 @@ def checked_recipe(storage: TraceStorage, storages: Sequence[TraceStorage]) -> T
             why_not = f"storage {number}, from which it is made, is written before it is used last"
             return replace(storage, recompute=None, why_not_recompute=why_not)
     return storage
+
+
+def _with_working_space(storage: TraceStorage, other_bytes: Sequence[int]) -> TraceStorage:
+    """With what the ops of its recipe have for themselves: by how much they exceed those before them, or after them."""
+    if storage.recompute is None or storage.producer is None:
+        return storage
+    found = []
+    for place in (storage.producer, *storage.recompute.rewrites):
+        sides = other_bytes[max(0, place - _AROUND) : place], other_bytes[place + 1 : place + 1 + _AROUND]
+        usual_bytes = max(min(side, default=0) for side in sides)
+        found.append(max(0, other_bytes[place] - usual_bytes))
+    return replace(storage, recompute=replace(storage.recompute, working_bytes=max(found)))
 
 
 def _live_bytes(storages: Iterable[TraceStorage], places: int) -> list[int]:

@@ -255,7 +255,7 @@ class Residency:
         self._state[storage] = _DEVICE
         self._use_bytes += self._bytes[storage]
         self._dropped_bytes -= self._bytes[storage]
-        used_bytes = self._use_bytes + self._outside_bytes + self._storages.working_bytes[storage]
+        used_bytes = self._use_bytes + self._outside_bytes + recipe.working_bytes
         self._peak_bytes = max(self._peak_bytes, used_bytes)
         self._events.replayed[self._place].append(storage)
         if not self._drops_left[storage]:

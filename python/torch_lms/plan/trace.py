@@ -6,20 +6,18 @@ whoever is given one can rely on it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 from torch_lms.errors import PlanError
-from torch_lms.plan.fields import Document, Range, ascending
+from torch_lms.plan.fields import Document, Range, Since, ascending
 
 __all__ = ["Cycle", "Host", "Link", "Recipe", "Trace", "TraceOp", "TraceStorage", "check_ops", "check_storages"]
 
 PHASES = ("forward", "backward", "other")
 CYCLE_KINDS = ("training", "evaluation", "inference")
-
-_AROUND = 3  # ops: some of them have no working space of their own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,12 +135,14 @@ class Recipe:
         inputs: storages that they read.
         outside_bytes: of inputs that are no storages of the trace and that the recipe keeps alive.
         rewrites: places of the ops that write the storage in place, which are run again after its producer, in order.
+        working_bytes: that its ops have for themselves while they run, the most of one of them.
     """
 
     duration_us: float
     inputs: tuple[int, ...] = ()
     outside_bytes: int = 0
     rewrites: tuple[int, ...] = ()
+    working_bytes: Annotated[int, Since(3)] = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -222,14 +222,10 @@ class PlaceIndex:
 
 @dataclass(frozen=True)
 class StorageIndex:
-    """Figures of all storages, those that last, and what is there, and how much, when a cycle begins besides them.
-
-    What a replay takes while it runs, besides the storages, is `working_bytes`.
-    """
+    """Figures of all storages, those that last, and what is there, and how much, when a cycle begins besides them."""
 
     bytes: Sequence[int]
     recipes: Sequence[Recipe | None]
-    working_bytes: Sequence[int]
     lasting: Sequence[int]
     present: Sequence[bool]
     present_bytes: int
@@ -251,8 +247,8 @@ class Trace(Document):
     """
 
     FORMAT: ClassVar[str] = "torch_lms.trace"
-    VERSION: ClassVar[int] = 2
-    ADDED: ClassVar[Mapping[int, Mapping[str, Any]]] = {1: {"host": asdict(Host()) | {"op_us": [], "waits": []}}}
+    VERSION: ClassVar[int] = 3
+    OLDEST: ClassVar[int] = 1
 
     device: str
     signature: str
@@ -261,7 +257,7 @@ class Trace(Document):
     storages: tuple[TraceStorage, ...]
     cycle: Cycle = field(default_factory=Cycle)
     limit_bytes: int | None = None
-    host: Host = field(default_factory=Host)
+    host: Annotated[Host, Since(2)] = field(default_factory=Host)
 
     def __post_init__(self) -> None:
         if not self.ops:
@@ -297,25 +293,10 @@ class Trace(Document):
         return StorageIndex(
             bytes=[one.bytes for one in self.storages],
             recipes=[one.recompute for one in self.storages],
-            working_bytes=[self._working_bytes(one) for one in self.storages],
             lasting=[number for number, one in enumerate(self.storages) if one.lasting],
             present=present,
             present_bytes=sum(one.bytes for one, here in zip(self.storages, present, strict=True) if here),
         )
-
-    def _working_bytes(self, storage: TraceStorage) -> int:
-        """The most that an op of its recipe has for itself: by how much it exceeds those before it, or after it.
-
-        Only a recorded trace tells: a trace that was put together says of whole segments what they need.
-        """
-        if storage.recompute is None or storage.producer is None or self.limit_bytes is None:
-            return 0
-        found = []
-        for place in (storage.producer, *storage.recompute.rewrites):
-            sides = self.ops[max(0, place - _AROUND) : place], self.ops[place + 1 : place + 1 + _AROUND]
-            usual_bytes = max(min((op.other_bytes for op in side), default=0) for side in sides)
-            found.append(max(0, self.ops[place].other_bytes - usual_bytes))
-        return max(found)
 
     @property
     def plain_us(self) -> float:

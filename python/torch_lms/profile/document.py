@@ -167,7 +167,7 @@ class Profile:
         if version != VERSION:
             raise ProfileError(f"expected a profile of version {VERSION}, found {version!r}; profile the model again")
         try:
-            made: Profile = read_object(cls, document, "profile")
+            made: Profile = read_object(cls, document, "profile", VERSION)
         except PlanError as error:
             raise ProfileError(f"{error} (or profile the model again)") from error
         return made
