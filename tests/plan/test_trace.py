@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from tests.plan.mutations import mutated
 from tests.plan.random_traces import random_trace, traces
 from tests.plan.traces import gpt_trace
 from torch_lms.errors import PlanError
-from torch_lms.plan import Host, Link, Recipe, Trace, TraceOp
+from torch_lms.plan import Host, Link, Trace, TraceOp
 
 DOCUMENT: dict[str, Any] = {
     "format": "torch_lms.trace",
@@ -79,8 +80,7 @@ def test_what_is_written_comes_back(trace: Trace) -> None:
 def test_a_trace_of_the_second_version_knows_nothing_of_working_space() -> None:
     document = json.loads(changed("version", 2))
     del document["storages"][1]["recompute"]["working_bytes"]
-    found = Trace.from_json(json.dumps(document))
-    assert found.storages[1].recompute == Recipe(duration_us=12.5, inputs=(0,), outside_bytes=7)
+    assert Trace.from_json(json.dumps(document)) == Trace.from_json(changed("storages.1.recompute.working_bytes", 0))
     with pytest.raises(PlanError, match=r"expected a field .*recompute\.working_bytes, found none"):
         Trace.from_json(json.dumps({**document, "version": 3}))
 
@@ -88,7 +88,8 @@ def test_a_trace_of_the_second_version_knows_nothing_of_working_space() -> None:
 def test_a_trace_of_the_first_version_knows_nothing_of_the_host() -> None:
     document = json.loads(changed("version", 1))
     del document["host"], document["storages"][1]["recompute"]["working_bytes"]
-    assert Trace.from_json(json.dumps(document)).host == Host()
+    newest = Trace.from_json(changed("storages.1.recompute.working_bytes", 0))
+    assert Trace.from_json(json.dumps(document)) == replace(newest, host=Host())
     with pytest.raises(PlanError, match=r"expected a field torch_lms\.trace\.host, found none"):
         Trace.from_json(json.dumps({**document, "version": 2}))
 

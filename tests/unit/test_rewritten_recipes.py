@@ -137,18 +137,17 @@ def test_a_recipe_runs_all_writes_or_there_is_none(rewrites: list[int], why_not:
     assert made.recompute == (None if why_not else Recipe(duration_us=3.0, inputs=(0,), rewrites=(1, 2)))
 
 
-def test_a_recipe_has_as_much_working_space_as_its_op_that_exceeds_those_around_it_most() -> None:
-    always_bytes, live_bytes = 5, 16
-    peaks = [90, 0, 70, 0, 0]  # of an op that makes nothing large nothing is known but what was there
+@pytest.mark.parametrize("held_bytes", [0, 50])
+def test_a_recipe_has_the_working_space_by_which_an_op_exceeds_those_around_it(held_bytes: int) -> None:
+    """Besides what is held before that op, and released after it."""
+    live_bytes = 16
+    other_bytes = [held_bytes + 5, held_bytes + 5, held_bytes + 105, 5, 5]
     ops = [op_that(False, [0], [1]), op_that(False, [0], []), op_that(True, [1], [1]), *[op_that(False, [1], [])] * 2]
-    ops = [
-        op | {"allocated_bytes": live_bytes + always_bytes, "peak_bytes": peak}
-        for op, peak in zip(ops, peaks, strict=True)
-    ]
+    ops = [op | {"peak_bytes": live_bytes + other} for op, other in zip(ops, other_bytes, strict=True)]
     storages = [recorded(0, why_not_recompute="no op made it"), recorded(1, ingredients=[0], rewrites=[2])]
     recording = {"device": "cpu", "ops": ops, "storages": storages}
     trace = trace_of(recording, limit_bytes=1, link=Link(out_bytes_per_us=1.0, in_bytes_per_us=1.0))
-    assert [op.other_bytes for op in trace.ops] == [74, 5, 54, 5, 5]
+    assert [op.other_bytes for op in trace.ops] == other_bytes
     made = trace.storages[1].recompute
     assert made is not None
-    assert made.working_bytes == 74 - always_bytes
+    assert made.working_bytes == 100

@@ -150,10 +150,12 @@ def _reader(kind: Any, version: int) -> Callable[[Any, str], Any]:
     if origin is UnionType:
         return partial(_read_optional, _reader(parts[0], version))
     plain, *said = parts if origin is Annotated else (kind,)
+    asked = [one for one in said if not isinstance(one, Since)]
+    if said and not asked:
+        return _reader(plain, version)
     if plain not in _PLAIN:
         return partial(read_object, plain, version=version)
-    usual: Any = () if plain is str else Range()
-    return partial(_PLAIN[plain], next((one for one in said if not isinstance(one, Since)), usual))
+    return partial(_PLAIN[plain], *(asked or [() if plain is str else Range()]))
 
 
 def _since(kind: Any) -> int:

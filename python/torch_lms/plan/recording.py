@@ -83,12 +83,11 @@ def timed_again(trace: Trace, times_us: Sequence[float], host: Mapping[str, Any]
     ops = tuple(replace(op, duration_us=found_us.get(op.key, op.duration_us)) for op in trace.ops)
     storages = tuple(
         storage
-        if storage.recompute is None or storage.producer is None
+        if storage.recompute is None
         else replace(
             storage,
             recompute=replace(
-                storage.recompute,
-                duration_us=sum(ops[place].duration_us for place in (storage.producer, *storage.recompute.rewrites)),
+                storage.recompute, duration_us=sum(ops[place].duration_us for place in storage.remade_by)
             ),
         )
         for storage in trace.storages
@@ -209,10 +208,10 @@ def checked_recipe(storage: TraceStorage, storages: Sequence[TraceStorage]) -> T
 
 def _with_working_space(storage: TraceStorage, other_bytes: Sequence[int]) -> TraceStorage:
     """With what the ops of its recipe have for themselves: by how much they exceed those before them, or after them."""
-    if storage.recompute is None or storage.producer is None:
+    if storage.recompute is None:
         return storage
     found = []
-    for place in (storage.producer, *storage.recompute.rewrites):
+    for place in storage.remade_by:
         sides = other_bytes[max(0, place - _AROUND) : place], other_bytes[place + 1 : place + 1 + _AROUND]
         usual_bytes = max(min(side, default=0) for side in sides)
         found.append(max(0, other_bytes[place] - usual_bytes))

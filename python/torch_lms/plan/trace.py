@@ -200,9 +200,16 @@ class TraceStorage:
         return self.uses[-1] if self.uses else self.producer
 
     @property
+    def remade_by(self) -> tuple[int, ...]:
+        """Places of the ops that its recipe runs; without a recipe, of its producer, if it has one."""
+        if self.producer is None:
+            return ()
+        return self.producer, *(() if self.recompute is None else self.recompute.rewrites)
+
+    @property
     def settled(self) -> int | None:
         """The place from which on its recipe makes it: of the last op that the recipe runs, else its producer."""
-        return self.recompute.rewrites[-1] if self.recompute is not None and self.recompute.rewrites else self.producer
+        return max(self.remade_by, default=None)
 
     @property
     def lasting(self) -> bool:
