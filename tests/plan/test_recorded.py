@@ -1,7 +1,9 @@
 """Plans of real programs, forward and backward, recorded on an H200 by `benchmarks.plans` and `benchmarks.plan_models`.
 
 GPT 1.3B, batch 16 x 2048, was recorded when layer norms still counted as writing what they read, so that fewer storages
-could be made again. The others have thousands of ops and storages. That with AdamW is `benchmarks.optimizer_choice`'s.
+could be made again. The others have thousands of ops and storages, but for two: GPT with AdamW, which is from
+`benchmarks.optimizer_choice`, and a 3D U-Net of 36 volumes, from `benchmarks.largest`, whose convolutions need up to
+28.5 GiB for themselves.
 """
 
 from __future__ import annotations
@@ -89,3 +91,18 @@ def test_the_least_limit_of_recompute_alone_is_not_above_what_plans_keep() -> No
     limit_bytes = 9 * GIB
     assert make_plan(trace("whisper_medium"), limit_bytes, swap=False, simply=True).predicted.peak_bytes <= limit_bytes
     assert least_limit(trace("whisper_medium"), swap=False) <= limit_bytes
+
+
+def test_where_ops_need_much_for_themselves_plans_are_found_and_beat_copies_alone() -> None:
+    recorded, limits_gib = trace("unet3d"), (19, 21, 22, 24, 26, 30, 40)
+    plans = [make_plan(recorded, limit_gib * GIB, host_limit_bytes=85 * GIB) for limit_gib in limits_gib]
+    assert all(one.method != "pressed" for one in plans)
+    assert all(simulate(recorded, one.decisions, one.limit_bytes).feasible for one in plans)
+    steps_us = [one.predicted.step_us for one in plans]
+    assert steps_us == sorted(steps_us, reverse=True)
+    copied_us = [
+        make_plan(recorded, limit_gib * GIB, host_limit_bytes=85 * GIB, recompute=False).predicted.step_us
+        for limit_gib in (22, 30, 40)
+    ]
+    ours_us = [steps_us[limits_gib.index(limit_gib)] for limit_gib in (22, 30, 40)]
+    assert all(ours <= 0.85 * copied for ours, copied in zip(ours_us, copied_us, strict=True))

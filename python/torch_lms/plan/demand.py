@@ -26,11 +26,13 @@ class Demand:
         memory_bytes: in use at each place, if every copy out ends at once.
         replay_us: spent on replays before each op.
         arrivals: the places at which each storage comes in.
+        replayed: what is made again before each op.
     """
 
     memory_bytes: Floats
     replay_us: Floats
     arrivals: Mapping[int, list[int]]
+    replayed: Mapping[int, list[int]]
 
 
 def find_demand(trace: Trace, decisions: Iterable[Decision]) -> Demand:
@@ -43,4 +45,4 @@ def find_demand(trace: Trace, decisions: Iterable[Decision]) -> Demand:
     for place, storages in cycle.arrivals.items():
         for storage in storages:
             arrivals[storage].append(place)
-    return Demand(np.array(cycle.memory_bytes, dtype=np.float64), replay_us, arrivals)
+    return Demand(np.array(cycle.memory_bytes, dtype=np.float64), replay_us, arrivals, cycle.replayed)

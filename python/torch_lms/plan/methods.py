@@ -1,13 +1,15 @@
 """The planning methods by name, and how the choices of one become a plan that keeps the limit.
 
 A method counts bytes, not the room that copies in need before they end. So where compute waits under its plan, it plans
-again for less memory, and its copies use the rest.
+again for less memory, and its copies use the rest. Nor does it count what a replay needs beside its storage: where it
+comes to no plan that keeps the limit, some storages are copied instead of made again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 
 from torch_lms.plan.anchors import find_anchors
 from torch_lms.plan.dawnpiper import dawnpiper
@@ -100,8 +102,13 @@ def carry_through(problem: Problem, method: Method) -> Timed | None:
         Its choices, repaired, timed and without those that memory has room for; None if it made none.
     """
     best: Timed | None = None
-    for share in method.shares:
-        found = _carry(problem, problem.under(int(share * problem.limit_bytes)), method)
+    chosen = {}
+    for copying, share in product((False, True), method.shares):
+        if copying and best is not None and best.timeline.feasible:
+            break
+        if share not in chosen:
+            chosen[share] = method.choose(problem.under(int(share * problem.limit_bytes)))
+        found = _carry(problem, chosen[share], copying=copying)
         best = found if found is not None and found.better_than(best) else best
         if best is not None and _is_calm(best):
             break
@@ -112,13 +119,12 @@ def _is_calm(timed: Timed) -> bool:
     return timed.timeline.feasible and timed.timeline.waits_us <= _WORTH_WAITS * timed.timeline.step_us
 
 
-def _carry(problem: Problem, tighter: Problem, method: Method) -> Timed | None:
-    chosen = method.choose(tighter)
+def _carry(problem: Problem, chosen: tuple[Problem, Choices] | None, *, copying: bool) -> Timed | None:
     if chosen is None:
         return None
     tighter, choices = chosen
     whole = tighter.under(problem.limit_bytes)
-    fitted = fit(tighter, choices)
+    fitted = fit(tighter, choices, copying=copying)
     left = take_back(tighter, fitted)
     timed = time_choices(whole, left)
     if left is not fitted and len(problem.candidates) <= _LARGE:

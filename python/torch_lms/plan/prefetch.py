@@ -1,7 +1,12 @@
-"""When copies in may begin: as late as they can to be there in time, no earlier than memory allows."""
+"""When copies in may begin: as late as they can to be there in time, no earlier than memory allows.
+
+Note [One after the other]: what an op needs is made again and copied in one after the other, and what is there from the
+beginning can be too much for a replay that comes first. Then the largest copies come when they are needed.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 
 import numpy as np
@@ -10,6 +15,7 @@ from numpy.typing import NDArray
 from torch_lms.plan.decision import RECOMPUTE
 from torch_lms.plan.demand import Demand
 from torch_lms.plan.problem import Problem
+from torch_lms.plan.residency import steady_cycle
 
 __all__ = ["place_prefetches"]
 
@@ -42,7 +48,8 @@ def place_prefetches(
     memory = np.tile(demand.memory_bytes, 2)
     free_us = np.inf
     placed: dict[int, int] = {}
-    for needed, number in sorted(_needs(problem, choices, demand), reverse=True):
+    needs = sorted(_needs(problem, choices, demand), reverse=True)
+    for needed, number in needs:
         size = problem.candidates[number].bytes
         free_us = min(free_us, float(ends_us[needed - 1]) - lead_us) - problem.trace.link.in_us(size)
         earliest = _earliest(problem.candidates[number].out_after, needed, places)
@@ -53,6 +60,28 @@ def place_prefetches(
             begin += int(full[-1]) + 1
         _charge(memory, begin + 1, needed, size)
         placed[number] = begin % places
+    return _without_those_in_the_way(problem, choices, demand, placed, needs)
+
+
+def _without_those_in_the_way(
+    problem: Problem, choices: Mapping[int, str], demand: Demand, placed: dict[int, int], needs: list[tuple[int, int]]
+) -> dict[int, int]:
+    """See Note [One after the other]."""
+    by_place: dict[int, list[int]] = defaultdict(list)
+    for needed, number in needs:
+        if (place := needed % len(problem.durations_us)) in demand.replayed:
+            by_place[place].append(number)
+    for numbers in by_place.values():
+        numbers.sort(key=lambda number: problem.candidates[number].bytes)
+    fits = demand.memory_bytes <= problem.limit_bytes
+    while by_place:
+        memory = np.array(steady_cycle(problem.trace, problem.decisions(choices, placed)).memory_bytes)
+        above = fits & (memory > problem.limit_bytes)
+        full = [place for place in map(int, np.flatnonzero(above)) if by_place.get(place)]
+        if not full:
+            break
+        for place in full:
+            del placed[by_place[place].pop()]
     return placed
 
 

@@ -13,6 +13,7 @@ from torch_lms.plan.greedy import least_loss
 from torch_lms.plan.prefetch import place_prefetches
 from torch_lms.plan.problem import Choices, Problem
 from torch_lms.plan.relief import relieve
+from torch_lms.plan.replays import copied_instead
 from torch_lms.plan.simulator import simulate
 from torch_lms.plan.timeline import Timeline
 
@@ -44,14 +45,22 @@ class Timed:
         return (mine.step_us, mine.out_bytes + mine.in_bytes) < (theirs.step_us, theirs.out_bytes + theirs.in_bytes)
 
 
-def fit(problem: Problem, choices: Choices) -> Choices:
-    """Adds choices until memory fits at every place, or none is left that helps."""
+def fit(problem: Problem, choices: Choices, *, copying: bool = False) -> Choices:
+    """Adds choices until memory fits at every place, or none is left that helps.
+
+    Args:
+        problem: what is asked.
+        choices: to begin with.
+        copying: whether then, where replays take the room, some are copied instead.
+    """
     for _ in range(_REPAIRS_AT_MOST):
         excess = problem.excess(choices)
         if not excess.any():
             return choices
         more = relieve(problem, choices, excess, least_loss)
-        if len(more) == len(choices):
+        if copying and len(more) == len(choices):
+            more = copied_instead(problem, choices, excess)
+        if more == choices:
             return choices
         choices = more
     return choices
