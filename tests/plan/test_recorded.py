@@ -16,7 +16,9 @@ from pathlib import Path
 import pytest
 
 from torch_lms.errors import LimitError
-from torch_lms.plan import SWAP, Plan, Trace, least_limit, make_plan, simulate
+from torch_lms.plan import HOST, SWAP, Plan, Trace, least_limit, make_plan, simulate
+from torch_lms.plan.margins import margins
+from torch_lms.plan.pieces import Request, plan_in_pieces
 
 GIB = 2**30
 RECORDED = Path(__file__).parent / "recorded"
@@ -106,3 +108,18 @@ def test_where_ops_need_much_for_themselves_plans_are_found_and_beat_copies_alon
     ]
     ours_us = [steps_us[limits_gib.index(limit_gib)] for limit_gib in (22, 30, 40)]
     assert all(ours <= 0.85 * copied for ours, copied in zip(ours_us, copied_us, strict=True))
+
+
+def test_room_for_memory_in_pieces_does_not_have_ops_read_more_from_the_host() -> None:
+    limit_bytes, host_limit_bytes = 24 * GIB, 85 * GIB
+    room = margins(trace("unet3d"), limit_bytes, is_crowded=False)
+    request = Request(trace=trace("unet3d"), limit_bytes=limit_bytes, host_limit_bytes=host_limit_bytes, **room)
+
+    def served(plan: Plan) -> int:
+        return sum(one.decision == HOST for one in plan.decisions)
+
+    below_bytes = limit_bytes - room["margin_bytes"]
+    near = make_plan(trace("unet3d"), below_bytes, host_limit_bytes, simply=True)
+    far = make_plan(trace("unet3d"), below_bytes - room["pieces_bytes"], host_limit_bytes, simply=True)
+    assert served(near) < served(far)
+    assert served(plan_in_pieces(request, simply=True)) == served(near)

@@ -68,7 +68,7 @@ def plan_in_pieces(request: Request, *, simply: bool) -> Plan:
         LimitError: if no plan keeps the limit.
     """
     try:
-        first = request.planner(request.limit_bytes - request.margin_bytes - request.pieces_bytes).plan(simply=simply)
+        first = _first(request, simply=simply)
     except LimitError:
         return request.planner(request.limit_bytes).plan(simply=simply)
     if all(one.out_after is None for one in first.decisions):
@@ -82,14 +82,27 @@ def plan_in_pieces(request: Request, *, simply: bool) -> Plan:
     return first
 
 
+def _first(request: Request, *, simply: bool) -> Plan:
+    """With room for memory that lies in pieces, unless ops then read more from the host, which is slow."""
+    limit_bytes = request.limit_bytes - request.margin_bytes
+    first = request.planner(limit_bytes - request.pieces_bytes).plan(simply=simply)
+    if not request.pieces_bytes or not _served(first):
+        return first
+    nearer = request.planner(limit_bytes).plan(simply=simply)
+    return nearer if _served(nearer) < _served(first) else first
+
+
+def _served(plan: Plan) -> int:
+    return sum(one.decision == HOST for one in plan.decisions)
+
+
 def bounded(request: Request, plan: Plan) -> Plan:
     """A plan of `plan_in_pieces` with the linear program's bound, which takes time to find."""
     return request.planner(plan.limit_bytes, plan.placeholders).bounded(plan)
 
 
 def _is_worth_it(held: Plan, first: Plan) -> bool:
-    served, served_first = (sum(one.decision == HOST for one in plan.decisions) for plan in (held, first))
-    return served <= served_first and held.predicted.step_us <= first.predicted.step_us * _MOST_PRICE
+    return _served(held) <= _served(first) and held.predicted.step_us <= first.predicted.step_us * _MOST_PRICE
 
 
 def _plan_that_holds(request: Request, placeholders: list[Placeholder], first: Plan, *, simply: bool) -> Plan | None:
