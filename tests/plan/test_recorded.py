@@ -3,12 +3,13 @@
 GPT 1.3B, batch 16 x 2048, was recorded when layer norms still counted as writing what they read, so that fewer storages
 could be made again. The others have thousands of ops and storages, but for two: GPT with AdamW, which is from
 `benchmarks.optimizer_choice`, and a 3D U-Net of 36 volumes, from `benchmarks.largest`, whose convolutions need up to
-28.5 GiB for themselves.
+28.5 GiB for themselves. Only ResNet-152's has the host's times.
 """
 
 from __future__ import annotations
 
 import gzip
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -19,6 +20,8 @@ from torch_lms.errors import LimitError
 from torch_lms.plan import HOST, SWAP, Plan, Trace, least_limit, make_plan, simulate
 from torch_lms.plan.margins import margins
 from torch_lms.plan.pieces import Request, plan_in_pieces
+from torch_lms.plan.planner import Planner
+from torch_lms.plan.predict import judged_us
 
 GIB = 2**30
 RECORDED = Path(__file__).parent / "recorded"
@@ -123,3 +126,20 @@ def test_room_for_memory_in_pieces_does_not_have_ops_read_more_from_the_host() -
     far = make_plan(trace("unet3d"), below_bytes - room["pieces_bytes"], host_limit_bytes, simply=True)
     assert served(near) < served(far)
     assert served(plan_in_pieces(request, simply=True)) == served(near)
+
+
+def test_of_plans_that_take_as_long_the_one_is_taken_that_a_slower_host_holds_up_less() -> None:
+    timed, limit_bytes = trace("resnet_152"), int(12.4 * GIB)
+    slower = replace(timed, host=timed.host.slower(1.5))
+    planner = Planner(timed, limit_bytes)
+    best = planner.plan()
+    others = [planner.plan(only=one.name) for one in best.methods if one.step_us is not None]
+    took_us, slow_us = (
+        {plan.method: simulate(on, plan.decisions, limit_bytes).step_us for plan in others} for on in (timed, slower)
+    )
+    fastest = min(took_us, key=lambda name: took_us[name])
+    assert best.predicted.step_us <= 1.01 * took_us[fastest]
+    assert slow_us[best.method] <= 0.985 * slow_us[fastest]
+    judged_of = {plan.method: judged_us(timed, plan.decisions, limit_bytes, plan.predicted.step_us) for plan in others}
+    assert judged_of[best.method] == min(judged_of.values())
+    assert judged_of[fastest] == pytest.approx((took_us[fastest] + slow_us[fastest]) / 2)

@@ -89,7 +89,7 @@ def _plans(request: Request) -> Generator[dict[str, Any], None, Plan]:
     except LimitError:
         pass  # not so simply, perhaps
     best = plan_in_pieces(request, simply=False)
-    if last is None or best.predicted.step_us < last.predicted.step_us * (1 - _WORTH_A_CHANGE):
+    if last is None or request.judged_us(best) < request.judged_us(last) * (1 - _WORTH_A_CHANGE):
         last = best
         yield _told(best)
     last = bounded(request, replace(last, methods=best.methods))

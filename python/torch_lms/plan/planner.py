@@ -1,4 +1,7 @@
-"""From a trace and a limit to a plan: every method plans, the simulator judges, the fastest within the limit wins."""
+"""From a trace and a limit to a plan: every method plans, the simulator judges, the fastest within the limit wins.
+
+See Note [A host's speed] in `predict`.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from torch_lms.plan.document import MethodResult, Plan
 from torch_lms.plan.least import least_choices, least_limit, pressed, with_served
 from torch_lms.plan.linear import linear_bound_us, scipy_is_there
 from torch_lms.plan.methods import Method, carry_through, linear_methods, simple_methods
-from torch_lms.plan.predict import drawn, predicted_of, timed_within
+from torch_lms.plan.predict import drawn, judged_us, predicted_of, timed_within
 from torch_lms.plan.problem import Choices, Problem
 from torch_lms.plan.reasons import explain_decisions
 from torch_lms.plan.repair import Timed, host_fits, take_back, time_choices
@@ -149,11 +152,15 @@ class _Planning:
         self.results = []
         if self.plain.peak_bytes <= self.problem.limit_bytes:
             return "keep", Timed({}, [], self.plain)
-        best: tuple[str, Timed] | None = None
-        for name, timed in (*self._by_methods(simply, only), *self._by_others(others)):
-            if self._keeps(timed) and (best is None or timed.better_than(best[1])):
-                best = name, timed
+        found = [*self._by_methods(simply, only), *self._by_others(others)]
+        best = min((one for one in found if self._keeps(one[1])), key=lambda one: self._judged(one[1]), default=None)
         return best or (self._pressed() if only in ("", _PRESSED) else None)
+
+    def _judged(self, timed: Timed) -> tuple[float, int]:
+        """The least is the best."""
+        timeline, problem = timed.timeline, self.problem
+        took_us = judged_us(problem.trace, timed.decisions, problem.limit_bytes, timeline.step_us)
+        return took_us, timeline.out_bytes + timeline.in_bytes
 
     def _by_methods(self, simply: bool, only: str) -> Iterator[tuple[str, Timed]]:
         def asked(methods: Sequence[Method]) -> list[Method]:

@@ -4,6 +4,10 @@ Note [Copies out in a plan's peak]: the host is ahead of the device, and memory 
 when it asks for more. A program that follows a plan waits for such copies, so that they and what the plan keeps are
 within the peak that it predicts (see `Plan.room_bytes`). That peak is what the plan needs without them, where waiting
 for them takes next to no time; it is up to the plan's limit where it does.
+
+Note [A host's speed]: a host is slower at times, beside other work or on a machine that is shared, and its times are
+those of one cycle. Plans that take as long may differ by a tenth when it is slower. So they are compared by the mean of
+what they take on the host as it was timed and on a slower one.
 """
 
 from __future__ import annotations
@@ -18,9 +22,25 @@ from torch_lms.plan.simulator import simulate
 from torch_lms.plan.timeline import Timeline
 from torch_lms.plan.trace import Trace
 
-__all__ = ["drawn", "predicted_of", "priced_again", "timed_within"]
+__all__ = ["drawn", "judged_us", "predicted_of", "priced_again", "timed_within"]
 
 _PRICE_OF_WAITING = 1.001  # of a step
+_SLOWER = 1.5  # times what the host took
+
+
+def judged_us(trace: Trace, decisions: Iterable[Decision], limit_bytes: int, step_us: float) -> float:
+    """By which plans are compared, see Note [A host's speed].
+
+    Args:
+        trace: with the plan's placeholders.
+        decisions: the plan's.
+        limit_bytes: likewise.
+        step_us: that the cycle takes by simulation, on the host as it was timed.
+    """
+    if not trace.host.op_us:
+        return step_us
+    slower = replace(trace, host=trace.host.slower(_SLOWER))
+    return (step_us + simulate(slower, decisions, limit_bytes).step_us) / 2
 
 
 def timed_within(trace: Trace, leaving: Iterable[Decision], limit_bytes: int) -> Timeline:

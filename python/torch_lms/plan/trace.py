@@ -66,6 +66,16 @@ class Host:
     pagein_us: float = 0.0
     recompute_us: float = 0.0
 
+    def slower(self, times: float) -> Host:
+        """One that takes so many times as long for everything."""
+        return Host(
+            op_us=tuple(times * one for one in self.op_us),
+            waits=self.waits,
+            pageout_us=times * self.pageout_us,
+            pagein_us=times * self.pagein_us,
+            recompute_us=times * self.recompute_us,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Cycle:
