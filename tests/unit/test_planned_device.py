@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType, SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -122,10 +124,24 @@ def test_who_wants_no_plans_any_more_has_none(paged: ModuleType, chaos: bool) ->
     assert paged.stats().limit_bytes == 28 * MIB
 
 
-def test_a_limit_that_is_set_again_while_a_plan_is_made_has_a_plan_all_the_same(paged: ModuleType, chaos: bool) -> None:
+def test_a_limit_that_is_set_again_while_a_plan_is_made_has_a_plan_all_the_same(
+    paged: ModuleType, monkeypatch: pytest.MonkeyPatch, chaos: bool
+) -> None:
     if chaos:
         pytest.skip("what goes out at random fits no plan")
-    step, again = training(), 0
+    step, again, asked = training(), 0, 0
+    answers = planning._answers
+
+    def answers_after_the_step(request: Mapping[str, Any], wishes: Wishes) -> Iterator[dict[str, Any]]:
+        nonlocal asked
+        asked += 1
+        awaited, deadline = min(asked, 2), time.monotonic() + 20
+        for answer in answers(request, wishes):
+            while again < awaited and time.monotonic() < deadline:
+                time.sleep(0.01)
+            yield answer
+
+    monkeypatch.setattr(planning, "_answers", answers_after_the_step)
     paged.enable({"cpu": 24 * MIB}, min_bytes="16KiB")
     for _ in range(200):
         step()

@@ -46,8 +46,8 @@ def make_plan(
         host_limit_bytes: of the host's memory for swapped storages; None for no limit.
         swap: whether storages may leave by a copy.
         recompute: whether they may be dropped and made again.
-        others: plans of the same cycle, for instance for lower limits; the new plan is never slower than one of them
-            that keeps the limit.
+        others: plans of the same cycle, for instance for lower limits; the new plan is never worse than one of them
+            that keeps the limit: slower, or where the host's times are known, by Note [A host's speed].
         simply: whether no plan is made by the linear program, which takes most of the time; it still gives the bound.
 
     Raises:
