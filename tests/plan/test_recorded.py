@@ -21,7 +21,6 @@ from torch_lms.plan import HOST, SWAP, Plan, Trace, least_limit, make_plan, simu
 from torch_lms.plan.margins import margins
 from torch_lms.plan.pieces import Request, plan_in_pieces
 from torch_lms.plan.planner import Planner
-from torch_lms.plan.predict import judged_us
 
 GIB = 2**30
 RECORDED = Path(__file__).parent / "recorded"
@@ -140,6 +139,6 @@ def test_of_plans_that_take_as_long_the_one_is_taken_that_a_slower_host_holds_up
     fastest = min(took_us, key=lambda name: took_us[name])
     assert best.predicted.step_us <= 1.01 * took_us[fastest]
     assert slow_us[best.method] <= 0.985 * slow_us[fastest]
-    judged_of = {plan.method: judged_us(timed, plan.decisions, limit_bytes, plan.predicted.step_us) for plan in others}
+    judged_of = {plan.method: planner.judged_us(plan) for plan in others}
     assert judged_of[best.method] == min(judged_of.values())
     assert judged_of[fastest] == pytest.approx((took_us[fastest] + slow_us[fastest]) / 2)

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from torch_lms.errors import LimitError
-from torch_lms.plan.decision import HOST, KEEP
+from torch_lms.plan.decision import HOST
 from torch_lms.plan.document import Plan
 from torch_lms.plan.placeholders import Placeholder, find_placeholders, with_placeholders
 from torch_lms.plan.planner import Planner
-from torch_lms.plan.predict import judged_us
 from torch_lms.plan.trace import Trace
 
 __all__ = ["Request", "bounded", "plan_in_pieces"]
@@ -58,10 +57,8 @@ class Request:
         return self.planners[key]
 
     def judged_us(self, plan: Plan) -> float:
-        """What plans of this request are compared by."""
-        leaving = [one for one in plan.decisions if one.decision != KEEP]
-        trace = with_placeholders(self.trace, plan.placeholders)
-        return judged_us(trace, leaving, plan.limit_bytes, plan.predicted.step_us)
+        """What plans of `plan_in_pieces` are compared by."""
+        return self.planner(plan.limit_bytes, plan.placeholders).judged_us(plan)
 
 
 def plan_in_pieces(request: Request, *, simply: bool) -> Plan:

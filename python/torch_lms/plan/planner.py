@@ -110,6 +110,10 @@ class Planner:
         bound_us = min(self._winner.bound_us, plan.predicted.step_us)
         return replace(plan, predicted=replace(plan.predicted, lower_bound_us=bound_us))
 
+    def judged_us(self, plan: Plan) -> float:
+        """What its plans are compared by."""
+        return judged_us(self._trace, plan.decisions, self._limit_bytes, plan.predicted.step_us)
+
     def _ways(self) -> Iterator[_Planning]:
         yield from self._plannings
         problem = Problem(

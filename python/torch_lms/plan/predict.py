@@ -6,8 +6,8 @@ within the peak that it predicts (see `Plan.room_bytes`). That peak is what the 
 for them takes next to no time; it is up to the plan's limit where it does.
 
 Note [A host's speed]: a host is slower at times, beside other work or on a machine that is shared, and its times are
-those of one cycle. Plans that take as long may differ by a tenth when it is slower. So they are compared by the mean of
-what they take on the host as it was timed and on a slower one.
+those of one cycle. Plans that take as long may differ when it is slower. So they are compared by the mean of what they
+take on the host as it was timed and on a slower one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from torch_lms.plan.trace import Trace
 __all__ = ["drawn", "judged_us", "predicted_of", "priced_again", "timed_within"]
 
 _PRICE_OF_WAITING = 1.001  # of a step
-_SLOWER = 1.5  # times what the host took
 
 
 def judged_us(trace: Trace, decisions: Iterable[Decision], limit_bytes: int, step_us: float) -> float:
@@ -39,8 +38,7 @@ def judged_us(trace: Trace, decisions: Iterable[Decision], limit_bytes: int, ste
     """
     if not trace.host.op_us:
         return step_us
-    slower = replace(trace, host=trace.host.slower(_SLOWER))
-    return (step_us + simulate(slower, decisions, limit_bytes).step_us) / 2
+    return (step_us + simulate(trace.on_slower_host, decisions, limit_bytes).step_us) / 2
 
 
 def timed_within(trace: Trace, leaving: Iterable[Decision], limit_bytes: int) -> Timeline:

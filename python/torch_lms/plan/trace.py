@@ -7,7 +7,7 @@ whoever is given one can rely on it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Annotated, ClassVar
 
@@ -18,6 +18,7 @@ __all__ = ["Cycle", "Host", "Link", "Recipe", "Trace", "TraceOp", "TraceStorage"
 
 PHASES = ("forward", "backward", "other")
 CYCLE_KINDS = ("training", "evaluation", "inference")
+_SLOWER = 1.5  # times what the host took
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -314,6 +315,11 @@ class Trace(Document):
             present=present,
             present_bytes=sum(one.bytes for one, here in zip(self.storages, present, strict=True) if here),
         )
+
+    @cached_property
+    def on_slower_host(self) -> Trace:
+        """The same where the host is slower, see Note [A host's speed] in `predict`."""
+        return replace(self, host=self.host.slower(_SLOWER))
 
     @property
     def plain_us(self) -> float:
