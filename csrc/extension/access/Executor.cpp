@@ -55,15 +55,20 @@ void Executor::add(std::shared_ptr<const CompiledPlan> plan) {
   plans_.push_back(std::move(plan));
 }
 
-void Executor::withdraw(
+bool Executor::withdraw(
     const std::shared_ptr<const CompiledPlan>& plan,
     std::shared_ptr<const CompiledPlan> instead) {
+  bool replaced = false;
   std::vector<Bound> bound; // destroyed after unlocking
   {
     std::lock_guard<std::mutex> lock(mutex_);
     plans_.erase(std::remove(plans_.begin(), plans_.end(), plan), plans_.end());
-    if (instead != nullptr) {
+    replaced = std::any_of(plans_.begin(), plans_.end(), [&](const auto& other) {
+      return begin_alike(*other, *plan);
+    });
+    if (!replaced && instead != nullptr) {
       plans_.push_back(std::move(instead));
+      replaced = true;
     }
     bound.swap(bound_);
     clear_prefetches_locked();
@@ -71,6 +76,7 @@ void Executor::withdraw(
     start_cycle_locked(bound);
   }
   policy_.placeholders().release();
+  return replaced;
 }
 
 void Executor::clear() {

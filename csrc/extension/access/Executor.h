@@ -50,9 +50,9 @@ class Executor {
 
   /// From the next cycle on; one that begins with the same ops goes.
   void add(std::shared_ptr<const CompiledPlan> plan);
-  /// It is not carried out any more, from now on: the cycle that begins is `instead`'s, if there is
-  /// one.
-  void withdraw(
+  /// It is not carried out any more, from now on: the cycle that begins is that of a plan that has
+  /// been added since, or else `instead`'s. Returns whether there is one.
+  bool withdraw(
       const std::shared_ptr<const CompiledPlan>& plan,
       std::shared_ptr<const CompiledPlan> instead);
   void clear();

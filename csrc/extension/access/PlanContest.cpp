@@ -1,5 +1,7 @@
 #include <extension/access/PlanContest.h>
 
+#include <algorithm>
+
 #include <extension/base/Median.h>
 
 namespace torch_lms {
@@ -21,17 +23,28 @@ PlanContest::Verdict PlanContest::end_cycle(const Plan& followed, double cycle_u
     return {};
   }
   planned_ = true;
-  if (followed == compared_ || cycles_us_.size() < kLeastPlanned) {
+  if (followed == compared_) {
+    return {};
+  }
+  const bool slower = followed != best_ && best_us_ > 0 && is_slower();
+  if (!slower && cycles_us_.size() < kLeastPlanned) {
     return {};
   }
   compared_ = followed;
-  const double taken_us = median_of(cycles_us_);
-  if (followed != best_ && best_us_ > 0 && taken_us > kSlower * best_us_) {
+  if (slower) {
     return {true, best_};
   }
   best_ = followed;
-  best_us_ = taken_us;
+  best_us_ = median_of(cycles_us_);
   return {};
+}
+
+/// Than the best. Under the mutex.
+bool PlanContest::is_slower() const {
+  const size_t cycles = cycles_us_.size();
+  return (cycles >= kLeastPlanned && median_of(cycles_us_) > kSlower * best_us_) ||
+         (cycles >= kLeastMuchSlower &&
+          *std::min_element(cycles_us_.begin(), cycles_us_.end()) > kMuchSlower * best_us_);
 }
 
 bool PlanContest::has_stayed(const Plan& plan) const {

@@ -13,7 +13,8 @@ namespace torch_lms {
 /// A plan is made of ops' times that were taken in other circumstances than it makes, for a link
 /// that may carry what no recording shows. So its prediction may be wrong, and a plan that is made
 /// again may be slower than the one before. What has been measured decides: a plan that takes
-/// longer than the best before it, or than paging on demand took before there was any, makes way.
+/// longer than the best before it, or than paging on demand took before there was any, makes way:
+/// after some cycles, or after a few that were all much slower.
 
 /// Compares plans, and paging on demand, by what their cycles take.
 ///
@@ -36,10 +37,14 @@ class PlanContest {
   void clear();
 
  private:
+  bool is_slower() const;
+
   static constexpr size_t kLeastOnDemand = 2; // cycles; there may be no more while a plan is made
   static constexpr size_t kLeastPlanned = 6;
   static constexpr size_t kMostCycles = 8;
   static constexpr double kSlower = 1.02; // less may be chance
+  static constexpr size_t kLeastMuchSlower = 3; // planned cycles, each of which is by more than
+  static constexpr double kMuchSlower = 1.15;
 
   mutable std::mutex mutex_; // guards what follows
   Plan current_;

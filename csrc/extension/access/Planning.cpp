@@ -200,10 +200,13 @@ void Planning::compare(
   if (!verdict.makes_way) {
     return;
   }
-  executor_.withdraw(followed, verdict.best);
-  if (verdict.best == nullptr) {
+  const auto set_on_demand = [this](bool on_demand) {
     std::lock_guard<std::mutex> lock(mutex_);
-    on_demand_ = true;
+    on_demand_ = on_demand;
+  };
+  set_on_demand(true); // before: a plan that is added meanwhile sets it back
+  if (executor_.withdraw(followed, verdict.best)) {
+    set_on_demand(false);
   }
 }
 

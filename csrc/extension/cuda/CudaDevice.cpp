@@ -130,9 +130,10 @@ void CudaDevice::reset_peak() {
 /// Note [Free memory that is known of]
 /// Every large allocation asks for a free block that is large enough, and to look for one takes
 /// PyTorch's allocator the longer the more blocks it has. What has been found once is there until
-/// it has been allocated, or given back to the driver, which shows in what is reserved. So the
-/// allocator is not asked again before as much may have been taken. A block is at most twice as
-/// large as what was asked for, or leaves less than a small block unused.
+/// it has been allocated, or given back to the driver, which the allocator counts. (What is
+/// reserved does not tell: as much may have been mapped elsewhere.) So the allocator is not asked
+/// again before as much may have been taken. A block is at most twice as large as what was asked
+/// for, or leaves less than a small block unused.
 
 void CudaDevice::note_taken(size_t nbytes) noexcept {
   if (nbytes > kLargestSmallBlock) {
@@ -151,14 +152,14 @@ bool CudaDevice::has_contiguous(size_t nbytes) const {
     return true;
   }
   const size_t taken = taken_bytes_.load(std::memory_order_relaxed); // before the look
-  if (free_of_reserved_bytes_.load(std::memory_order_relaxed) == reserved &&
+  if (given_back_.load(std::memory_order_relaxed) == stats.num_device_free &&
       taken + nbytes <= free_until_.load(std::memory_order_relaxed)) {
     return true;
   }
   size_t largest = 1; // anything but 0, which would ask the driver
   allocator::get()->cacheInfo(index_, &largest);
   free_until_.store(taken + largest, std::memory_order_relaxed);
-  free_of_reserved_bytes_.store(reserved, std::memory_order_relaxed);
+  given_back_.store(stats.num_device_free, std::memory_order_relaxed);
   return nbytes <= largest;
 }
 

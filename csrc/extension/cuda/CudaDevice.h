@@ -77,7 +77,7 @@ class CudaDevice final : public Device {
   std::atomic<size_t> reserved_limit_bytes_{SIZE_MAX};
   std::atomic<size_t> taken_bytes_{0}; // since the beginning
   mutable std::atomic<size_t> free_until_{0}; // so much has been taken
-  mutable std::atomic<size_t> free_of_reserved_bytes_{0};
+  mutable std::atomic<int64_t> given_back_{0}; // blocks until then
   double program_fraction_ = 1.0; // of the device's memory, as it was before the limit
   const std::shared_ptr<HostPool> pool_;
   const std::vector<cudaStream_t> pool_streams_;

@@ -80,6 +80,25 @@ TEST(chance_decides_nothing) {
   CHECK(contest.has_stayed(plan));
 }
 
+TEST(what_is_much_slower_makes_way_soon) {
+  PlanContest contest;
+  const auto plan = a_plan();
+  CHECK(cycles(contest, nullptr, 100).empty());
+  CHECK(cycles(contest, plan, 130, 2).empty());
+  CHECK_EQ(cycles(contest, plan, 130, 1).size(), size_t{1});
+  CHECK(cycles(contest, plan, 130).empty()); // once
+}
+
+TEST(what_was_much_slower_but_once_is_given_its_time) {
+  PlanContest contest;
+  const auto plan = a_plan();
+  CHECK(cycles(contest, nullptr, 100).empty());
+  CHECK(cycles(contest, plan, 130, 2).empty());
+  CHECK(cycles(contest, plan, 95, 1).empty());
+  CHECK(cycles(contest, plan, 130, 2).empty());
+  CHECK_EQ(cycles(contest, plan, 130, 1).size(), size_t{1});
+}
+
 TEST(one_plan_alone_stays) {
   PlanContest contest;
   const auto plan = a_plan();
@@ -98,29 +117,53 @@ TEST(programs_that_take_turns_are_not_compared) {
   }
 }
 
+PlanContest::Plan plan_of(uint64_t key) {
+  CompiledPlan plan;
+  plan.ops.resize(1);
+  plan.ops[0].key = key;
+  return std::make_shared<const CompiledPlan>(plan);
+}
+
 TEST(the_cycle_after_a_plan_has_made_way_follows_the_other) {
-  const auto plan_of = [](uint64_t key) {
-    CompiledPlan plan;
-    plan.ops.resize(1);
-    plan.ops[0].key = key;
-    return std::make_shared<const CompiledPlan>(plan);
-  };
   Audition audition;
   Executor executor(lms().pager, lms().policy, lms().recipes, audition);
   const PlanContest::Plan slow = plan_of(1);
   executor.add(slow);
   executor.end_cycle();
   CHECK(executor.active());
-  executor.withdraw(slow, plan_of(1));
+  CHECK(executor.withdraw(slow, plan_of(1)));
   CHECK(executor.active());
   CHECK(!executor.end_cycle()); // nothing is to be recorded
-  executor.withdraw(slow, nullptr);
+  CHECK(executor.withdraw(slow, nullptr));
   CHECK(executor.active()); // it has made way before
   executor.clear();
   executor.add(slow);
   executor.end_cycle();
-  executor.withdraw(slow, nullptr);
+  CHECK(!executor.withdraw(slow, nullptr));
   CHECK(!executor.active());
+}
+
+TEST(a_plan_that_came_while_another_made_way_has_its_turn) {
+  Audition audition;
+  Executor executor(lms().pager, lms().policy, lms().recipes, audition);
+  const PlanContest::Plan slow = plan_of(1);
+  const PlanContest::Plan newer = plan_of(1);
+  executor.add(slow);
+  executor.end_cycle();
+  executor.add(newer);
+  CHECK(executor.withdraw(slow, plan_of(1)));
+  CHECK(executor.active());
+  CHECK(!executor.withdraw(newer, nullptr)); // it was the only one
+}
+
+TEST(another_programs_plan_stands_in_for_none) {
+  Audition audition;
+  Executor executor(lms().pager, lms().policy, lms().recipes, audition);
+  const PlanContest::Plan slow = plan_of(1);
+  executor.add(plan_of(2));
+  executor.add(slow);
+  executor.end_cycle();
+  CHECK(!executor.withdraw(slow, nullptr));
 }
 
 TEST(what_is_on_demand_after_a_plan_is_no_measure) {
