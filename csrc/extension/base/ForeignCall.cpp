@@ -2,7 +2,6 @@
 
 #include <dlfcn.h>
 #include <link.h>
-#include <unwind.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -14,6 +13,7 @@
 
 #include <c10/core/StorageImpl.h>
 
+#include <extension/base/StackWalk.h>
 #include <extension/base/ThreadContext.h>
 
 namespace torch_lms {
@@ -131,54 +131,60 @@ std::shared_ptr<const CodeMap> current_map(const std::shared_ptr<const CodeMap>&
   return map;
 }
 
+/// Code that belongs to no library is foreign: somebody has generated it.
+Owner owner_of_code(uintptr_t address, std::shared_ptr<const CodeMap>& map) {
+  const CodeRange* range = find(*map, address);
+  if (range == nullptr) { // a library may have been loaded since
+    map = current_map(map);
+    range = find(*map, address);
+  }
+  return range == nullptr ? Owner::kForeign : range->owner;
+}
+
 /// Frames further in than the outermost op's are the op's own.
 struct Walk {
-  const uintptr_t outside_of = reinterpret_cast<uintptr_t>(this_thread().op);
+  uintptr_t outside_of = reinterpret_cast<uintptr_t>(this_thread().op);
   std::shared_ptr<const CodeMap> map;
+
+  /// Whether the frame is to be looked at.
+  bool is_outside(const StackFrame& frame) const {
+    return frame.stack > outside_of;
+  }
+  Owner owner_of(const StackFrame& frame) {
+    return owner_of_code(frame.address - 1, map); // of the call, not of what follows it
+  }
 };
 
-/// Calls `visit(frame, walk)` from the inside out while it returns true. False for want of memory.
+/// `walk.visit(frame)` for each frame from the inside out while it returns true. False for want of
+/// memory.
 template <typename OfWalk>
-bool walk_stack(OfWalk& walk, _Unwind_Trace_Fn visit) noexcept {
+bool walk_stack(OfWalk& walk) noexcept {
+  const auto visit = [](const StackFrame& frame, void* context) {
+    return static_cast<OfWalk*>(context)->visit(frame);
+  };
   try {
     walk.map = current_map(nullptr);
-    _Unwind_Backtrace(visit, &walk);
+    const OfWalk before = walk;
+    if (!walk_stack_by_rules(visit, &walk)) {
+      walk = before;
+      walk_stack_by_unwinder(visit, &walk);
+    }
     return true;
   } catch (const std::bad_alloc&) {
     return false;
   }
 }
 
-/// Code that belongs to no library is foreign: somebody has generated it.
-Owner owner_of_code(uintptr_t address, Walk& walk) {
-  const CodeRange* range = find(*walk.map, address);
-  if (range == nullptr) { // a library may have been loaded since
-    walk.map = current_map(walk.map);
-    range = find(*walk.map, address);
-  }
-  return range == nullptr ? Owner::kForeign : range->owner;
-}
-
-/// Whether the frame is to be looked at.
-bool is_outside(_Unwind_Context* frame, const Walk& walk) {
-  return _Unwind_GetIP(frame) != 0 && _Unwind_GetCFA(frame) > walk.outside_of;
-}
-
-Owner owner_of_frame(_Unwind_Context* frame, Walk& walk) {
-  return owner_of_code(_Unwind_GetIP(frame) - 1, walk); // of the call, not of what follows it
-}
-
 struct ForForeign : Walk {
   bool found = false;
 
-  static _Unwind_Reason_Code visit(_Unwind_Context* frame, void* context) {
-    auto& walk = *static_cast<ForForeign*>(context);
-    if (!is_outside(frame, walk)) {
-      return _URC_NO_REASON;
+  bool visit(const StackFrame& frame) {
+    if (!is_outside(frame)) {
+      return true;
     }
-    const Owner owner = owner_of_frame(frame, walk);
-    walk.found = owner == Owner::kForeign;
-    return owner == Owner::kKnown ? _URC_NO_REASON : _URC_END_OF_STACK;
+    const Owner owner = owner_of(frame);
+    found = owner == Owner::kForeign;
+    return owner == Owner::kKnown;
   }
 };
 
@@ -186,17 +192,16 @@ struct ForInnermostCall : Walk {
   NativeCall call;
   bool in_interpreter = false;
 
-  static _Unwind_Reason_Code visit(_Unwind_Context* frame, void* context) {
-    auto& walk = *static_cast<ForInnermostCall*>(context);
-    if (!is_outside(frame, walk)) {
-      return _URC_NO_REASON;
+  bool visit(const StackFrame& frame) {
+    if (!is_outside(frame)) {
+      return true;
     }
-    walk.in_interpreter = owner_of_frame(frame, walk) == Owner::kInterpreter;
-    if (walk.in_interpreter) {
-      return _URC_END_OF_STACK;
+    in_interpreter = owner_of(frame) == Owner::kInterpreter;
+    if (in_interpreter) {
+      return false;
     }
-    walk.call = {_Unwind_GetCFA(frame), _Unwind_GetRegionStart(frame)};
-    return _URC_NO_REASON;
+    call = {frame.stack, frame.function};
+    return true;
   }
 };
 
@@ -205,19 +210,13 @@ struct ForCall : Walk {
   bool called_python = false;
   bool found = false;
 
-  static _Unwind_Reason_Code visit(_Unwind_Context* frame, void* context) {
-    auto& walk = *static_cast<ForCall*>(context);
-    const uintptr_t at = _Unwind_GetCFA(frame);
-    if (at > walk.sought.frame) {
-      return _URC_END_OF_STACK;
+  bool visit(const StackFrame& frame) {
+    if (frame.stack >= sought.frame) {
+      found = frame.stack == sought.frame && called_python && frame.function == sought.function;
+      return false;
     }
-    if (at == walk.sought.frame) {
-      walk.found = walk.called_python && _Unwind_GetRegionStart(frame) == walk.sought.function;
-      return _URC_END_OF_STACK;
-    }
-    walk.called_python = walk.called_python || (is_outside(frame, walk) &&
-                                                owner_of_frame(frame, walk) == Owner::kInterpreter);
-    return _URC_NO_REASON;
+    called_python = called_python || (is_outside(frame) && owner_of(frame) == Owner::kInterpreter);
+    return true;
   }
 };
 
@@ -229,7 +228,7 @@ bool in_foreign_call() noexcept {
     return kept == InForeignCall::kYes;
   }
   ForForeign walk;
-  const bool known = walk_stack(walk, &ForForeign::visit);
+  const bool known = walk_stack(walk);
   if (known && kept == InForeignCall::kUnknown) {
     kept = walk.found ? InForeignCall::kYes : InForeignCall::kNo;
   }
@@ -238,14 +237,13 @@ bool in_foreign_call() noexcept {
 
 NativeCall innermost_call() noexcept {
   ForInnermostCall walk;
-  return walk_stack(walk, &ForInnermostCall::visit) && walk.in_interpreter ? walk.call
-                                                                           : NativeCall();
+  return walk_stack(walk) && walk.in_interpreter ? walk.call : NativeCall();
 }
 
 bool waits_for_python(const NativeCall& call) noexcept {
   ForCall walk;
   walk.sought = call;
-  return call.frame != 0 && (!walk_stack(walk, &ForCall::visit) || walk.found);
+  return call.frame != 0 && (!walk_stack(walk) || walk.found);
 }
 
 } // namespace torch_lms

@@ -1,0 +1,25 @@
+#pragma once
+
+#include <cstdint>
+
+namespace torch_lms {
+
+/// A function's frame on the calling thread's stack.
+struct StackFrame {
+  uintptr_t address; ///< Where the function goes on when what it has called returns.
+  uintptr_t stack; ///< Where its part of the stack ended when it called.
+  uintptr_t function; ///< Where its code begins.
+};
+
+/// Whether the walk is to go on.
+using StackVisitor = bool (*)(const StackFrame& frame, void* context);
+
+/// Calls `visit` for each frame from the inside out, its caller's first, for as long as it returns
+/// true. By rules that are kept (Note [Frames by rules]): false if it has met a frame that has
+/// none, and has not gone on. Thread-safe; as `visit` throws.
+bool walk_stack_by_rules(StackVisitor visit, void* context);
+
+/// The same by the runtime's unwinder, which knows more frames, and takes ten times as long.
+void walk_stack_by_unwinder(StackVisitor visit, void* context);
+
+} // namespace torch_lms

@@ -1,0 +1,149 @@
+// The stack by rules that are kept is the stack that the runtime's unwinder finds.
+
+#include <extension/base/StackWalk.h>
+
+#include <alloca.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <thread>
+#include <vector>
+
+#include <ATen/ops/mm.h>
+#include <ATen/ops/ones.h>
+#include <ATen/record_function.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include "rig.h"
+
+namespace torch_lms {
+namespace {
+
+using Frames = std::vector<StackFrame>;
+
+bool collect(const StackFrame& frame, void* context) {
+  static_cast<Frames*>(context)->push_back(frame);
+  return true;
+}
+
+bool alike(const StackFrame& one, const StackFrame& other) {
+  return one.address == other.address && one.stack == other.stack && one.function == other.function;
+}
+
+/// Whether there are rules for the whole stack, and these find it.
+struct Compared {
+  bool whole = false;
+  bool same = false;
+  size_t frames = 0;
+};
+
+__attribute__((noinline)) Compared compare() {
+  Frames by_rules;
+  Frames by_unwinder;
+  Compared found;
+  found.whole = walk_stack_by_rules(&collect, &by_rules);
+  walk_stack_by_unwinder(&collect, &by_unwinder);
+  found.frames = by_rules.size();
+  // The calls in this function are at two places of it.
+  found.same = by_rules.size() <= by_unwinder.size() && !by_rules.empty() &&
+               by_rules[0].function == by_unwinder[0].function &&
+               std::equal(by_rules.begin() + 1, by_rules.end(), by_unwinder.begin() + 1, &alike) &&
+               (!found.whole || by_rules.size() == by_unwinder.size());
+  return found;
+}
+
+#if defined(__x86_64__)
+constexpr bool kHasRules = true;
+#else
+constexpr bool kHasRules = false;
+#endif
+
+TEST(a_plain_stack_is_found_by_rules) {
+  const Compared found = compare();
+  CHECK_EQ(found.whole, kHasRules);
+  CHECK_EQ(found.same, kHasRules);
+}
+
+__attribute__((noinline)) size_t deeper(int depth, size_t nbytes) {
+  char* const own = static_cast<char*>(alloca(nbytes)); // a frame that is as long as it is told
+  std::memset(own, depth, nbytes);
+  if (depth == 0) {
+    const Compared found = compare();
+    CHECK_EQ(found.whole, kHasRules);
+    CHECK_EQ(found.same, kHasRules);
+    return found.frames + static_cast<size_t>(own[0]);
+  }
+  return deeper(depth - 1, nbytes * 3 % 1000 + 16) + static_cast<size_t>(own[nbytes - 1] == depth);
+}
+
+TEST(frames_of_any_length_are_found) {
+  for (size_t nbytes = 16; nbytes < 600; nbytes += 48) {
+    CHECK(deeper(40, nbytes) >= (kHasRules ? 80 : 40));
+  }
+}
+
+TEST(a_threads_first_frame_is_the_end) {
+  Compared found;
+  std::thread other([&] { found = compare(); });
+  other.join();
+  CHECK_EQ(found.whole, kHasRules);
+  CHECK_EQ(found.same, kHasRules);
+}
+
+TEST(an_exception_passes_through) {
+  int frames = 0;
+  const auto second = [](const StackFrame&, void* context) -> bool {
+    if (++*static_cast<int*>(context) == 2) {
+      throw std::bad_alloc();
+    }
+    return true;
+  };
+  bool thrown = false;
+  try {
+    walk_stack_by_rules(second, &frames);
+  } catch (const std::bad_alloc&) {
+    thrown = true;
+  }
+  CHECK_EQ(thrown, kHasRules);
+  CHECK(compare().same == kHasRules); // nothing is left of it
+}
+
+std::atomic<int> ops{0};
+std::atomic<int> whole{0};
+std::atomic<int> wrong{0};
+
+void look() {
+  const Compared found = compare();
+  ++ops;
+  whole += found.whole;
+  wrong += !found.same && kHasRules;
+}
+
+std::unique_ptr<at::ObserverContext> op_begins(const at::RecordFunction&) {
+  look();
+  return nullptr;
+}
+
+void op_ends(const at::RecordFunction&, at::ObserverContext*) {
+  look();
+}
+
+TEST(ops_and_their_backward_are_found) {
+  const auto handle = at::addGlobalCallback(
+      at::RecordFunctionCallback(op_begins, op_ends).scopes({at::RecordScope::FUNCTION}));
+  at::Tensor weight = at::ones({8, 8}).requires_grad_();
+  at::Tensor y = weight;
+  for (int i = 0; i < 10; ++i) {
+    y = at::mm(y, weight).tanh();
+  }
+  y.sum().backward();
+  std::thread([&] { at::mm(y.detach(), y.detach()).softmax(0); }).join();
+  at::removeCallback(handle);
+  CHECK(ops > 100);
+  CHECK_EQ(wrong.load(), 0);
+  CHECK(!kHasRules || 10 * whole > 9 * ops);
+}
+
+} // namespace
+} // namespace torch_lms
