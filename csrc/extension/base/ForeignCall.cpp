@@ -86,15 +86,20 @@ class Libraries {
   const std::string python_;
 };
 
+/// What `add_library` goes by, and adds to.
+struct Mapping {
+  const Libraries& libraries;
+  CodeMap& map;
+};
+
 int add_library(dl_phdr_info* info, size_t, void* context) {
-  static const auto* libraries = new Libraries();
-  auto& map = *static_cast<CodeMap*>(context);
-  const Owner owner = libraries->owner_of(info->dlpi_name != nullptr ? info->dlpi_name : "");
+  const auto& mapping = *static_cast<Mapping*>(context);
+  const Owner owner = mapping.libraries.owner_of(info->dlpi_name != nullptr ? info->dlpi_name : "");
   for (int i = 0; i < info->dlpi_phnum; ++i) {
     const ElfW(Phdr) & header = info->dlpi_phdr[i];
     if (header.p_type == PT_LOAD && (header.p_flags & PF_X) != 0) {
       const uintptr_t begin = info->dlpi_addr + header.p_vaddr;
-      map.push_back(CodeRange{begin, begin + header.p_memsz, owner});
+      mapping.map.push_back(CodeRange{begin, begin + header.p_memsz, owner});
     }
   }
   return 0;
@@ -107,8 +112,12 @@ const CodeRange* find(const CodeMap& map, uintptr_t address) {
 }
 
 std::shared_ptr<const CodeMap> map_code() {
+  // Made first: it asks the dynamic linker, one of whose locks is held while libraries are gone
+  // through. Who loads one takes both in the other order.
+  static const auto* libraries = new Libraries();
   auto map = std::make_shared<CodeMap>();
-  dl_iterate_phdr(&add_library, map.get());
+  Mapping mapping{*libraries, *map};
+  dl_iterate_phdr(&add_library, &mapping);
   std::sort(map->begin(), map->end(), [](const CodeRange& a, const CodeRange& b) {
     return a.begin < b.begin;
   });
@@ -162,10 +171,13 @@ bool walk_stack(OfWalk& walk) noexcept {
   const auto visit = [](const StackFrame& frame, void* context) {
     return static_cast<OfWalk*>(context)->visit(frame);
   };
+  const auto lasts = [](uintptr_t address, void* context) { // PyTorch and Python are not unloaded
+    return owner_of_code(address, static_cast<OfWalk*>(context)->map) != Owner::kForeign;
+  };
   try {
     walk.map = current_map(nullptr);
     const OfWalk before = walk;
-    if (!walk_stack_by_rules(visit, &walk)) {
+    if (!walk_stack_by_rules(visit, lasts, &walk)) {
       walk = before;
       walk_stack_by_unwinder(visit, &walk);
     }

@@ -19,10 +19,10 @@ namespace torch_lms {
 /// What this does not cover: the address of a tensor that *another* thread's op pushes out
 /// (README.md, Limits).
 
-/// Whether the calling thread is inside such a function. Takes a microsecond, once in an op (Note
-/// [Frames by rules]; where there are none, ten): for who
-/// is about to vacate memory. Thread-safe; blocks on nothing but the dynamic linker's lock, and
-/// that only after a library has been loaded; may be called with and without the GIL.
+/// Whether the calling thread is inside such a function. Takes a microsecond, once in an op, and
+/// ten where there are no rules (Note [Frames by rules]): for who is about to vacate memory.
+/// Thread-safe; blocks on nothing but the dynamic linker's lock, and that only after a library has
+/// been loaded; may be called with and without the GIL.
 bool in_foreign_call() noexcept;
 
 /// Note [Functions that call Python]

@@ -1,11 +1,7 @@
 #include <extension/base/StackWalk.h>
 
-#include <link.h>
 #include <unwind.h>
 
-#include <cstddef>
-#include <cstring>
-#include <memory>
 #include <new>
 #include <utility>
 
@@ -14,37 +10,26 @@
 namespace torch_lms {
 namespace {
 
-/// Libraries that have been unloaded so far: where one was there may be another since.
-unsigned long long unloaded_libraries() {
-  unsigned long long count = 0;
-  dl_iterate_phdr(
-      [](dl_phdr_info* info, size_t nbytes, void* context) {
-        if (nbytes >= offsetof(dl_phdr_info, dlpi_subs) + sizeof info->dlpi_subs) {
-          *static_cast<unsigned long long*>(context) = info->dlpi_subs;
-        }
-        return 1; // all say the same
-      },
-      &count);
-  return count;
-}
+thread_local UnwindRules* kept_rules = nullptr;
+thread_local bool thread_ends = false;
 
-struct KeptRules {
-  UnwindRules rules;
-  unsigned long long unloaded = 0;
+/// Threads walk their stacks also while what they own is destroyed.
+struct EndOfThread {
+  ~EndOfThread() {
+    delete std::exchange(kept_rules, nullptr);
+    thread_ends = true;
+  }
 };
 
-/// The calling thread's; null for want of memory.
-UnwindRules* kept_rules() {
-  static thread_local std::unique_ptr<KeptRules> kept; // too large for a thread's own block
-  const unsigned long long unloaded = unloaded_libraries();
-  if (kept == nullptr || kept->unloaded != unloaded) {
-    kept.reset(new (std::nothrow) KeptRules());
-    if (kept == nullptr) {
-      return nullptr;
-    }
-    kept->unloaded = unloaded;
+/// The calling thread's, which are too large for its own block; null for want of memory, and at its
+/// end.
+UnwindRules* rules_of_thread() {
+  if (kept_rules == nullptr && !thread_ends) {
+    static thread_local EndOfThread end;
+    static_cast<void>(end); // which makes it
+    kept_rules = new (std::nothrow) UnwindRules();
   }
-  return &kept->rules;
+  return kept_rules;
 }
 
 /// Of the stack, whatever a sanitizer knows of it.
@@ -54,8 +39,11 @@ __attribute__((no_sanitize("address", "thread"))) uintptr_t word_at(uintptr_t ad
 
 } // namespace
 
-__attribute__((noinline)) bool walk_stack_by_rules(StackVisitor visit, void* context) {
-  UnwindRules* const rules = kept_rules();
+__attribute__((noinline)) bool walk_stack_by_rules(
+    StackVisitor visit,
+    CodeLasts lasts,
+    void* context) {
+  UnwindRules* const rules = rules_of_thread();
   if (rules == nullptr) {
     return false;
   }
@@ -65,9 +53,14 @@ __attribute__((noinline)) bool walk_stack_by_rules(StackVisitor visit, void* con
   uintptr_t frame_pointer = word_at(own);
   StackFrame frame{word_at(own + sizeof own), own + 2 * sizeof own, 0};
   for (;;) {
-    const UnwindRule rule = rules->at(frame.address - 1); // of the call, not of what follows it
+    const uintptr_t call = frame.address - 1; // what follows it may be another function
+    const UnwindRule* const kept = rules->find(call);
+    const UnwindRule rule = kept != nullptr ? *kept : unwind_rule_at(call);
     if (rule.base == UnwindRule::Base::kNone) {
       return false;
+    }
+    if (kept == nullptr && lasts(call, context)) {
+      rules->keep(call, rule);
     }
     frame.function = rule.function;
     if (!visit(frame, context) || rule.base == UnwindRule::Base::kEnd) {

@@ -22,6 +22,8 @@ namespace {
 constexpr uint64_t kFramePointer = 6;
 constexpr uint64_t kStackPointer = 7;
 constexpr uint64_t kReturnAddress = 16;
+/// As an entry's length: a longer one follows, of an entry in another format.
+constexpr uint32_t kLonger = UINT32_MAX;
 
 /// Reads a section; what it does not know of, it remembers.
 class Reader {
@@ -104,6 +106,9 @@ Common read_common(const uint8_t* entry) {
   Common common;
   Reader in(entry);
   const auto nbytes = in.take<uint32_t>();
+  if (nbytes == kLonger) {
+    return common;
+  }
   common.end = in.at() + nbytes;
   in.skip(sizeof(uint32_t)); // that it is a common one
   const auto version = in.take<uint8_t>();
@@ -112,7 +117,8 @@ Common read_common(const uint8_t* entry) {
   common.code_unit = in.unsigned_leb();
   common.data_unit = in.signed_leb();
   const uint64_t returns_to = version == 1 ? in.take<uint8_t>() : in.unsigned_leb();
-  if (nbytes == UINT32_MAX || (version != 1 && version != 3) || returns_to != kReturnAddress) {
+  if ((version != 1 && version != 3) || returns_to != kReturnAddress ||
+      (*added != '\0' && *added != 'z')) {
     return common;
   }
   const uint8_t* program = in.at();
@@ -282,8 +288,11 @@ class RowProgram {
   bool save(uint64_t which, int64_t offset) {
     return set(which, {Saved::How::kAtOffset, offset});
   }
+  /// What the common part says, by DWARF; that it is the same, to some unwinders: where the two
+  /// differ nothing is known.
   bool restore(uint64_t which) {
-    return set(which, which == kFramePointer ? first_.frame_pointer : first_.return_address);
+    return which != kReturnAddress && first_.frame_pointer.how == Saved::How::kSame &&
+           set(which, first_.frame_pointer);
   }
 
   bool set_base(uint64_t base, int64_t offset) {
@@ -358,10 +367,13 @@ UnwindRule unwind_rule_at(uintptr_t address) noexcept {
   }
   Reader in(entry);
   const auto nbytes = in.take<uint32_t>();
-  const uint8_t* const end = in.at() + nbytes;
+  if (nbytes == kLonger) {
+    return {};
+  }
   const uint8_t* const here = in.at();
+  const uint8_t* const end = here + nbytes;
   const Common common = read_common(here - in.take<int32_t>());
-  if (nbytes == UINT32_MAX || !common.known) {
+  if (!common.known) {
     return {};
   }
   in.skip(2 * common.pointer_bytes); // where the function begins, and how long it is

@@ -11,7 +11,8 @@ namespace torch_lms {
 /// At one address of the code it comes to the same each time: where the caller's part of the stack
 /// begins, as an offset from one of two registers, and where the frame pointer was saved. That is
 /// kept, and a frame takes some twenty instructions then. What does not come to that is left to the
-/// runtime's unwinder: a rule is the same as it goes by, or there is none.
+/// runtime's unwinder: a rule is the same as it goes by, or there is none. Where code may go, and
+/// other code come, nothing is kept.
 
 /// How a function's caller is found, while the function is at one address of its code.
 struct UnwindRule {
@@ -30,18 +31,19 @@ struct UnwindRule {
 };
 
 /// The rule at an address, from what the compiler has written (x86-64; elsewhere there are none).
-/// Thread-safe; blocks on nothing but the dynamic linker's lock.
+/// Thread-safe; blocks on nothing that the runtime's unwinder does not.
 UnwindRule unwind_rule_at(uintptr_t address) noexcept;
 
-/// Rules that were asked for before, of one thread: not thread-safe.
+/// Rules of one thread that are kept; not thread-safe.
 class UnwindRules {
  public:
-  UnwindRule at(uintptr_t address) noexcept {
-    Entry& entry = entries_[(address ^ address >> 9) % kEntries];
-    if (entry.address != address) {
-      entry = {address, unwind_rule_at(address)};
-    }
-    return entry.rule;
+  /// Null if there is none.
+  const UnwindRule* find(uintptr_t address) const noexcept {
+    const Entry& entry = entries_[slot_of(address)];
+    return entry.address == address ? &entry.rule : nullptr;
+  }
+  void keep(uintptr_t address, const UnwindRule& rule) noexcept {
+    entries_[slot_of(address)] = {address, rule};
   }
 
  private:
@@ -51,6 +53,10 @@ class UnwindRules {
     uintptr_t address = 0;
     UnwindRule rule;
   };
+
+  static size_t slot_of(uintptr_t address) noexcept {
+    return (address ^ address >> 9) % kEntries;
+  }
 
   Entry entries_[kEntries];
 };

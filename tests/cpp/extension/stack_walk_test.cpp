@@ -27,6 +27,10 @@ bool collect(const StackFrame& frame, void* context) {
   return true;
 }
 
+bool lasts(uintptr_t, void*) {
+  return true;
+}
+
 bool alike(const StackFrame& one, const StackFrame& other) {
   return one.address == other.address && one.stack == other.stack && one.function == other.function;
 }
@@ -42,7 +46,7 @@ __attribute__((noinline)) Compared compare() {
   Frames by_rules;
   Frames by_unwinder;
   Compared found;
-  found.whole = walk_stack_by_rules(&collect, &by_rules);
+  found.whole = walk_stack_by_rules(&collect, &lasts, &by_rules);
   walk_stack_by_unwinder(&collect, &by_unwinder);
   found.frames = by_rules.size();
   // The calls in this function are at two places of it.
@@ -91,6 +95,39 @@ TEST(a_threads_first_frame_is_the_end) {
   CHECK_EQ(found.same, kHasRules);
 }
 
+bool count_address(uintptr_t, void* context) {
+  ++*static_cast<int*>(context);
+  return false;
+}
+
+TEST(what_may_go_is_asked_for_each_time) {
+  int asked = 0;
+  const auto visit = [](const StackFrame&, void*) { return true; };
+  walk_stack_by_rules(visit, &count_address, &asked); // some may have been kept by `compare`
+  const int first = asked;
+  walk_stack_by_rules(visit, &count_address, &asked);
+  CHECK(asked > first || !kHasRules);
+  CHECK(std::abs(asked - 2 * first) <= 1); // the calls here are at two places
+}
+
+Compared at_end;
+
+/// Walks when what the thread has kept is gone.
+struct WalksAtEnd {
+  ~WalksAtEnd() {
+    at_end = compare();
+  }
+};
+
+TEST(a_thread_that_ends_walks_without_what_it_kept) {
+  std::thread([] {
+    static thread_local WalksAtEnd first; // made before, destroyed after
+    static_cast<void>(&first);
+    CHECK_EQ(compare().whole, kHasRules);
+  }).join();
+  CHECK(!at_end.whole);
+}
+
 TEST(an_exception_passes_through) {
   int frames = 0;
   const auto second = [](const StackFrame&, void* context) -> bool {
@@ -101,7 +138,7 @@ TEST(an_exception_passes_through) {
   };
   bool thrown = false;
   try {
-    walk_stack_by_rules(second, &frames);
+    walk_stack_by_rules(second, &lasts, &frames);
   } catch (const std::bad_alloc&) {
     thrown = true;
   }
