@@ -3,10 +3,12 @@
 #include <extension/base/StackWalk.h>
 
 #include <alloca.h>
+#include <sys/mman.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <initializer_list>
 #include <thread>
 #include <vector>
 
@@ -27,8 +29,10 @@ bool collect(const StackFrame& frame, void* context) {
   return true;
 }
 
-bool lasts(uintptr_t, void*) {
-  return true;
+uintptr_t generated = 0; // a page of code that is replaced
+
+bool lasts(uintptr_t address, void*) {
+  return address - generated >= 4096;
 }
 
 bool alike(const StackFrame& one, const StackFrame& other) {
@@ -94,6 +98,78 @@ TEST(a_threads_first_frame_is_the_end) {
   CHECK_EQ(found.whole, kHasRules);
   CHECK_EQ(found.same, kHasRules);
 }
+
+#if defined(__x86_64__)
+
+extern "C" void __register_frame(void* section);
+extern "C" void __deregister_frame(void* section);
+
+Compared in_generated;
+
+void compare_in_generated() {
+  in_generated = compare();
+}
+
+/// A function that calls its argument from a frame of `own_bytes`, and what compilers write of it.
+class Generated {
+ public:
+  Generated(uint8_t* page, uint8_t own_bytes) {
+    const uint8_t code[] = {
+        0x48, 0x83, 0xec, own_bytes, 0xff, 0xd7, 0x48, 0x83, 0xc4, own_bytes, 0xc3};
+    std::memcpy(page, code, sizeof code);
+    put<uint32_t>(20); // what functions have in common, until `kCommonBytes`
+    put<uint32_t>(0);
+    put<uint8_t>({1, 0, 1, 0x78, 16}); // version, nothing added, units, where it returns to
+    put<uint8_t>({0x0c, 7, 8, 0x90, 1}); // the caller's stack, and the address of the return
+    at_ = kCommonBytes;
+    put<uint32_t>(28);
+    put<uint32_t>(kCommonBytes + 4);
+    put<uint64_t>(reinterpret_cast<uint64_t>(page));
+    put<uint64_t>(sizeof code);
+    put<uint8_t>({0x44, 0x0e, static_cast<uint8_t>(own_bytes + 8), 0x46, 0x0e, 8});
+    __register_frame(section_);
+  }
+  ~Generated() {
+    __deregister_frame(section_);
+  }
+
+ private:
+  static constexpr size_t kCommonBytes = 24;
+
+  template <typename T>
+  void put(T value) {
+    std::memcpy(section_ + at_, &value, sizeof value);
+    at_ += sizeof value;
+  }
+  template <typename T>
+  void put(std::initializer_list<T> values) {
+    for (const T value : values) {
+      put(value);
+    }
+  }
+
+  alignas(8) uint8_t section_[96] = {};
+  size_t at_ = 0;
+};
+
+TEST(code_that_is_replaced_is_looked_at_anew) {
+  void* const page =
+      ::mmap(nullptr, 4096, PROT_READ | PROT_WRITE | PROT_EXEC, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (page == MAP_FAILED) {
+    return; // the system lets nobody generate code
+  }
+  generated = reinterpret_cast<uintptr_t>(page);
+  for (const uint8_t own_bytes : {0x08, 0x28, 0x18}) {
+    const Generated code(static_cast<uint8_t*>(page), own_bytes);
+    reinterpret_cast<void (*)(void (*)())>(page)(&compare_in_generated); // NOLINT
+    CHECK(in_generated.whole);
+    CHECK(in_generated.same);
+  }
+  ::munmap(page, 4096);
+  generated = 0;
+}
+
+#endif
 
 bool count_address(uintptr_t, void* context) {
   ++*static_cast<int*>(context);
