@@ -12,7 +12,7 @@ from tests.unit.forked_planner import ForkedPlanner
 from tests.unit.markers import CHAOS
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True, scope="module")
 def _forked_planners() -> Iterator[None]:
     from torch_lms.swap import planner_process
 
