@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
-from tests.chunk.test_surroundings import chunked
+from tests.chunk.small_model import chunked
 
 WIDE = torch.rand(2, 8)
 WHOLE = torch.arange(2)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.chunk.test_surroundings import ADAMW, chunked
+from tests.chunk.small_model import ADAMW, chunked
 from tests.unit.error_messages import check_message
 from torch_lms.errors import ChunkError
 
