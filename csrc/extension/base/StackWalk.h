@@ -22,7 +22,7 @@ using CodeLasts = bool (*)(uintptr_t address, void* context);
 /// none, and has not gone on. Thread-safe; throws what `visit` and `lasts` throw.
 bool walk_stack_by_rules(StackVisitor visit, CodeLasts lasts, void* context);
 
-/// The same by the runtime's unwinder, which knows more frames, and takes ten times as long.
+/// The same by the runtime's unwinder, which knows more frames, and takes twenty times as long.
 void walk_stack_by_unwinder(StackVisitor visit, void* context);
 
 } // namespace torch_lms

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
@@ -34,31 +35,39 @@ struct UnwindRule {
 /// Thread-safe; blocks on nothing that the runtime's unwinder does not.
 UnwindRule unwind_rule_at(uintptr_t address) noexcept;
 
-/// Rules of one thread that are kept; not thread-safe.
+/// Rules of one thread that are kept; not thread-safe. A stack has some hundred addresses at most.
 class UnwindRules {
  public:
   /// Null if there is none.
   const UnwindRule* find(uintptr_t address) const noexcept {
-    const Entry& entry = entries_[slot_of(address)];
-    return entry.address == address ? &entry.rule : nullptr;
+    for (const Entry& entry : sets_[set_of(address)]) {
+      if (entry.address == address) {
+        return &entry.rule;
+      }
+    }
+    return nullptr;
   }
+  /// In the place of the oldest of its set.
   void keep(uintptr_t address, const UnwindRule& rule) noexcept {
-    entries_[slot_of(address)] = {address, rule};
+    Entry* const set = sets_[set_of(address)];
+    std::move_backward(set, set + kWays - 1, set + kWays);
+    set[0] = {address, rule};
   }
 
  private:
-  static constexpr size_t kEntries = 512;
+  static constexpr unsigned kBits = 7;
+  static constexpr size_t kWays = 4;
 
   struct Entry {
     uintptr_t address = 0;
     UnwindRule rule;
   };
 
-  static size_t slot_of(uintptr_t address) noexcept {
-    return (address ^ address >> 9) % kEntries;
+  static size_t set_of(uintptr_t address) noexcept {
+    return static_cast<size_t>(address * UINT64_C(0x9e3779b97f4a7c15) >> (64 - kBits)); // mixed
   }
 
-  Entry entries_[kEntries];
+  Entry sets_[size_t{1} << kBits][kWays];
 };
 
 } // namespace torch_lms
