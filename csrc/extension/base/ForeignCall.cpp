@@ -155,21 +155,18 @@ struct Walk {
   uintptr_t outside_of = reinterpret_cast<uintptr_t>(this_thread().op);
   std::shared_ptr<const CodeMap> map;
 
-  /// Whether the frame is to be looked at.
-  bool is_outside(const StackFrame& frame) const {
-    return frame.stack > outside_of;
-  }
   Owner owner_of(const StackFrame& frame) {
-    return owner_of_code(frame.address - 1, map); // of the call, not of what follows it
+    return owner_of_code(frame.call, map);
   }
 };
 
-/// `walk.visit(frame)` for each frame from the inside out while it returns true. False for want of
-/// memory.
+/// `walk.visit(frame)` for each frame outside, from the inside out, while it returns true. False
+/// for want of memory.
 template <typename OfWalk>
 bool walk_stack(OfWalk& walk) noexcept {
   const auto visit = [](const StackFrame& frame, void* context) {
-    return static_cast<OfWalk*>(context)->visit(frame);
+    auto& walk = *static_cast<OfWalk*>(context);
+    return frame.stack <= walk.outside_of || walk.visit(frame);
   };
   const auto lasts = [](uintptr_t address, void* context) { // PyTorch and Python are not unloaded
     return owner_of_code(address, static_cast<OfWalk*>(context)->map) != Owner::kForeign;
@@ -191,9 +188,6 @@ struct ForForeign : Walk {
   bool found = false;
 
   bool visit(const StackFrame& frame) {
-    if (!is_outside(frame)) {
-      return true;
-    }
     const Owner owner = owner_of(frame);
     found = owner == Owner::kForeign;
     return owner == Owner::kKnown;
@@ -205,9 +199,6 @@ struct ForInnermostCall : Walk {
   bool in_interpreter = false;
 
   bool visit(const StackFrame& frame) {
-    if (!is_outside(frame)) {
-      return true;
-    }
     in_interpreter = owner_of(frame) == Owner::kInterpreter;
     if (in_interpreter) {
       return false;
@@ -227,7 +218,7 @@ struct ForCall : Walk {
       found = frame.stack == sought.frame && called_python && frame.function == sought.function;
       return false;
     }
-    called_python = called_python || (is_outside(frame) && owner_of(frame) == Owner::kInterpreter);
+    called_python = called_python || owner_of(frame) == Owner::kInterpreter;
     return true;
   }
 };

@@ -37,6 +37,29 @@ __attribute__((no_sanitize("address", "thread"))) uintptr_t word_at(uintptr_t ad
   return *reinterpret_cast<const volatile uintptr_t*>(address); // NOLINT
 }
 
+/// Where a function's frame ends, and what it has in registers.
+struct Place {
+  uintptr_t returns_to; // 0: nowhere
+  uintptr_t stack;
+  uintptr_t frame_pointer;
+
+  /// To the caller's. False if that lies on a stack of its own, or something is wrong.
+  bool leave(const UnwindRule& rule) {
+    const bool by_stack = rule.base == UnwindRule::Base::kStackPointer;
+    const uintptr_t callers =
+        (by_stack ? stack : frame_pointer) + static_cast<intptr_t>(rule.to_callers_stack);
+    if (callers <= stack || callers % sizeof callers != 0) {
+      return false;
+    }
+    if (rule.saves_frame_pointer) {
+      frame_pointer = word_at(callers + static_cast<intptr_t>(rule.to_frame_pointer));
+    }
+    returns_to = word_at(callers - sizeof callers);
+    stack = callers;
+    return true;
+  }
+};
+
 } // namespace
 
 __attribute__((noinline)) bool walk_stack_by_rules(
@@ -50,10 +73,9 @@ __attribute__((noinline)) bool walk_stack_by_rules(
   // A function that asks for its frame has a frame pointer, with the caller's and the address of
   // the return at it.
   const auto own = reinterpret_cast<uintptr_t>(__builtin_frame_address(0));
-  uintptr_t frame_pointer = word_at(own);
-  StackFrame frame{word_at(own + sizeof own), own + 2 * sizeof own, 0};
-  for (;;) {
-    const uintptr_t call = frame.address - 1; // what follows it may be another function
+  Place place{word_at(own + sizeof own), own + 2 * sizeof own, word_at(own)};
+  while (place.returns_to != 0) {
+    const uintptr_t call = place.returns_to - 1; // what follows it may be another function
     const UnwindRule* const kept = rules->find(call);
     const UnwindRule rule = kept != nullptr ? *kept : unwind_rule_at(call);
     if (rule.base == UnwindRule::Base::kNone) {
@@ -62,25 +84,15 @@ __attribute__((noinline)) bool walk_stack_by_rules(
     if (kept == nullptr && lasts(call, context)) {
       rules->keep(call, rule);
     }
-    frame.function = rule.function;
-    if (!visit(frame, context) || rule.base == UnwindRule::Base::kEnd) {
+    if (!visit({call, place.stack, rule.function}, context) ||
+        rule.base == UnwindRule::Base::kEnd) {
       return true;
     }
-    const bool by_stack = rule.base == UnwindRule::Base::kStackPointer;
-    const uintptr_t callers =
-        (by_stack ? frame.stack : frame_pointer) + static_cast<intptr_t>(rule.to_callers_stack);
-    if (callers <= frame.stack || callers % sizeof callers != 0) {
-      return false; // a stack of its own, or something is wrong
-    }
-    if (rule.saves_frame_pointer) {
-      frame_pointer = word_at(callers + static_cast<intptr_t>(rule.to_frame_pointer));
-    }
-    frame.address = word_at(callers - sizeof callers);
-    frame.stack = callers;
-    if (frame.address == 0) {
-      return true;
+    if (!place.leave(rule)) {
+      return false;
     }
   }
+  return true;
 }
 
 __attribute__((noinline)) void walk_stack_by_unwinder(StackVisitor visit, void* context) {
@@ -97,7 +109,7 @@ __attribute__((noinline)) void walk_stack_by_unwinder(StackVisitor visit, void* 
           return _URC_NO_REASON;
         }
         const StackFrame found{
-            _Unwind_GetIP(frame), _Unwind_GetCFA(frame), _Unwind_GetRegionStart(frame)};
+            _Unwind_GetIP(frame) - 1, _Unwind_GetCFA(frame), _Unwind_GetRegionStart(frame)};
         return given.visit(found, given.context) ? _URC_NO_REASON : _URC_END_OF_STACK;
       },
       &given);

@@ -6,7 +6,7 @@ namespace torch_lms {
 
 /// A function's frame on the calling thread's stack.
 struct StackFrame {
-  uintptr_t address; ///< Where the function goes on when what it has called returns.
+  uintptr_t call; ///< An address in the call that has not returned.
   uintptr_t stack; ///< Where its part of the stack ended when it called.
   uintptr_t function; ///< Where its code begins.
 };

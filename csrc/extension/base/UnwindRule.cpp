@@ -25,7 +25,7 @@ constexpr uint64_t kReturnAddress = 16;
 /// As an entry's length: a longer one follows, of an entry in another format.
 constexpr uint32_t kLonger = UINT32_MAX;
 
-/// Reads a section; what it does not know of, it remembers.
+/// Reads a section.
 class Reader {
  public:
   explicit Reader(const uint8_t* at) : at_(at) {}
@@ -185,10 +185,6 @@ class RowProgram {
     return true;
   }
 
-  /// What the common part has come to is what restoring a register goes back to.
-  void end_common() {
-    first_ = row_;
-  }
   const Row& row() const {
     return row_;
   }
@@ -201,14 +197,17 @@ class RowProgram {
       case 0x40:
         return advance(low);
       case 0x80:
-        return save(low, static_cast<int64_t>(in.unsigned_leb()) * common_.data_unit);
-      case 0xc0:
-        return restore(low);
+        return set(
+            low,
+            {Saved::How::kAtOffset, static_cast<int64_t>(in.unsigned_leb()) * common_.data_unit});
+      case 0xc0: // as it is in the common part, where the caller's frame pointer is the function's
+        return low != kReturnAddress && set(low, {Saved::How::kSame, 0});
       default:
         return extended(low, in);
     }
   }
 
+  /// The others are left to the unwinder.
   bool extended(uint8_t code, Reader& in) {
     switch (code) {
       case 0x00: // nothing
@@ -219,21 +218,10 @@ class RowProgram {
         return advance(in.take<uint16_t>());
       case 0x04:
         return advance(in.take<uint32_t>());
-      case 0x05: {
-        const uint64_t which = in.unsigned_leb();
-        return save(which, static_cast<int64_t>(in.unsigned_leb()) * common_.data_unit);
-      }
-      case 0x06:
-        return restore(in.unsigned_leb());
       case 0x07:
         return set(in.unsigned_leb(), {Saved::How::kUndefined, 0});
       case 0x08:
         return set(in.unsigned_leb(), {Saved::How::kSame, 0});
-      case 0x09: { // in another register
-        const uint64_t which = in.unsigned_leb();
-        in.unsigned_leb();
-        return set(which, {Saved::How::kOtherwise, 0});
-      }
       case 0x0a:
         return remember();
       case 0x0b:
@@ -256,10 +244,6 @@ class RowProgram {
         const uint64_t which = in.unsigned_leb();
         in.skip(in.unsigned_leb());
         return set(which, {Saved::How::kOtherwise, 0});
-      }
-      case 0x11: {
-        const uint64_t which = in.unsigned_leb();
-        return save(which, in.signed_leb() * common_.data_unit);
       }
       case 0x2e: // the size of arguments
         in.unsigned_leb();
@@ -284,15 +268,6 @@ class RowProgram {
       row_.return_address = saved;
     }
     return true;
-  }
-  bool save(uint64_t which, int64_t offset) {
-    return set(which, {Saved::How::kAtOffset, offset});
-  }
-  /// What the common part says, by DWARF; that it is the same, to some unwinders: where the two
-  /// differ nothing is known.
-  bool restore(uint64_t which) {
-    return which != kReturnAddress && first_.frame_pointer.how == Saved::How::kSame &&
-           set(which, first_.frame_pointer);
   }
 
   bool set_base(uint64_t base, int64_t offset) {
@@ -323,7 +298,6 @@ class RowProgram {
   uint64_t location_;
   const uint64_t address_;
   Row row_;
-  Row first_;
   Row rows_[kMostRemembered];
   size_t remembered_ = 0;
 };
@@ -382,11 +356,10 @@ UnwindRule unwind_rule_at(uintptr_t address) noexcept {
   }
   const auto function = reinterpret_cast<uintptr_t>(bases.func);
   RowProgram program(common, function, address);
-  if (!program.run(common.program, common.end)) {
-    return {};
-  }
-  program.end_common();
-  return program.run(in.at(), end) ? rule_of(program.row(), function) : UnwindRule();
+  const bool known = program.run(common.program, common.end) &&
+                     program.row().frame_pointer.how == Saved::How::kSame &&
+                     program.run(in.at(), end);
+  return known ? rule_of(program.row(), function) : UnwindRule();
 }
 
 } // namespace torch_lms

@@ -36,7 +36,7 @@ bool lasts(uintptr_t address, void*) {
 }
 
 bool alike(const StackFrame& one, const StackFrame& other) {
-  return one.address == other.address && one.stack == other.stack && one.function == other.function;
+  return one.call == other.call && one.stack == other.stack && one.function == other.function;
 }
 
 /// Whether there are rules for the whole stack, and these find it.
