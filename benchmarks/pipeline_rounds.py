@@ -70,9 +70,10 @@ def run_once(given: argparse.Namespace, schedule: str, split: str, more: Sequenc
 
 
 def reason_of(words: str) -> str:
-    """What a failed run's ranks say of errors, each once: torchrun says more after that. Else the end of it all."""
+    """What a failed run's ranks say of errors, each once. Else the end of it all: torchrun says how they ended."""
     lines = [re.sub(r"^\[rank\d+\]: ", "", line) for line in words.splitlines()]
-    errors = dict.fromkeys(line for line in lines if re.match(r"[\w.]*(Error|Exception): |Cuda failure", line))
+    named = [line for line in lines if re.match(r"[\w.]*(Error|Exception)(: |$)|Cuda failure", line)]
+    errors = dict.fromkeys(line for line in named if "ChildFailedError" not in line)  # torchrun's: of any end
     return "\n".join(errors) or words[-3000:]
 
 

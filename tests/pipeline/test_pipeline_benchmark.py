@@ -193,3 +193,6 @@ torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
 FAILED"""
     assert reason_of(words) == "torch.distributed.pipelining._utils.PipeliningShapeError: a stride mismatch"
     assert reason_of("killed") == "killed"
+    ended = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n  exitcode  : -11 (pid: 7)\n"
+    assert reason_of(ended) == ended
+    assert reason_of(f"[rank1]: AssertionError\n{ended}") == "AssertionError"

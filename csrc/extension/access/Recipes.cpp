@@ -40,6 +40,12 @@ bool is_last(const KeepAlive& keep) {
   return std::static_pointer_cast<c10::Storage>(keep)->use_count() == 1;
 }
 
+/// Of a storage that somebody holds.
+c10::weak_intrusive_ptr<c10::StorageImpl> weak(const c10::StorageImpl* storage) {
+  return c10::weak_intrusive_ptr<c10::StorageImpl>(
+      c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(const_cast<c10::StorageImpl*>(storage)));
+}
+
 /// Of what an entity holds; null if that is gone.
 const c10::StorageImpl* impl_of(const std::shared_ptr<const void>& keep) {
   return keep != nullptr ? impl_of(*std::static_pointer_cast<const c10::Storage>(keep)) : nullptr;
@@ -128,11 +134,16 @@ std::shared_ptr<OpRecipe> Recipes::capture(const at::RecordFunction& record, boo
     return nullptr;
   }
   forget_dead_locked();
-  known_[recipe->id()].recipe = recipe;
+  Known& known = known_[recipe->id()];
+  known.recipe = recipe;
+  known.op = number_of_op();
   for (const c10::Storage& input : recipe->inputs()) {
     if (input) {
       by_storage_.emplace(impl_of(input), Use{recipe->id(), false, input.getWeakStorageImpl()});
     }
+  }
+  if (recipe->overwrites() != nullptr) { // what another thread writes until the end is lost, too
+    by_storage_.emplace(recipe->overwrites(), Use{recipe->id(), true, weak(recipe->overwrites())});
   }
   count_.store(known_.size(), std::memory_order_release);
   return recipe;
@@ -214,7 +225,7 @@ std::vector<c10::StorageImpl*> Recipes::note_made(
     if (looked_after) {
       known->second.made.push_back(entity);
     }
-    if (fresh && looked_after) {
+    if (fresh && looked_after && storage != recipe->overwrites()) {
       by_storage_.emplace(storage, Use{recipe->id(), true, tensor.storage().getWeakStorageImpl()});
     }
   }
@@ -305,6 +316,18 @@ bool Recipes::drop(
   return true;
 }
 
+/// Under the mutex: the op of this number, or what is none, is about to write to what `recipe`
+/// makes. False for the recipe's own op. Who writes while another has not ended yet makes nothing
+/// that could be made again in turn: both end the recipe, and neither follows it.
+bool Recipes::Known::end(const OpRecipe& ours, uint64_t by) {
+  if (op != 0 && op == by) {
+    return false;
+  }
+  const bool first = ours.valid() && !made.empty();
+  ended_by = first || ended_by == by ? by : 0;
+  return true;
+}
+
 void Recipes::invalidate_readers(const c10::StorageImpl& storage) {
   std::vector<std::shared_ptr<OpRecipe>> recipes; // let go of without the mutex
   std::vector<EntityPtr> dropped;
@@ -320,8 +343,8 @@ void Recipes::invalidate_readers(const c10::StorageImpl& storage) {
       recipes.push_back(recipe);
       if (!at->second.made) {
         known->second.spoilt = true;
-      } else if (recipe->valid()) {
-        known->second.ended_by = number_of_op();
+      } else if (!known->second.end(*recipe, number_of_op())) {
+        continue;
       }
       if (!recipe->valid()) {
         continue;

@@ -88,8 +88,10 @@ class Recipes {
     std::weak_ptr<OpRecipe> recipe;
     std::vector<std::weak_ptr<Entity>> made; // as in the op's list of tensors
     std::vector<Dropped> dropped;
+    uint64_t op = 0; // whose recipe it is, by number; as long as it runs, it may write to its own
     bool spoilt = false; // what it reads has been written since
-    uint64_t ended_by = 0; // the op that has written to what it made, by number
+    uint64_t ended_by = 0; // the op that alone has written to what it made, by number
+    bool end(const OpRecipe& ours, uint64_t by);
   };
   /// By whose recipe a storage is read or has been made.
   struct Use {

@@ -45,9 +45,15 @@ class NextRecipe {
     at::removeCallback(handle_);
     recipe() = nullptr;
     see() = nullptr;
+    before() = nullptr;
   }
   NextRecipe(const NextRecipe&) = delete;
   NextRecipe& operator=(const NextRecipe&) = delete;
+
+  /// Before it is taken: the op has announced what it writes to.
+  void before_capture(std::function<void()> act) {
+    before() = std::move(act);
+  }
 
   /// Shows it before the op begins.
   void at_begin(std::function<void(const torch_lms::OpRecipe&)> see_it) {
@@ -71,8 +77,15 @@ class NextRecipe {
     static thread_local std::function<void(const torch_lms::OpRecipe&)> see;
     return see;
   }
+  static std::function<void()>& before() {
+    static thread_local std::function<void()> before;
+    return before;
+  }
   static std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& record) {
     if (depth()++ == 0) {
+      if (before() != nullptr) {
+        before()();
+      }
       recipe() = lms().recipes.capture(record);
       if (recipe() != nullptr && see() != nullptr) {
         see()(*recipe());
@@ -87,12 +100,15 @@ class NextRecipe {
   const at::CallbackHandle handle_;
 };
 
-/// What one op makes.
+/// What one op makes; `prepare` is told of what takes its recipe.
 template <typename Op>
-Made made_by(Op&& op) {
+Made made_by(Op&& op, const std::function<void(NextRecipe&)>& prepare = nullptr) {
   Made made;
   {
     NextRecipe next;
+    if (prepare != nullptr) {
+      prepare(next);
+    }
     made.tensor = op();
     made.recipe = next.take();
   }

@@ -170,6 +170,46 @@ TEST(writes_and_drops_of_threads_lose_nothing) {
   }
 }
 
+/// Whether `made`, written by ops of two threads at once, each in a part of its own, keeps both
+/// writes, and nothing of it can be made again. `prepare`: the other's write within the first op.
+bool keeps_writes_at_once(const Made& made, const std::function<void(NextRecipe&)>& prepare) {
+  at::Tensor part = made.tensor.slice(0, 4096);
+  const Made written = made_by([&] { return part.add_(1); }, prepare);
+  const bool dropped = written.drop();
+  const Made later = then(made, [](at::Tensor tensor) { return tensor.add_(1); });
+  return !dropped && later.recipe == nullptr && holds(made.tensor.slice(0, 0, 4096), 18) &&
+         holds(part, 17);
+}
+
+TEST(what_another_thread_writes_while_an_op_writes_is_not_lost) {
+  const Observed observed;
+  const at::Tensor input = tensor_of(3);
+  for (const bool noted : {false, true}) {
+    for (const bool captured : {false, true}) {
+      const Made made = made_by([&] { return input.mul(5); });
+      Made others;
+      const auto write = [&] {
+        in_threads(1, [&](int) {
+          const auto op = [&] { return made.tensor.slice(0, 0, 4096).add_(2); };
+          if (noted) {
+            others = made_by(op);
+          } else {
+            op();
+          }
+        });
+      };
+      CHECK(keeps_writes_at_once(made, [&](NextRecipe& next) {
+        if (captured) {
+          next.at_begin([&](const OpRecipe&) { write(); });
+        } else {
+          next.before_capture(write);
+        }
+      }));
+      CHECK(!others.drop());
+    }
+  }
+}
+
 TEST(an_op_is_auditioned_on_what_it_has_overwritten) {
   const Observed observed;
   Audition audition;
