@@ -16,7 +16,7 @@ from torch_lms.errors import PlanError
 from torch_lms.plan import Plan, Trace, least_limit
 from torch_lms.plan.margins import margins
 from torch_lms.plan.messages import read_message, write_message
-from torch_lms.plan.pieces import Request, plan_in_pieces
+from torch_lms.plan.pieces import Request, bounded, plan_in_pieces
 from torch_lms.plan.predict import priced_again
 from torch_lms.plan.recording import compile_plan, timed_again
 from torch_lms.plan.simulator import simulate
@@ -91,6 +91,19 @@ def test_the_plan_that_was_followed_is_priced_in_the_new_times() -> None:
     assert found.predicted.lower_bound_us == min(made.predicted.lower_bound_us, found.predicted.step_us)
     assert found.predicted.lower_bound_us >= priced_again(followed, trace).predicted.lower_bound_us
     assert found.decisions == followed.decisions
+
+
+def test_a_plan_that_was_followed_within_more_memory_gets_a_bound_of_its_own() -> None:
+    """As when it turns out that free memory lies in pieces: what is planned then stays further below the limit."""
+    times_us = [op.duration_us for op in TRACE.ops]
+    first = Request(trace=timed_again(TRACE, times_us), limit_bytes=PEAK_BYTES * 5 // 8)
+    followed = plan_in_pieces(first, simply=True)
+    asked = request(PEAK_BYTES // 2) | {"times_us": times_us, "followed": followed.to_json().encode()}
+    *_, last, answer = PlannerProcess().answers(asked)
+    found, made = (Plan.from_json(one["document"].decode()) for one in (answer["bounded"], last["priced"]))
+    assert found.limit_bytes > made.limit_bytes
+    assert found.predicted.lower_bound_us == bounded(first, followed).predicted.lower_bound_us
+    assert found.predicted.lower_bound_us > found.predicted.plain_us
 
 
 def test_a_message_that_ends_too_soon_is_none() -> None:

@@ -61,13 +61,15 @@ def answers(given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     if (rest.get("host_limit_bytes") or 0) >= simulate(trace, []).peak_bytes:
         rest["host_limit_bytes"] = None  # whatever goes out has room
     rest |= margins(trace, rest["limit_bytes"], is_crowded=rest.pop("is_crowded", False))
-    last = yield from _plans(Request(trace=trace, **rest))
-    if followed is None or followed.placeholders != last.placeholders:
-        return
-    if followed.limit_bytes <= last.limit_bytes:  # no plan within less is faster
-        bound_us = min(last.predicted.lower_bound_us, followed.predicted.step_us)
-        predicted = replace(followed.predicted, lower_bound_us=bound_us)
-        yield {"bounded": told_of(replace(followed, predicted=predicted))}
+    request = Request(trace=trace, **rest)
+    last = yield from _plans(request)
+    if followed is not None:
+        if followed.placeholders == last.placeholders and followed.limit_bytes <= last.limit_bytes:
+            bound_us = min(last.predicted.lower_bound_us, followed.predicted.step_us)  # no plan within less is faster
+            followed = replace(followed, predicted=replace(followed.predicted, lower_bound_us=bound_us))
+        else:
+            followed = bounded(request, followed)
+        yield {"bounded": told_of(followed)}
 
 
 def _trace_of(rest: dict[str, Any]) -> Trace:

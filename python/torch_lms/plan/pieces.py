@@ -101,7 +101,7 @@ def _served(plan: Plan) -> int:
 
 
 def bounded(request: Request, plan: Plan) -> Plan:
-    """A plan of `plan_in_pieces` with the linear program's bound, which takes time to find."""
+    """A plan of the request's trace with the linear program's bound, which takes time to find."""
     return request.planner(plan.limit_bytes, plan.placeholders).bounded(plan)
 
 

@@ -105,9 +105,9 @@ class Planner:
         )
 
     def bounded(self, plan: Plan) -> Plan:
-        """The latest plan with the linear program's bound, which takes time to find."""
-        assert self._winner is not None
-        bound_us = min(self._winner.bound_us, plan.predicted.step_us)
+        """A plan of this trace and limit with the linear program's bound, which takes time to find."""
+        planning = self._winner or next(self._ways())
+        bound_us = min(planning.bound_us, plan.predicted.step_us)
         return replace(plan, predicted=replace(plan.predicted, lower_bound_us=bound_us))
 
     def judged_us(self, plan: Plan) -> float:
