@@ -346,10 +346,8 @@ void Recipes::invalidate_readers(const c10::StorageImpl& storage) {
       } else if (!known->second.end(*recipe, number_of_op())) {
         continue;
       }
-      if (!recipe->valid()) {
-        continue;
-      }
       recipe->invalidate();
+      // Also where another thread has, and still reads this storage to bring them back.
       for (const Dropped& one : known->second.dropped) {
         if (EntityPtr entity = one.entity.lock()) {
           dropped.push_back(std::move(entity));
@@ -360,7 +358,10 @@ void Recipes::invalidate_readers(const c10::StorageImpl& storage) {
   for (const EntityPtr& entity : dropped) {
     const KeepAlive storage = entity->hold(); // it may be another thread's, who lets go of it
     const EntityState now = entity->state();
-    if (storage != nullptr && (now == EntityState::kDropped || now == EntityState::kPagingIn)) {
+    // What is back already may be made only now, on another stream than the write's.
+    const bool comes = now == EntityState::kDropped || now == EntityState::kPagingIn ||
+                       (now == EntityState::kResident && !entity->settled());
+    if (storage != nullptr && comes) {
       pager_.bring_in(entity);
     }
   }

@@ -186,6 +186,7 @@ class AsyncBackend final : public torch_lms::TransferBackend {
   // Set while nothing is under way.
   std::function<void()> when_host_asked; ///< Before there is host memory for a page-out.
   std::function<void()> instead_of_order; ///< Where a thread is to wait for what has come in.
+  std::function<torch_lms::FencePtr()> submitted; ///< What a stream has been given to do.
 
   bool copies_asynchronously() const noexcept override {
     return true;
@@ -205,7 +206,7 @@ class AsyncBackend final : public torch_lms::TransferBackend {
     collect();
   }
   torch_lms::FencePtr submitted_work() override {
-    return nullptr;
+    return submitted != nullptr ? submitted() : nullptr;
   }
   torch_lms::FencePtr copy_to_host(
       void* host,

@@ -170,6 +170,51 @@ TEST(writes_and_drops_of_threads_lose_nothing) {
   }
 }
 
+TEST(every_thread_that_writes_to_what_it_is_made_from_waits_until_it_is_back) {
+  const Observed observed;
+  for (int round = 0; round < 10; ++round) {
+    const at::Tensor input = tensor_of(3).view({2, 4096});
+    const at::Tensor other = at::ones({4096, 1024}, at::kLong);
+    const Made made = made_by([&] { return input.mm(other); });
+    REQUIRE(made.drop());
+    in_threads(2, [&](int thread) { input.select(0, thread).add_(1); });
+    CHECK(holds(made.tensor, 3 * 4096));
+    CHECK(holds(input, 4));
+  }
+}
+
+/// Of a stream, which others can be ordered after while it has work to do.
+struct Work final : Fence {
+  bool done() noexcept override {
+    return over.load();
+  }
+  void wait() override {}
+
+  std::atomic<bool> over{false};
+};
+
+TEST(a_write_is_ordered_after_what_another_stream_makes_again_from_the_same_storage) {
+  if (Program::get().async == nullptr) {
+    SKIP("it has no streams");
+  }
+  const Observed observed;
+  AsyncBackend& backend = *Program::get().async->async;
+  const at::Tensor input = tensor_of(3);
+  const Made made = made_by([&] { return input.mul(5); });
+  REQUIRE(made.drop());
+  const auto work = std::make_shared<Work>();
+  backend.submitted = [&] { return work; };
+  lms().pager.bring_in(made.entity);
+  backend.submitted = nullptr;
+  int ordered = 0;
+  backend.instead_of_order = [&] { ++ordered; };
+  input.add_(1);
+  backend.instead_of_order = nullptr;
+  work->over = true;
+  CHECK(ordered > 0);
+  CHECK(holds(made.tensor, 15));
+}
+
 /// Whether `made`, written by ops of two threads at once, each in a part of its own, keeps both
 /// writes, and nothing of it can be made again. `prepare`: the other's write within the first op.
 bool keeps_writes_at_once(const Made& made, const std::function<void(NextRecipe&)>& prepare) {
