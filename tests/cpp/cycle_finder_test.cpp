@@ -118,6 +118,15 @@ TEST(a_segment_that_is_another_once_is_taken_for_what_was_due) {
   CHECK_EQ(finder.segments(), 2);
 }
 
+TEST(segments_that_are_others_now_and_then_end_no_cycle_that_has_held_on) {
+  CycleFinder finder;
+  run(finder, repeated("GD", 10), 40, "D");
+  CHECK_EQ(run(finder, "XYGDZDGVGD", 40, "DYV"), "X|YG|DZ|DG|VG|D");
+  CHECK_EQ(finder.segments(), 2);
+  run(finder, "ABCEFHIJ");
+  CHECK_EQ(finder.segments(), 1);
+}
+
 TEST(a_segment_that_is_another_again_and_again_makes_another_cycle) {
   CycleFinder finder;
   run(finder, repeated("GD", 6), 40, "DX");

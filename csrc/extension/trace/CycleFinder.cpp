@@ -78,12 +78,14 @@ CycleFinder::Segment CycleFinder::segment_that_ended(size_t held_bytes) {
   }
   const uint64_t expected = segments_[segments_.size() - period_].taken_for;
   if (names == expected) {
-    ++in_order_;
+    in_order_ = std::min(in_order_ + 1, kMostTaken * period_);
     return {names, names, held_bytes};
   }
-  if (std::exchange(in_order_, 0) >= period_) {
+  if (in_order_ >= period_) {
+    in_order_ -= period_;
     return {names, expected, held_bytes};
   }
+  in_order_ = 0;
   for (Segment& segment : segments_) { // the program is another one
     segment.taken_for = segment.names;
   }

@@ -21,9 +21,10 @@ namespace torch_lms {
 /// in it.
 ///
 /// One op that is another by chance (autograd adds in place only what nobody else holds just then)
-/// makes another segment of the one that it is in. So where a cycle of several has held on, one
-/// segment that is unlike what was due is taken for it, unless what comes is periodic as it is: the
-/// cycle goes on, and not each of its segments is a cycle until it has come twice again.
+/// makes another segment of the one that it is in. So where a cycle of several has held on, a
+/// segment that is unlike what was due is taken for it, unless what comes is periodic as it is: one
+/// for each time that the cycle has come in order, of the last few. The cycle goes on, and not each
+/// of its segments is a cycle until it has come twice again.
 ///
 /// Where no backward ends for long (inference), the names themselves are looked through for the
 /// shortest sequence that has come twice in a row, and holds on: the layers of a model repeat, too,
@@ -62,6 +63,7 @@ class CycleFinder {
  private:
   static constexpr size_t kMostSegments = 16; // in a cycle
   static constexpr size_t kMostUncertain = 8; // segments, before no order is expected
+  static constexpr size_t kMostTaken = 4; // segments, for what was due
   static constexpr size_t kFewestNames = 256;
   static constexpr size_t kFewestInCycle = 64; // names
   static constexpr size_t kNamesToHold = 4096;
@@ -88,7 +90,7 @@ class CycleFinder {
   std::deque<Segment> segments_; // the latest
   size_t period_ = 0;
   size_t left_ = 0; // segments until the cycle ends
-  size_t in_order_ = 0; // segments since one was not what was due
+  size_t in_order_ = 0; // segments, less a period for each that was taken for what was due
   bool certain_ = false;
   std::vector<std::pair<uint64_t, uint64_t>> orders_; // of names in the segment, for each thread
   size_t ops_in_segment_ = 0;
