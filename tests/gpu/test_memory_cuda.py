@@ -369,6 +369,23 @@ def test_storages_move_aside_while_the_device_is_busy(paged: ModuleType, cleaned
     assert large.fill_(3).min().item() == 3
 
 
+def test_a_prefetch_does_not_ask_for_a_piece_that_an_op_has_just_taken(paged: ModuleType, cleaned: None) -> None:
+    """It once took it for free, and the allocator waited for the device to give all free memory back to the driver."""
+    torch_lms.enable("512MiB")
+    away = filled(128, 5)
+    page_out(away)
+    tensors = [filled(32, value) for value in range(14)]
+    del tensors[::2]  # holes of 32 MiB
+    large = filled(128, -1)  # for which two have to go elsewhere
+    before = torch.cuda.memory_stats()["num_device_free"]
+    torch_lms.prefetch(away)
+    torch_lms.wait()
+    assert torch.cuda.memory_stats()["num_device_free"] == before
+    assert extremes(away) == (5, 5)
+    assert extremes(large) == (-1, -1)
+    assert [extremes(one) for one in tensors] == [(value, value) for value in range(1, 14, 2)]
+
+
 def test_op_larger_than_the_limit_raises_and_the_next_one_works(paged: ModuleType, cleaned: None) -> None:
     torch_lms.enable("256MiB")
     with pytest.raises(torch.OutOfMemoryError):

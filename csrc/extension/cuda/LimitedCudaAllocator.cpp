@@ -132,10 +132,14 @@ auto LimitedCudaAllocator::with_room(size_t nbytes, Allocate&& allocate) {
   if (device == nullptr) {
     return allocate();
   }
-  device->note_taken(nbytes);
+  const auto take = [&] {
+    auto block = allocate();
+    device->note_taken(nbytes); // not before: to make room, what is free is looked for again
+    return block;
+  };
   if (device->spend(nbytes)) {
     try {
-      return allocate();
+      return take();
     } catch (const c10::OutOfMemoryError&) { // fragmentation: the limit leaves room
     }
   }
@@ -143,16 +147,16 @@ auto LimitedCudaAllocator::with_room(size_t nbytes, Allocate&& allocate) {
   const Room::Answer answer = room.make_room(*device, nbytes);
   if (answer == Room::Answer::kGiveWay) {
     const CudaDevice::BeyondLimit beyond(*device);
-    return allocate();
+    return take();
   }
   room.make_contiguous(*device, nbytes);
   try {
-    return beside_op(room, *device, allocate);
+    return beside_op(room, *device, take);
   } catch (const c10::OutOfMemoryError& error) {
     if (this_thread().for_prefetch) {
       throw; // it can do without, and nobody asks why
     }
-    return again_with_more_room(room, *device, nbytes, error, allocate);
+    return again_with_more_room(room, *device, nbytes, error, take);
   }
 }
 
