@@ -162,8 +162,9 @@ void add_plan(const py::dict& plan) {
     compiled->recurring.push_back(flag != 0);
   }
   compiled->ops = planned_ops(plan, compiled->recurring.size());
-  for (const auto& held : plan["placeholders"].cast<std::vector<std::pair<size_t, int32_t>>>()) {
-    compiled->placeholders.push_back({held.first, held.second});
+  using Held = std::tuple<size_t, int32_t, int32_t>;
+  for (const auto& [nbytes, since, until] : plan["placeholders"].cast<std::vector<Held>>()) {
+    compiled->placeholders.push_back({nbytes, since, until});
   }
   const py::gil_scoped_release no_gil;
   runtime().planning.add(std::move(compiled));

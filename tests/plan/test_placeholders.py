@@ -52,14 +52,34 @@ def planned(limit_bytes: int, margin_bytes: int = 32 * MIB) -> Plan:
 
 
 def test_the_largest_are_held_until_they_are_made_and_one_block_serves_several() -> None:
-    found = find_placeholders(TRACE, [], PLAIN, PEAK)
+    found = find_placeholders(TRACE, [], PLAIN, PEAK, PEAK)
     assert found == [Placeholder(bytes=LOGITS, until=8), Placeholder(bytes=LOGITS, until=9)]
     held = memory_bytes_of(with_placeholders(TRACE, found))
     assert [more - used for used, more in zip(PLAIN, held, strict=True)] == [2 * LOGITS] * 8 + [LOGITS] + [0] * 11
 
 
 def test_where_memory_is_not_crowded_nothing_is_held() -> None:
-    assert find_placeholders(TRACE, [], PLAIN, 4 * PEAK) == []
+    assert find_placeholders(TRACE, [], PLAIN, 4 * PEAK, 4 * PEAK) == []
+
+
+def test_where_memory_is_full_for_a_while_they_are_held_from_the_first_place_with_room_on() -> None:
+    trace = with_logits(layers=100)
+    used = memory_bytes_of(trace)
+    most_bytes = max(used)
+    used[:20] = [most_bytes - LOGITS] * 20  # room for one
+    used[10] = most_bytes
+    first, second = find_placeholders(trace, [], used, most_bytes, most_bytes)
+    assert (first.since, second.since) == (11, 20)
+    held = memory_bytes_of(with_placeholders(trace, [first, second]))
+    more = [with_them - without for with_them, without in zip(held, memory_bytes_of(trace), strict=True)]
+    assert more == [0] * 11 + [LOGITS] * 9 + [2 * LOGITS] * 80 + [LOGITS] + [0] * (len(used) - 101)
+
+
+def test_where_there_is_room_only_just_before_they_are_held_from_the_beginning_on() -> None:
+    trace = with_logits(layers=100)
+    used = memory_bytes_of(trace)
+    used[:50] = [max(used)] * 50
+    assert [one.since for one in find_placeholders(trace, [], used, max(used), max(used))] == [0, 0]
 
 
 def test_a_plan_that_moves_nothing_holds_nothing() -> None:
@@ -85,7 +105,7 @@ def test_what_is_held_fits_beside_what_is_in_use(share: float, layers: int, marg
     decided = [one for one in plan.decisions if one.decision != "keep"]
     without = simulate(trace, decided, limit_bytes).planned_bytes
     for place, used in enumerate(without):
-        held = sum(one.bytes for one in plan.placeholders if place < one.until)
+        held = sum(one.bytes for one in plan.placeholders if one.since <= place < one.until)
         assert used + held <= plan.timeline.memory_bytes[place] <= limit_bytes, place
     assert plan.predicted.peak_bytes == max(plan.timeline.memory_bytes) <= limit_bytes
     assert plan.ops == trace.ops
@@ -101,3 +121,14 @@ def test_they_are_in_the_document_and_checked() -> None:
         Plan.from_json(json.dumps(document))
     with pytest.raises(PlanError, match="placeholders"):
         replace(plan, placeholders=(Placeholder(bytes=1, until=0),))
+    with pytest.raises(PlanError, match=r"expected a place from 0 to 4 at placeholders\[0\].since, found 5"):
+        replace(plan, placeholders=(Placeholder(bytes=1, until=5, since=5),))
+
+
+def test_in_a_plan_of_the_second_version_they_are_held_from_the_beginning_on() -> None:
+    plan = planned(PEAK - 24 * MIB)
+    document = json.loads(plan.to_json()) | {"version": 2}
+    for one in document["placeholders"]:
+        del one["since"]
+    assert Plan.from_json(json.dumps(document)) == plan
+    assert {one.since for one in plan.placeholders} == {0}

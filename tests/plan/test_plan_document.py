@@ -71,7 +71,7 @@ def test_a_plan_says_what_it_comes_to() -> None:
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ("version", 7, "expected torch_lms.plan of version 2, found version 7"),
+        ("version", 7, "expected torch_lms.plan of version 3, found version 7"),
         ("format", "torch_lms.trace", "found 'torch_lms.trace'"),
         ("decisions.0.decision", "forget", "at torch_lms.plan.decisions[0].decision, found 'forget'"),
         ("decisions.0.out_after", 10**6, "expected"),

@@ -6,22 +6,33 @@ import random
 from array import array
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 import torch_lms
 from tests.plan.traces import gpt_trace
 from tests.unit.error_messages import raises_saying
 from tests.unit.fresh_process import in_fresh_process
 from tests.unit.markers import counts_exactly
-from tests.unit.planned_programs import PROGRAMS, STEPS, limit_and_results, limit_for, plain_training, run
+from tests.unit.planned_programs import (
+    PROGRAMS,
+    STEPS,
+    limit_and_results,
+    limit_for,
+    plain_training,
+    run,
+    wait_for_planner,
+)
 from tests.unit.trainings import MIN_BYTES, one_thread
 from torch_lms._core import core
 from torch_lms.errors import LmsError, PlanError
 from torch_lms.plan import Plan, make_plan, simulate
 from torch_lms.plan.decision import KEEP, RECOMPUTE
+from torch_lms.plan.placeholders import Placeholder
 from torch_lms.plan.recording import compile_plan
 
 TRACE = gpt_trace(layers=2, width=256, tokens=1024, vocabulary=1000)
@@ -89,6 +100,37 @@ def test_a_second_run_starts_planned(saved: tuple[Path, int]) -> None:
     recomputed = in_fresh_process(recomputed_bytes_of_a_second_run, path, limit_bytes, expected)
     assert len(recomputed) == STEPS
     assert all(recomputed[1:])  # the first step ends the first cycle: which one it is nobody knows before
+
+
+def memory_before_layers(plan: Plan, limit_bytes: int) -> list[int]:
+    """In use in the last of some steps with a plan."""
+    in_use: list[int] = []
+    hook = nn.modules.module.register_module_forward_pre_hook(
+        lambda _module, _given: in_use.append(torch_lms.stats().allocated_bytes)
+    )
+    try:
+        for _ in started_with(plan, limit_bytes):
+            wait_for_planner()
+            last, in_use = in_use, []
+    finally:
+        hook.remove()
+    torch_lms.disable()
+    return last
+
+
+@counts_exactly
+@one_thread()
+def test_a_block_is_held_from_its_place_on_and_not_before(saved: tuple[Path, int]) -> None:
+    (path, limit_bytes), block_bytes = saved, 1 << 16
+    plan = Plan.load(path)
+    layers = [place for place, op in enumerate(plan.ops) if op.name == "aten::gelu"]
+    since, until = layers[1], layers[-2]
+    held = replace(plan, placeholders=(Placeholder(bytes=block_bytes, since=since, until=until),))
+    without = memory_before_layers(replace(plan, placeholders=()), limit_bytes + block_bytes)
+    with_it = memory_before_layers(held, limit_bytes + block_bytes)
+    more = [size for size, _ in groupby(one - other for one, other in zip(with_it, without, strict=True))]
+    assert (len(more), more[0], more[2]) == (3, 0, 0)
+    assert block_bytes <= more[1] <= block_bytes + 64  # the allocator's alignment
 
 
 def mixed_up(plan: Plan, seed: int) -> Plan:

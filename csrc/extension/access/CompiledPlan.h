@@ -27,6 +27,7 @@ struct PlannedOp {
 /// See Note [Placeholders].
 struct PlannedBlock {
   size_t nbytes = 0;
+  int32_t since = 0; ///< The first place at which it is held.
   int32_t until = 0; ///< The op that takes it.
 };
 

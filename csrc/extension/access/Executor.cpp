@@ -124,7 +124,7 @@ void Executor::expect_locked(size_t place) {
 void Executor::start_cycle_locked(std::vector<Bound>& before) {
   seen_.clear();
   found_ = 0;
-  holds_ = false;
+  held_at_ = -1;
   missed_.store(0, std::memory_order_relaxed);
   const auto last = plan_;
   take_plan_locked(plans_.empty() ? nullptr : plans_.back());
@@ -182,7 +182,7 @@ int32_t Executor::place_of_locked(uint64_t key, std::vector<Bound>* garbage) {
       }
       if (alike) {
         take_plan_locked(other);
-        holds_ = false;
+        held_at_ = -1;
         garbage->swap(bound_);
         bound_.assign(plan_->recurring.size(), Bound());
         break;
@@ -308,28 +308,30 @@ void Executor::bind_output(
   }
 }
 
-/// At the first op of a cycle; then now and then, until all are held.
+/// What is to be held from this place on; now and then also what could not be held so far.
 void Executor::hold_placeholders(int32_t place) {
   constexpr int32_t kPlacesBetweenTries = 16;
   std::shared_ptr<const CompiledPlan> plan;
-  bool first = false;
+  int32_t before = -1;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     plan = plan_;
-    first = !std::exchange(holds_, true);
+    before = std::exchange(held_at_, place);
   }
   if (plan == nullptr || plan->placeholders.empty()) {
     return;
   }
-  if (first) {
+  if (before < 0) {
     policy_.placeholders().release(); // of another plan
-    for (const PlannedBlock& block : plan->placeholders) {
-      if (block.until > place) {
-        policy_.placeholders().want(block.nbytes, block.until);
-      }
+  }
+  bool due = place % kPlacesBetweenTries == 0;
+  for (const PlannedBlock& block : plan->placeholders) {
+    if (before < block.since && block.since <= place && place < block.until) {
+      policy_.placeholders().want(block.nbytes, block.until);
+      due = true;
     }
   }
-  if (first || place % kPlacesBetweenTries == 0) {
+  if (due) {
     policy_.hold_placeholders(*pager_.devices().find(plan->device));
   }
 }

@@ -143,7 +143,7 @@ class Executor {
   size_t next_ = 0; // the place that is expected
   size_t found_ = 0;
   int bad_cycles_ = 0;
-  bool holds_ = false; // what `plan_` is to hold in this cycle
+  int32_t held_at_ = -1; // the place up to which `plan_`'s placeholders are held in this cycle
   std::shared_ptr<const CompiledPlan> followed_; // by the last cycle
   std::deque<EntityPtr> prefetches_; // in the order in which they are to begin
 };

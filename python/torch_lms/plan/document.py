@@ -152,7 +152,7 @@ class Plan(Document):
     """
 
     FORMAT: ClassVar[str] = "torch_lms.plan"
-    VERSION: ClassVar[int] = 2
+    VERSION: ClassVar[int] = 3
     OLDEST: ClassVar[int] = 2
 
     signature: str
@@ -178,10 +178,14 @@ class Plan(Document):
                 if place is not None and not 0 <= place < places:
                     raise PlanError(f"expected a place below {places} at decisions[{number}].{name}, found {place}")
         for number, held in enumerate(self.placeholders):
-            if not 0 < held.until < places:
-                raise PlanError(
-                    f"expected a place from 1 to {places - 1} at placeholders[{number}].until, found {held.until}"
-                )
+            for name, place, least, most in (
+                ("until", held.until, 1, places - 1),
+                ("since", held.since, 0, held.until - 1),
+            ):
+                if not least <= place <= most:
+                    raise PlanError(
+                        f"expected a place from {least} to {most} at placeholders[{number}].{name}, found {place}"
+                    )
         lists = (getattr(self.timeline, one.name) for one in fields(self.timeline) if one.name != "copies")
         if (lengths := {len(one) for one in lists}) != {places}:
             raise PlanError(f"expected {places} elements in each list of timeline, found {lengths}")

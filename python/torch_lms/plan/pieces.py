@@ -77,7 +77,9 @@ def plan_in_pieces(request: Request, *, simply: bool) -> Plan:
         return request.planner(request.limit_bytes).plan(simply=simply)
     if all(one.out_after is None for one in first.decisions):
         return first
-    placeholders = find_placeholders(request.trace, first.decisions, first.timeline.memory_bytes, request.limit_bytes)
+    placeholders = find_placeholders(
+        request.trace, first.decisions, first.timeline.memory_bytes, request.limit_bytes, first.limit_bytes
+    )
     while placeholders:
         held = _plan_that_holds(request, placeholders, first, simply=simply)
         if held is not None and _is_worth_it(held, first):

@@ -267,7 +267,7 @@ def compile_plan(plan: Plan) -> dict[str, Any]:
         "binds": bytes(not moving.isdisjoint((*op.inputs, *op.outputs)) for op in plan.ops),
         "room": array("Q", plan.room_bytes()).tobytes(),
         "recurring": bytes(plan.recurring),
-        "placeholders": [(one.bytes, one.until) for one in plan.placeholders],
+        "placeholders": [(one.bytes, one.since, one.until) for one in plan.placeholders],
     }
 
 
