@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import islice, pairwise
-from random import Random
 
 import pytest
 from hypothesis import assume, given, settings
@@ -23,7 +21,6 @@ from torch_lms.plan import (
     RECOMPUTE,
     SWAP,
     Plan,
-    Recipe,
     Timeline,
     Trace,
     least_limit,
@@ -34,10 +31,8 @@ from torch_lms.plan import linear as linear_module
 from torch_lms.plan.anchors import find_anchors
 from torch_lms.plan.linear import linear_bound_us
 from torch_lms.plan.methods import carry_through, linear_methods
-from torch_lms.plan.prefetch import place_prefetches
-from torch_lms.plan.problem import Choices, Problem
+from torch_lms.plan.problem import Problem
 from torch_lms.plan.repair import fit
-from torch_lms.plan.residency import steady_cycle
 
 MIB = 2**20
 _MOST_COMBINATIONS = 1500
@@ -105,45 +100,6 @@ def test_a_higher_limit_is_never_slower_beside_the_plans_for_lower_ones(trace: T
         made.append(make_plan(trace, max(least, int(peak(trace) * share)), others=made))
     steps = [plan.predicted.step_us for plan in made]
     assert all(one >= other - 1e-9 for one, other in pairwise(steps))
-
-
-def random_choices(problem: Problem, seed: int) -> Choices:
-    random, found = Random(seed), Choices()
-    for number, one in enumerate(problem.candidates):
-        kinds = [kind for kind in (SWAP, RECOMPUTE) if (one.swappable if kind == SWAP else one.replay is not None)]
-        if kinds and random.random() < 0.8:
-            found[number] = problem.leave_kind(one) if (kind := random.choice(kinds)) == SWAP else kind
-    return found
-
-
-@given(trace=traces(most_ops=12, most_storages=7), seed=st.integers(0, 2**16), spare=st.integers(0, 60))
-@settings(max_examples=300, deadline=None)
-def test_what_comes_early_is_never_in_the_way_of_what_comes_first(trace: Trace, seed: int, spare: int) -> None:
-    problem = Problem(trace, 0)
-    choices = random_choices(problem, seed)
-    limited = problem.under(int(problem.need(choices).max()) + spare)
-    early = limited.decisions(choices, place_prefetches(limited, choices))
-    assert max(steady_cycle(trace, early).memory_bytes) <= limited.limit_bytes
-
-
-def test_a_replay_that_needs_much_comes_before_a_copy_that_would_be_in_its_way() -> None:
-    program = Program()
-    (again,) = program.op("again", 50, makes=[10 * MIB])
-    (copied,) = program.op("copied", 50, makes=[40 * MIB], recipe=False)
-    for _ in range(3):
-        program.op("other", 50)
-    program.op("use", 50, reads=[again, copied])
-    program.release(again, copied)
-    trace = program.trace()
-    recipe = replace(trace.storages[again].recompute or Recipe(duration_us=0), working_bytes=60 * MIB)
-    storages = (replace(trace.storages[again], recompute=recipe), trace.storages[copied])
-    problem = Problem(replace(trace, storages=storages), 80 * MIB)
-    numbers = {one.storage: number for number, one in enumerate(problem.candidates) if one.back_at == 5}
-    choices = {numbers[again]: RECOMPUTE, numbers[copied]: SWAP}
-    assert problem.need(choices)[5] == 70 * MIB
-    assert place_prefetches(problem, choices) == {}
-    roomy = problem.under(110 * MIB)
-    assert place_prefetches(roomy, choices).keys() == {numbers[copied]}
 
 
 def test_what_has_no_room_to_be_made_again_is_copied() -> None:

@@ -2,9 +2,9 @@
 
 Note [Placeholders in plans]: memory that is free lies in pieces once storages of many sizes have come and gone, and an
 allocator that has no piece large enough maps other memory, for which the device waits. What a cycle's largest storages
-will need is in one piece when the cycle begins. So it is held from then on, and what is held counts as in use. But where
-memory is full for a while, and there is room later on, it is held from there on: an optimizer that works through more
-state than fits has no use for what the next forward needs.
+will need is in one piece when the cycle begins. So it is held from then on, and what is held counts as in use. But
+where memory is full for a while, and there is room later on, it is held from there on: an optimizer that works through
+more state than fits could not use what is held for the next forward.
 """
 
 from __future__ import annotations
@@ -102,7 +102,9 @@ def _largest(trace: Trace, decisions: Iterable[Decision], least_bytes: int) -> I
 def with_placeholders(trace: Trace, placeholders: Sequence[Placeholder]) -> Trace:
     """The trace of a program that has these blocks in use, too."""
     ops = (
-        replace(op, other_bytes=op.other_bytes + sum(one.bytes for one in placeholders if one.since <= place < one.until))
+        replace(
+            op, other_bytes=op.other_bytes + sum(one.bytes for one in placeholders if one.since <= place < one.until)
+        )
         for place, op in enumerate(trace.ops)
     )
     return replace(trace, ops=tuple(ops))
