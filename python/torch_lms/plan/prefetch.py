@@ -2,10 +2,6 @@
 
 Note [One after the other]: what an op needs is made again and copied in one after the other, and what is there from the
 beginning can be too much for a replay that comes first. Then the largest copies come when they are needed.
-
-Note [A link that has too much to do]: where copies take longer than the compute that they lie beside, compute waits,
-and the link must not. As late as they can is too late then: with the waits counted in, each is in time for a cycle that
-is as slow. So each begins as soon as the one before it is done.
 """
 
 from __future__ import annotations
@@ -20,9 +16,8 @@ from torch_lms.plan.decision import RECOMPUTE
 from torch_lms.plan.demand import Demand
 from torch_lms.plan.problem import Problem
 from torch_lms.plan.residency import steady_cycle
-from torch_lms.plan.timeline import IN, Timeline
 
-__all__ = ["place_prefetches", "pull_prefetches"]
+__all__ = ["place_prefetches"]
 
 Floats = NDArray[np.float64]
 
@@ -66,48 +61,6 @@ def place_prefetches(
         _charge(memory, begin + 1, needed, size)
         placed[number] = begin % places
     return _without_those_in_the_way(problem, choices, demand, placed, needs)
-
-
-def pull_prefetches(
-    problem: Problem, choices: Mapping[int, str], placed: Mapping[int, int], timeline: Timeline
-) -> dict[int, int]:
-    """The same prefetches, each as early as memory and the link allow. See Note [A link that has too much to do].
-
-    Args:
-        problem: what is asked.
-        choices: made for its candidates.
-        placed: by `place_prefetches`.
-        timeline: of a cycle with them.
-    """
-    places, demand = len(problem.durations_us), problem.demand(choices)
-    ends_us = np.concatenate((timeline.end_us, np.array(timeline.end_us) + timeline.step_us))
-    memory = np.tile(demand.memory_bytes, 2)
-    needs = sorted(one for one in _needs(problem, choices, demand) if one[1] in placed)
-    begins = {number: _earliest(placed[number], needed, places) for needed, number in needs}
-    for needed, number in needs:
-        _charge(memory, begins[number] + 1, needed, problem.candidates[number].bytes)
-    pulled: dict[int, int] = {}
-    free_us = _last_arrival_us(problem, needs, timeline)
-    for needed, number in needs:
-        one, late = problem.candidates[number], begins[number]
-        begin = max(int(np.searchsorted(ends_us, free_us, side="right")) - 1, _earliest(one.out_after, needed, places))
-        if begin < late:
-            full = np.flatnonzero(memory[begin + 1 : late + 1] + one.bytes > problem.limit_bytes)
-            begin += int(full[-1]) + 1 if len(full) else 0
-            _charge(memory, begin + 1, late + 1, one.bytes)
-        begin = min(begin, late)
-        free_us = max(free_us, float(ends_us[begin])) + problem.trace.link.in_us(one.bytes)
-        pulled[number] = begin % places
-    return _without_those_in_the_way(problem, choices, demand, pulled, needs[::-1])
-
-
-def _last_arrival_us(problem: Problem, needs: list[tuple[int, int]], timeline: Timeline) -> float:
-    """When the link has done all that the cycle before the second one needs."""
-    if not needs:
-        return -np.inf
-    last = problem.candidates[needs[-1][1]].storage
-    ends = [end_us for storage, direction, _, end_us in timeline.moves if (storage, direction) == (last, IN)]
-    return max(ends, default=-np.inf)
 
 
 def _without_those_in_the_way(

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from torch_lms.plan.decision import RECOMPUTE, Decision
 from torch_lms.plan.greedy import least_loss
-from torch_lms.plan.prefetch import place_prefetches, pull_prefetches
+from torch_lms.plan.prefetch import place_prefetches
 from torch_lms.plan.problem import Choices, Problem
 from torch_lms.plan.relief import relieve
 from torch_lms.plan.replays import copied_instead
@@ -22,7 +22,6 @@ __all__ = ["Timed", "fit", "host_fits", "take_back", "time_choices"]
 Floats = NDArray[np.float64]
 _REPAIRS_AT_MOST = 12
 _LEAD_SHARE = 0.01  # of a cycle: copies in end that much before they must, where memory allows
-_PULLS_AT_MOST = 3
 _WORTH_WAITS = 0.002  # of a cycle: waits below that are not worth another simulation
 
 
@@ -101,36 +100,18 @@ def _price(problem: Problem, number: int, kind: str) -> float:
 def time_choices(problem: Problem, choices: Choices) -> Timed:
     """Places the prefetches and simulates: with a lead; if compute waits without one; then with the waits as found."""
     lead_us = _LEAD_SHARE * float(problem.durations_us.sum())
-    in_after = best_in_after = place_prefetches(problem, choices, lead_us=lead_us)
+    in_after = place_prefetches(problem, choices, lead_us=lead_us)
     best = found = _simulated(problem, choices, in_after)
     wait_us: Floats | None = None
     for _ in range(2):
-        if not _waits(best):
+        if best.timeline.waits_us <= _WORTH_WAITS * best.timeline.step_us:
             break
         before, in_after = in_after, place_prefetches(problem, choices, wait_us=wait_us)
         if in_after != before:
             found = _simulated(problem, choices, in_after)
-            if found.better_than(best):
-                best, best_in_after = found, in_after
+            best = found if found.better_than(best) else best
         wait_us = np.array(found.timeline.wait_us)
-    return _pulled(problem, best, best_in_after)
-
-
-def _waits(timed: Timed) -> bool:
-    return timed.timeline.waits_us > _WORTH_WAITS * timed.timeline.step_us
-
-
-def _pulled(problem: Problem, timed: Timed, in_after: Mapping[int, int]) -> Timed:
-    """With prefetches that begin earlier, as long as that is faster."""
-    for _ in range(_PULLS_AT_MOST):
-        if not timed.timeline.feasible or not _waits(timed):
-            break
-        in_after = pull_prefetches(problem, timed.choices, in_after, timed.timeline)
-        pulled = _simulated(problem, timed.choices, in_after)
-        if not pulled.better_than(timed):
-            break
-        timed = pulled
-    return timed
+    return best
 
 
 def _simulated(problem: Problem, choices: Choices, in_after: Mapping[int, int]) -> Timed:
