@@ -14,6 +14,7 @@ import torch
 import torch_lms
 from torch_lms.errors import PageoutError
 from torch_lms.swap import state
+from torch_lms.swap.link import measure_link
 
 MIB = 1 << 20
 A_WHILE_CYCLES = 5_000_000  # some milliseconds
@@ -40,6 +41,12 @@ def observed(paged: ModuleType) -> torch.Tensor:
     tensor = filled(1)
     page_out(tensor)
     return tensor
+
+
+def test_the_link_is_measured_each_way_alone_and_both_at_once() -> None:
+    link = measure_link("cuda")
+    assert min(link.out_bytes_per_us, link.in_bytes_per_us) > 1e3  # a tenth of what the slowest of these links does
+    assert 0.4 < link.share_beside <= 1.0  # less than half would be slower than one after the other
 
 
 # --- what is given back -------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ def random_trace(seed: int, *, most_ops: int = 8, most_storages: int = 4) -> Tra
         out_bytes_per_us=float(random.randint(1, 6)),
         in_bytes_per_us=float(random.randint(1, 6)),
         latency_us=float(random.randint(0, 2)),
+        share_beside=random.choice([1.0, 0.9, 0.5]),
     )
     return Trace(device="cuda:0", signature="c0ffee", link=link, ops=ops, storages=tuple(storages))
 

@@ -90,6 +90,20 @@ def test_latency_is_part_of_each_copy() -> None:
     assert [(copy.start_us, copy.end_us) for copy in found.copies] == [(10, 33), (70, 83)]
 
 
+@pytest.mark.parametrize(("share", "out_ends_us", "in_ends_us"), [(1.0, 80, 70), (0.5, 100, 90)])
+def test_beside_each_other_both_directions_are_slower(share: float, out_ends_us: float, in_ends_us: float) -> None:
+    link = Link(out_bytes_per_us=1, in_bytes_per_us=1, share_beside=share)
+    trace = trace_of([10, 30, 10, 100, 10], made(0, 20, 4), made(2, 30, 4), link=link)
+    found = simulate(trace, [swap(0, 0, 2), swap(1, 2, 3)])
+    copies = [(copy.storage, copy.direction, copy.start_us, copy.end_us) for copy in found.copies]
+    assert copies == [
+        (0, "out", 10, 30),
+        (1, "out", 50, out_ends_us),  # both go on from 50 until the copy in ends
+        (0, "in", 50, in_ends_us),
+        (1, "in", 150, 180),  # alone
+    ]
+
+
 def test_an_allocation_waits_for_copies_out() -> None:
     trace = trace_of([10, 30, 30, 10], made(0, 20, 3), made(1, 15, 1 + 1, released=2))
     found = simulate(trace, [swap(0, 0)], limit_bytes=20)

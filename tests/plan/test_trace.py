@@ -19,12 +19,12 @@ from torch_lms.plan import Host, Link, Trace, TraceOp
 
 DOCUMENT: dict[str, Any] = {
     "format": "torch_lms.trace",
-    "version": 3,
+    "version": 4,
     "device": "cuda:0",
     "limit_bytes": None,
     "signature": "ab12",
     "cycle": {"kind": "training", "forwards": 1},
-    "link": {"out_bytes_per_us": 55000.0, "in_bytes_per_us": 55000, "latency_us": 10.0},
+    "link": {"out_bytes_per_us": 55000.0, "in_bytes_per_us": 55000, "latency_us": 10.0, "share_beside": 0.875},
     "host": {"op_us": [5.0, 6.5, 7], "waits": [2], "pageout_us": 20.0, "pagein_us": 30.0, "recompute_us": 40.5},
     "ops": [
         {"name": "aten::addmm", "phase": "forward", "duration_us": 12.5, "other_bytes": 3, "key": 7, "inputs": [0],
@@ -77,21 +77,21 @@ def test_what_is_written_comes_back(trace: Trace) -> None:
     assert Trace.from_json(trace.to_json()) == trace
 
 
-def test_a_trace_of_the_second_version_knows_nothing_of_working_space() -> None:
-    document = json.loads(changed("version", 2))
-    del document["storages"][1]["recompute"]["working_bytes"]
-    assert Trace.from_json(json.dumps(document)) == Trace.from_json(changed("storages.1.recompute.working_bytes", 0))
-    with pytest.raises(PlanError, match=r"expected a field .*recompute\.working_bytes, found none"):
-        Trace.from_json(json.dumps({**document, "version": 3}))
-
-
-def test_a_trace_of_the_first_version_knows_nothing_of_the_host() -> None:
-    document = json.loads(changed("version", 1))
-    del document["host"], document["storages"][1]["recompute"]["working_bytes"]
-    newest = Trace.from_json(changed("storages.1.recompute.working_bytes", 0))
-    assert Trace.from_json(json.dumps(document)) == replace(newest, host=Host())
-    with pytest.raises(PlanError, match=r"expected a field torch_lms\.trace\.host, found none"):
-        Trace.from_json(json.dumps({**document, "version": 2}))
+def test_older_traces_are_read_without_what_they_do_not_know() -> None:
+    document, newest = json.loads(json.dumps(DOCUMENT)), Trace.from_json(json.dumps(DOCUMENT))
+    recipe = newest.storages[1].recompute
+    assert recipe is not None
+    aged = replace(newest.storages[1], recompute=replace(recipe, working_bytes=0))
+    for version, parent, name, unknown in (
+        (3, document["link"], "share_beside", {"link": replace(newest.link, share_beside=1.0)}),
+        (2, document["storages"][1]["recompute"], "working_bytes", {"storages": (newest.storages[0], aged)}),
+        (1, document, "host", {"host": Host()}),
+    ):
+        del parent[name]
+        newest = replace(newest, **unknown)
+        assert Trace.from_json(json.dumps({**document, "version": version})) == newest
+        with pytest.raises(PlanError, match=rf"expected a field .*{name}, found none"):
+            Trace.from_json(json.dumps({**document, "version": version + 1}))
 
 
 def test_a_trace_is_saved_and_loaded(tmp_path: Path) -> None:
@@ -104,12 +104,11 @@ def test_a_trace_is_saved_and_loaded(tmp_path: Path) -> None:
     ("path", "value", "message"),
     [
         ("format", "torch_lms.plan", "expected a document of format 'torch_lms.trace', found 'torch_lms.plan'"),
-        ("version", 4, "expected torch_lms.trace of version 3, found version 4"),
-        ("version", 0, "expected torch_lms.trace of version 3, found version 0"),
-        ("version", 3.0, "expected torch_lms.trace of version 3, found version 3.0"),
-        ("version", True, "expected torch_lms.trace of version 3, found version True"),
-        ("version", 1, "expected no field torch_lms.trace.host in version 1, found one"),
-        ("version", 2, "expected no field torch_lms.trace.storages[1].recompute.working_bytes in version 2, found one"),
+        ("version", 5, "expected torch_lms.trace of version 4, found version 5"),
+        ("version", 0, "expected torch_lms.trace of version 4, found version 0"),
+        ("version", 4.0, "expected torch_lms.trace of version 4, found version 4.0"),
+        ("version", True, "expected torch_lms.trace of version 4, found version True"),
+        ("version", 3, "expected no field torch_lms.trace.link.share_beside in version 3, found one"),
         ("host.op_us", [1.0], "expected host.op_us for 3 ops or for none, found 1"),
         ("host.op_us.1", -2, "at torch_lms.trace.host.op_us[1], found -2"),
         ("host.waits", [1, 3], r"expected ascending places from 0 to 2 at host.waits, found (1, 3)"),
@@ -121,6 +120,7 @@ def test_a_trace_is_saved_and_loaded(tmp_path: Path) -> None:
             0,
             "expected a number above 0 and up to 2**53 at torch_lms.trace.link.out_b",
         ),
+        ("link.share_beside", 1.5, "expected a number above 0 and up to 1.0 at torch_lms.trace.link.share_beside"),
         ("link.latency_us", float("inf"), "Infinity is no JSON number"),
         ("ops", [], "expected at least one op"),
         ("ops.0.duration_us", 1e300, "expected a number from 0 to 2**53 at torch_lms.trace.ops[0]"),
@@ -141,7 +141,7 @@ def test_a_trace_is_saved_and_loaded(tmp_path: Path) -> None:
         ("storages.1.recompute.inputs", [5], "expected storages from 0 to 1 at storages[1].recompute.inputs, found 5"),
         ("storages.1.recompute.inputs", [1], "expected storages made before place 0"),
         ("storages.1.recompute.rewrites", [1], "expected the first of the writes () as recompute.rewrites, found (1,)"),
-        ("storages.1.unknown", 1, "expected no field torch_lms.trace.storages[1].unknown in version 3, found one"),
+        ("storages.1.unknown", 1, "expected no field torch_lms.trace.storages[1].unknown in version 4, found one"),
         ("storages.1.recompute", [], "expected an object at torch_lms.trace.storages[1].recompute, found []"),
         (
             "storages.0.recompute",

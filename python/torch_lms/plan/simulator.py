@@ -4,6 +4,9 @@ Note [Reserved memory]: what begins to come in after a place is charged from tha
 that is charged there fits. Then no copy in can take the room that an op needs, and memory that fits at every place once
 copies out have ended always comes free: waiting ends.
 
+Note [Both directions at once]: each is slower beside the other. A copy is timed when it begins, by what the other
+direction is known to do then, whose last copy it holds up as long. What has been waited for before is not timed again.
+
 Note [The host]: it submits ops ahead of the device, one after the other, and each copy and each op that is run again
 takes of its time, too. An op cannot begin before it is submitted, nor end before the host has submitted all of it.
 Memory is charged when the host asks for it: a copy out that has not ended then takes room, although the device may have
@@ -16,6 +19,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from torch_lms.plan.decision import Decision, check_decisions
 from torch_lms.plan.residency import CycleEvents, Residency
@@ -52,6 +56,54 @@ def simulate(trace: Trace, decisions: Iterable[Decision], limit_bytes: int | Non
     return timeline
 
 
+@dataclass(slots=True)
+class _Copying:
+    """One copy of a storage, from when to when."""
+
+    storage: int
+    start_us: float
+    end_us: float
+
+
+class _Lane:
+    """One direction of the link, which does one copy after the other.
+
+    Args:
+        storages: how many there are.
+        slower: by which share of the time that both directions copy, copies take longer.
+
+    Attributes:
+        ends_us: by storage, when its latest copy has ended.
+        free_us: when the last copy ends.
+    """
+
+    def __init__(self, storages: int, slower: float) -> None:
+        self.ends_us = [0.0] * storages
+        self.free_us = 0.0
+        self._began_us = 0.0  # the copies without a pause of which this is the last
+        self._last: _Copying | None = None
+        self._slower = slower
+
+    def add(self, storage: int, from_us: float, takes_us: float, other: _Lane) -> _Copying:
+        """Copies a storage, from then on at the earliest. See Note [Both directions at once]."""
+        start_us = max(from_us, self.free_us)
+        if start_us > self.free_us:
+            self._began_us = start_us
+        both_us = min(start_us + takes_us, other.free_us) - max(start_us, other._began_us)
+        longer_us = self._slower * both_us if both_us > 0 else 0.0
+        self._last = _Copying(storage, start_us, start_us)
+        self._go_on(takes_us + longer_us)
+        if longer_us:
+            other._go_on(longer_us)
+        return self._last
+
+    def _go_on(self, by_us: float) -> None:
+        """The last copy takes so much longer."""
+        assert self._last is not None  # else this direction is busy at no time
+        self._last.end_us += by_us
+        self.free_us = self.ends_us[self._last.storage] = self._last.end_us
+
+
 class _Clock:
     """When the three streams are free, from one cycle to the next.
 
@@ -69,16 +121,17 @@ class _Clock:
         self._has_host = bool(trace.host.op_us)
         self._ends_us: deque[float] = deque([0.0], maxlen=_QUEUE_LENGTH)  # of the latest ops
         self._host_us = 0.0  # when the host can submit what is next
-        self._arrived_us = [0.0] * count
-        self._left_us = [0.0] * count
-        self._now_us = self._out_free_us = self._in_free_us = 0.0
-        self._leaving: deque[tuple[float, int]] = deque()  # end and storage of copies out, in order
+        slower = 1.0 / trace.link.share_beside - 1.0
+        self._in, self._out = _Lane(count, slower), _Lane(count, slower)
+        self._now_us = 0.0
+        self._leaving: deque[_Copying] = deque()  # copies out, in order
         self._leaving_bytes = 0
+        self._moves: list[tuple[_Copying, str]] = []  # of the cycle
 
     @property
     def goes_on(self) -> bool:
         """Whether a copy goes on when compute is done, or the host is ahead of it."""
-        return max(self._out_free_us, self._in_free_us) > self._now_us or 0 < self._host_us < self._now_us
+        return max(self._out.free_us, self._in.free_us) > self._now_us or 0 < self._host_us < self._now_us
 
     def cycle(self, events: CycleEvents) -> Timeline:
         """Runs one cycle; times in the timeline begin with it."""
@@ -87,6 +140,8 @@ class _Clock:
         for place in range(len(self._durations_us)):
             if place in moving or not self._passes(place, events, timeline, began_us):
                 self._step(place, events, timeline, began_us)
+        moves, self._moves = self._moves, []
+        timeline.moves = [(one.storage, way, one.start_us - began_us, one.end_us - began_us) for one, way in moves]
         timeline.planned_bytes, timeline.swapped_bytes = events.memory_bytes, events.swapped_bytes
         timeline.dropped_bytes, timeline.replayed = events.dropped_bytes, events.replayed
         timeline.host_peak_bytes = max(events.host_bytes)
@@ -108,7 +163,7 @@ class _Clock:
         if self._limit_bytes is not None and memory_bytes > self._limit_bytes:
             return False
         for storage in events.waited.get(place, ()):
-            if self._arrived_us[storage] > start_us:
+            if self._in.ends_us[storage] > start_us:
                 return False
         self._now_us = start_us + self._durations_us[place]
         if self._has_host:
@@ -126,10 +181,10 @@ class _Clock:
         could_us = max(before_us, submitted_us)
         start_us, blamed = max(before_us, room_us), room_by
         for storage in events.arrivals.get(place, ()):
-            self._copy_in(storage, max(before_us, room_us), timeline, began_us)
+            self._copy_in(storage, max(before_us, room_us), timeline)
         for storage in events.waited.get(place, ()):
-            if self._arrived_us[storage] > start_us:
-                start_us, blamed = self._arrived_us[storage], storage
+            if self._in.ends_us[storage] > start_us:
+                start_us, blamed = self._in.ends_us[storage], storage
         if start_us > could_us and blamed is not None:
             timeline.wait_of[blamed] = timeline.wait_of.get(blamed, 0.0) + start_us - could_us
         if self._leaving:
@@ -142,7 +197,7 @@ class _Clock:
             copied = sum(copied for _, copied in events.leaving.get(place, ()))
             self._submit_op(place, room_us, copied, timeline)
         for storage, copied in events.leaving.get(place, ()):
-            self._leave(storage, copied, timeline, began_us)
+            self._leave(storage, copied, timeline)
         timeline.start_us[place] = start_us - began_us
         timeline.end_us[place] = self._now_us - began_us
         timeline.wait_us[place] = start_us - could_us
@@ -180,7 +235,8 @@ class _Clock:
         over_bytes = need_bytes + self._leaving_bytes - self._limit_bytes
         room_us, last = now_us, None
         while over_bytes > 0 and self._leaving:
-            room_us, last = self._leaving.popleft()
+            gone = self._leaving.popleft()
+            room_us, last = gone.end_us, gone.storage
             self._leaving_bytes -= self._bytes[last]
             over_bytes -= self._bytes[last]
         if over_bytes > timeline.excess_bytes:
@@ -188,23 +244,22 @@ class _Clock:
         return room_us, last
 
     def _forget_left(self, now_us: float) -> None:
-        while self._leaving and self._leaving[0][0] <= now_us:
-            self._leaving_bytes -= self._bytes[self._leaving.popleft()[1]]
+        while self._leaving and self._leaving[0].end_us <= now_us:
+            self._leaving_bytes -= self._bytes[self._leaving.popleft().storage]
 
-    def _copy_in(self, storage: int, from_us: float, timeline: Timeline, began_us: float) -> None:
-        start_us = max(from_us, self._in_free_us, self._left_us[storage])
-        self._in_free_us = self._arrived_us[storage] = start_us + self._link.in_us(self._bytes[storage])
-        timeline.moves.append((storage, IN, start_us - began_us, self._in_free_us - began_us))
+    def _copy_in(self, storage: int, from_us: float, timeline: Timeline) -> None:
+        takes_us = self._link.in_us(self._bytes[storage])
+        came = self._in.add(storage, max(from_us, self._out.ends_us[storage]), takes_us, self._out)
+        self._moves.append((came, IN))
         timeline.in_bytes += self._bytes[storage]
 
-    def _leave(self, storage: int, copied: bool, timeline: Timeline, began_us: float) -> None:
-        ready_us = max(self._now_us, self._arrived_us[storage])
+    def _leave(self, storage: int, copied: bool, timeline: Timeline) -> None:
+        ready_us = max(self._now_us, self._in.ends_us[storage])
         if not copied:
-            self._left_us[storage] = ready_us
+            self._out.ends_us[storage] = ready_us
             return
-        start_us = max(ready_us, self._out_free_us)
-        self._out_free_us = self._left_us[storage] = start_us + self._link.out_us(self._bytes[storage])
-        timeline.moves.append((storage, OUT, start_us - began_us, self._out_free_us - began_us))
+        left = self._out.add(storage, ready_us, self._link.out_us(self._bytes[storage]), self._in)
+        self._moves.append((left, OUT))
         timeline.out_bytes += self._bytes[storage]
-        self._leaving.append((self._out_free_us, storage))
+        self._leaving.append(left)
         self._leaving_bytes += self._bytes[storage]

@@ -29,15 +29,19 @@ class Link:
         out_bytes_per_us: from the device.
         in_bytes_per_us: to the device.
         latency_us: of each copy.
+        share_beside: of its rate, that either direction has while the other one copies, too.
     """
 
     out_bytes_per_us: Annotated[float, Range(above=0.0)]
     in_bytes_per_us: Annotated[float, Range(above=0.0)]
     latency_us: float = 0.0
+    share_beside: Annotated[float, Range(above=0.0, most=1.0), Since(4)] = 1.0
 
     def __post_init__(self) -> None:
         if self.out_bytes_per_us <= 0 or self.in_bytes_per_us <= 0 or self.latency_us < 0:
             raise PlanError(f"expected rates above 0 and a latency of at least 0, found {self}; measure the link again")
+        if not 0 < self.share_beside <= 1:
+            raise PlanError(f"expected a share_beside above 0 and up to 1, found {self}; measure the link again")
 
     def out_us(self, size_bytes: float) -> float:
         """How long a copy from the device takes."""
@@ -265,7 +269,7 @@ class Trace(Document):
     """
 
     FORMAT: ClassVar[str] = "torch_lms.trace"
-    VERSION: ClassVar[int] = 3
+    VERSION: ClassVar[int] = 4
     OLDEST: ClassVar[int] = 1
 
     device: str

@@ -19,14 +19,19 @@ _BYTES = 32 << 20
 def measure_link(device: str) -> Link:
     """The rates of one device's copies out and in, measured once in a process; takes milliseconds.
 
-    Of main memory, whose copies the same processor makes, both are a plain copy's.
+    Of main memory, whose copies the same processor makes, both are a plain copy's; neither is slower beside the other.
     """
-    there = torch.empty(_BYTES, dtype=torch.uint8, device=device)
-    host = torch.empty(_BYTES, dtype=torch.uint8, device="cpu", pin_memory=there.is_cuda)  # whatever the default is
+    there, there_too = (torch.empty(_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
+    pinned = there.is_cuda
+    # On the CPU, whatever the default device is.
+    host, host_too = (torch.empty(_BYTES, dtype=torch.uint8, device="cpu", pin_memory=pinned) for _ in range(2))
+    out_s, in_s = copy_seconds((host, there)), copy_seconds((there, host))
+    both_s = copy_seconds((host, there), (there_too, host_too)) if pinned else 0.0
     return Link(
-        out_bytes_per_us=_BYTES / (1e6 * copy_seconds((host, there))),
-        in_bytes_per_us=_BYTES / (1e6 * copy_seconds((there, host))),
+        out_bytes_per_us=_BYTES / (1e6 * out_s),
+        in_bytes_per_us=_BYTES / (1e6 * in_s),
         latency_us=10.0,
+        share_beside=min(1.0, max(out_s, in_s) / both_s) if pinned else 1.0,
     )
 
 
