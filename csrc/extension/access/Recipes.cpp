@@ -90,6 +90,13 @@ void Recipes::forget() {
   count_.store(known_.size(), std::memory_order_release);
 }
 
+/// Under the mutex. `storage`: one that somebody holds, or null.
+void Recipes::note_use_locked(const c10::StorageImpl* storage, const OpRecipe& recipe, bool made) {
+  if (storage != nullptr) {
+    by_storage_.emplace(storage, Use{recipe.id(), made, weak(storage)});
+  }
+}
+
 /// Whether nobody but ops can write to what the recipe reads.
 bool Recipes::reads_only_ours(const OpRecipe& recipe) {
   for (const c10::Storage& input : recipe.inputs()) {
@@ -138,13 +145,10 @@ std::shared_ptr<OpRecipe> Recipes::capture(const at::RecordFunction& record, boo
   known.recipe = recipe;
   known.op = number_of_op();
   for (const c10::Storage& input : recipe->inputs()) {
-    if (input) {
-      by_storage_.emplace(impl_of(input), Use{recipe->id(), false, input.getWeakStorageImpl()});
-    }
+    note_use_locked(impl_of(input), *recipe, /*made=*/false);
   }
-  if (recipe->overwrites() != nullptr) { // what another thread writes until the end is lost, too
-    by_storage_.emplace(recipe->overwrites(), Use{recipe->id(), true, weak(recipe->overwrites())});
-  }
+  // What another thread writes until the end is lost, too.
+  note_use_locked(recipe->overwrites(), *recipe, /*made=*/true);
   count_.store(known_.size(), std::memory_order_release);
   return recipe;
 }
@@ -187,8 +191,7 @@ bool Recipes::finish(const std::shared_ptr<OpRecipe>& recipe, const std::vector<
     std::lock_guard<std::mutex> lock(mutex_);
     looked_after = known_.count(recipe->id()) != 0;
     for (size_t i = before; looked_after && i < recipe->inputs().size(); ++i) {
-      const c10::Storage& input = recipe->inputs()[i];
-      by_storage_.emplace(impl_of(input), Use{recipe->id(), false, input.getWeakStorageImpl()});
+      note_use_locked(impl_of(recipe->inputs()[i]), *recipe, /*made=*/false);
     }
   }
   if (looked_after) {
@@ -226,7 +229,7 @@ std::vector<c10::StorageImpl*> Recipes::note_made(
       known->second.made.push_back(entity);
     }
     if (fresh && looked_after && storage != recipe->overwrites()) {
-      by_storage_.emplace(storage, Use{recipe->id(), true, tensor.storage().getWeakStorageImpl()});
+      note_use_locked(storage, *recipe, /*made=*/true);
     }
   }
   lock.unlock();

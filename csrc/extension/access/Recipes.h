@@ -99,6 +99,7 @@ class Recipes {
     bool made;
     c10::weak_intrusive_ptr<c10::StorageImpl> keeps_address; // once it has died, no other has it
   };
+  void note_use_locked(const c10::StorageImpl* storage, const OpRecipe& recipe, bool made);
   void forget_dead_locked();
 
   Pager& pager_;
