@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import torch_lms
+import torch_lms.pipeline
 
 STEPS = 10
 VOCABULARY = 128
