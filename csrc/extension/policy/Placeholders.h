@@ -14,8 +14,9 @@ namespace torch_lms {
 /// Free memory lies in pieces once storages of many sizes have come and gone. An allocator that has
 /// no piece large enough gives memory back to the driver and maps other memory, for which the
 /// device waits. What the largest storages of a cycle need is in one piece when the cycle begins:
-/// so a plan has it held from then on, until the op begins that needs it. Who finds no room takes
-/// one of these blocks first; it is held again when there is room.
+/// so a plan has it held from then on, or from when there is room on, until the op begins that
+/// needs it. Who finds no room takes one of these blocks first; it is held again when there is
+/// room.
 
 /// Blocks that nobody writes to, each until the op at some place of the cycle begins.
 ///
