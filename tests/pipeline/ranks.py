@@ -87,7 +87,7 @@ def main() -> None:
     if on_cuda:
         torch.cuda.set_device(rank)
     backend = "nccl" if on_cuda else "gloo"
-    importlib.import_module("torch_lms.ranks")  # before there is a group: Note [Groups that outlive their end]
+    importlib.import_module("torch_lms.pipeline")  # before there is a group: Note [Groups that outlive their end]
     dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=world)
     module = ""
     for place in scenario.split("+"):

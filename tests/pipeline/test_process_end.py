@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.unit.fresh_process import run_python
 
 # In a process of its own, whose threads are Gloo's alone.
 PROGRAM = """
@@ -24,11 +24,6 @@ print(len(os.listdir("/proc/self/task")) - threads)
 
 def test_no_thread_of_a_group_outlives_it(tmp_path: Path) -> None:
     """See Note [Groups that outlive their end]."""
-    found = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path / "meeting")],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    assert int(found.stdout) == 0
+    ended = run_python("-c", PROGRAM, str(tmp_path / "meeting"))
+    assert ended.returncode == 0, ended.stderr
+    assert int(ended.stdout) == 0

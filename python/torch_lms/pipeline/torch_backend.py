@@ -1,15 +1,23 @@
 """Runs stages through torch.distributed.pipelining, with whatever schedule it has.
 
 It is imported only where it is used: older PyTorch has none.
+
+Note [Groups that outlive their end]: functions of `torch.distributed.nn`, which torch.distributed.pipelining imports,
+have the world's group of that moment as the default of an argument. After `init_process_group` they keep it beyond
+`destroy_process_group`, and its threads with it. One of Gloo's threads that lets go of a tensor while the interpreter
+ends then ends the process by SIGABRT ("terminate called without an active exception"). So they are imported here: in
+most programs before there is a group.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from torch_lms.errors import PipelineError
 from torch_lms.pipeline.border_traffic import BorderTraffic
@@ -35,6 +43,10 @@ SCHEDULES = {
 def is_available() -> bool:
     """Whether this PyTorch has torch.distributed.pipelining."""
     return find_spec("torch.distributed.pipelining") is not None
+
+
+if dist.is_available() and is_available():
+    import_module("torch.distributed.nn.functional")  # see Note [Groups that outlive their end]
 
 
 class TorchBackend:
