@@ -87,6 +87,8 @@ def test_older_traces_are_read_without_what_they_do_not_know() -> None:
         (2, document["storages"][1]["recompute"], "working_bytes", {"storages": (newest.storages[0], aged)}),
         (1, document, "host", {"host": Host()}),
     ):
+        with pytest.raises(PlanError, match=rf"expected no field .*{name} in version {version}, found one"):
+            Trace.from_json(json.dumps({**document, "version": version}))
         del parent[name]
         newest = replace(newest, **unknown)
         assert Trace.from_json(json.dumps({**document, "version": version})) == newest

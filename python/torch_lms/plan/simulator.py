@@ -74,15 +74,18 @@ class _Lane:
 
     Attributes:
         ends_us: by storage, when its latest copy has ended.
-        free_us: when the last copy ends.
     """
 
     def __init__(self, storages: int, slower: float) -> None:
         self.ends_us = [0.0] * storages
-        self.free_us = 0.0
         self._began_us = 0.0  # the copies without a pause of which this is the last
-        self._last: _Copying | None = None
+        self._last = _Copying(0, 0.0, 0.0)  # none, as nothing goes on beside it
         self._slower = slower
+
+    @property
+    def free_us(self) -> float:
+        """When the last copy ends."""
+        return self._last.end_us
 
     def add(self, storage: int, from_us: float, takes_us: float, other: _Lane) -> _Copying:
         """Copies a storage, from then on at the earliest. See Note [Both directions at once]."""
@@ -99,9 +102,8 @@ class _Lane:
 
     def _go_on(self, by_us: float) -> None:
         """The last copy takes so much longer."""
-        assert self._last is not None  # else this direction is busy at no time
         self._last.end_us += by_us
-        self.free_us = self.ends_us[self._last.storage] = self._last.end_us
+        self.ends_us[self._last.storage] = self._last.end_us
 
 
 class _Clock:
