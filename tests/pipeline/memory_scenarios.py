@@ -6,6 +6,7 @@ import itertools
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from tests.live_bytes import LiveBytes
 from torch_lms.partition import CostGraph, CostModel, DeviceSpec, PartitionProblem
 from torch_lms.partition.intervals import StageMatrices, stage_matrices
 from torch_lms.partition.sequence import UnitSequence
+from torch_lms.pipeline import runner
 from torch_lms.pipeline.config import PipelineConfig
 from torch_lms.pipeline.runner import Pipeline
 from torch_lms.profile.profiler import ProfileConfig, profile
@@ -125,8 +127,9 @@ def half_done_microbatches(rank: int, world: int) -> None:
     config = PipelineConfig(schedule="zero_bubble", microbatches=MICROBATCHES)
     live = LiveBytes()
     recorder = Recorder(live)
-    with Pipeline(split(traced, stage_of), config=config) as pipeline:
-        pipeline._timeline = recorder  # type: ignore[assignment]
+    with mock.patch.object(runner, "Timeline", return_value=recorder):
+        pipeline = Pipeline(split(traced, stage_of), config=config)
+    with pipeline:
         pipeline.step(x)  # makes the gradients of the weights, and the buffers of what crosses borders
         with live:
             pipeline.step(x)

@@ -14,13 +14,13 @@ import torch
 from torch import nn
 
 from torch_lms.errors import PartitionError, PipelineError
-from torch_lms.pipeline import torch_backend
 from torch_lms.pipeline.averaging import GradientAverages
+from torch_lms.pipeline.backend import Backend, make_backend
 from torch_lms.pipeline.boundary import Boundary, LossFunction, Microbatch
 from torch_lms.pipeline.config import PipelineConfig
 from torch_lms.pipeline.data_parallel import Replicas
 from torch_lms.pipeline.evaluation import evaluating, forward_all, merge_outputs
-from torch_lms.pipeline.executor import Executor, Recorder, Recorders
+from torch_lms.pipeline.executor import Recorder, Recorders
 from torch_lms.pipeline.host_values import HostValues
 from torch_lms.pipeline.liveness import Liveness, end_waits, in_words
 from torch_lms.pipeline.loss_scale import PipelineGradScaler
@@ -31,7 +31,7 @@ from torch_lms.pipeline.shared_weights import SharedWeights
 from torch_lms.pipeline.states import check_receiver, gather_state, load_state, names_of
 from torch_lms.pipeline.timeline import MeasuredStep, Timeline, peak_memory_bytes, reset_peak_memory
 from torch_lms.pipeline.transfers import make_channels
-from torch_lms.pipeline.transport import Backend, Transport, shapes_of
+from torch_lms.pipeline.transport import Transport, shapes_of
 from torch_lms.ranks.circle import Circle
 from torch_lms.ranks.members import Members, find_members, find_own_device
 from torch_lms.schedules.actions import Schedule
@@ -168,13 +168,23 @@ class Pipeline:
         self._channels = make_channels(self._members)
         # The first rank's, since all have to order their transfers alike.
         self._duration_us = expected_us(self._messages.gather(_expected_times_us(stages))[0])
-        self._transport = Transport(
-            self._boundaries, self._members, self._messages, self._channels[2], self._make_backend
-        )
         rank_of = {stage.index: stage.index % self.ranks for stage in stages}
         self._shared = SharedWeights(stages, self.stages, rank_of, self._channels[2])
         self._replicas = None if replicas is None else Replicas(replicas, self.stages, self._replica_messages)
         self._averages = None if replicas is None else self._make_averages(replicas)
+        recorder: Recorder = self._timeline if self._averages is None else Recorders(self._timeline, self._averages)
+        # It must not know this pipeline: what is in a circle lives on, and holds its process groups.
+        backend = partial(
+            make_backend,
+            config,
+            self._schedule,
+            self._members,
+            self._boundaries,
+            self._duration_us,
+            self._channels[:2],
+            recorder,
+        )
+        self._transport = Transport(self._boundaries, self._members, self._messages, self._channels[2], backend)
         self._share_values()
 
     def _make_averages(self, replicas: Members) -> GradientAverages:
@@ -383,17 +393,6 @@ class Pipeline:
         except PartitionError as error:
             raise PipelineError(str(error)) from error
         return made
-
-    def _make_backend(self) -> Backend:
-        """What runs a step, once the boundaries know what crosses."""
-        config = self.config
-        recorder: Recorder = self._timeline if self._averages is None else Recorders(self._timeline, self._averages)
-        how = self._duration_us, self._channels[:2], recorder
-        if config.uses_torch:
-            what = config.schedule, config.microbatches, self._members
-            return torch_backend.TorchBackend(self._boundaries, *what, *how)
-        assert self._schedule is not None
-        return Executor(self._boundaries[0], self._schedule, *how)
 
     @contextmanager
     def _agreement(self) -> Iterator[None]:

@@ -10,31 +10,19 @@ they are made again when these change, so that many lengths need no more memory 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from torch_lms._torch_compat import tree_flatten
+from torch_lms.pipeline.backend import Backend
 from torch_lms.pipeline.boundary import Boundary, Crossing, Microbatch
 from torch_lms.pipeline.messages import Messages
 from torch_lms.pipeline.transfers import Channel
 from torch_lms.ranks.members import Members
 from torch_lms.schedules.actions import Schedule
 
-__all__ = ["Backend", "Transport", "shapes_of"]
-
-
-class Backend(Protocol):
-    """Runs a schedule over what crosses the borders now.
-
-    Attributes:
-        schedule: what each rank does.
-    """
-
-    schedule: Schedule
-
-    def step(self) -> list[torch.Tensor]:
-        """Runs it once; returns the microbatches' losses where the last stage is."""
+__all__ = ["Transport", "shapes_of"]
 
 
 def shapes_of(feeds: Mapping[str, Any]) -> Hashable:

@@ -19,7 +19,7 @@ class Members:
     """A process group, seen from one of its ranks.
 
     Attributes:
-        group: of torch.distributed.
+        group: of torch.distributed; None for the world, which is not to be kept beyond its end.
         ranks: the numbers that its members have in the world, in the group's order.
         place: of this rank among them.
     """
@@ -67,7 +67,7 @@ def find_members(given: Any, name: str) -> Members:
             "Pipeline on the members alone, each with its own group"
         )
     if group is dist.group.WORLD:
-        return Members(group, tuple(range(dist.get_world_size())), dist.get_rank())
+        return Members(None, tuple(range(dist.get_world_size())), dist.get_rank())
     to_world = getattr(dist, "get_global_rank", None) or dist.distributed_c10d._get_global_rank  # the latter in 1.12
     ranks = tuple(to_world(group, place) for place in range(dist.get_world_size(group)))
     return Members(group, ranks, dist.get_rank(group))
