@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import importlib
 import os
 import socket
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,7 +98,26 @@ def main() -> None:
         module = other or module
         print("==>", place, flush=True)
         getattr(importlib.import_module(module), name)(rank, world)
+    gc.collect()
     dist.destroy_process_group()
+    wait_for_threads_of_gloo()
+    assert not threads_of_gloo(), "something holds a process group that was destroyed"
+
+
+def threads_of_gloo() -> int:
+    """How many that hold tensors, where PyTorch gives its threads names. They name themselves, when they first run."""
+    found = 0
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):
+            found += "pt_gloo" in (thread / "comm").read_text()
+    return found
+
+
+def wait_for_threads_of_gloo() -> None:
+    """To end. One that has been joined is listed for a moment more."""
+    end = time.monotonic() + 30
+    while threads_of_gloo() and time.monotonic() < end:
+        time.sleep(0.01)
 
 
 if __name__ == "__main__":

@@ -9,20 +9,14 @@ import pytest
 from tests.unit.fresh_process import run_python
 from torch_lms.pipeline.torch_backend import is_available
 
-# Prints how many of Gloo's threads are left. One that has been joined is listed for a moment more.
+# Prints how many of Gloo's threads are left.
 PROGRAM = """
-import contextlib, os, sys, time
+import sys
 import torch
 import torch.distributed as dist
 import torch_lms.pipeline
+from tests.pipeline.ranks import threads_of_gloo, wait_for_threads_of_gloo
 from torch import nn
-
-def threads_of_gloo():
-    found = 0
-    for thread in os.listdir("/proc/self/task"):
-        with contextlib.suppress(OSError), open(f"/proc/self/task/{thread}/comm") as name:
-            found += "gloo" in name.read()
-    return found
 
 torch.set_num_threads(1)
 dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
@@ -30,9 +24,7 @@ dist.all_reduce(torch.ones(8))  # a thread names itself when it first runs
 assert threads_of_gloo() > 0
 %s
 dist.destroy_process_group()
-end = time.monotonic() + 30
-while threads_of_gloo() and time.monotonic() < end:
-    time.sleep(0.01)
+wait_for_threads_of_gloo()
 print(threads_of_gloo())
 """
 

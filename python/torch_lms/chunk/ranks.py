@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +16,29 @@ from torch_lms.errors import ChunkError
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["ALONE", "Ranks", "ranks_of"]
+__all__ = ["ALONE", "Ranks", "ranks_of", "until_destroyed"]
+
+
+def until_destroyed(group: dist.ProcessGroup) -> Callable[[], dist.ProcessGroup]:
+    """A way to a group that is no reason for it to live on; see Note [Groups that outlive their end].
+
+    The hooks of a model's parameters lead to its chunks: both go with the garbage collector only, if at all.
+
+    Raises:
+        ChunkError: from what is returned, where the group has been destroyed.
+    """
+    reference = weakref.ref(group)
+
+    def find() -> dist.ProcessGroup:
+        found = reference()
+        if found is None:
+            raise ChunkError(
+                "expected the process group that shares the model's data, found it destroyed; call "
+                "destroy_process_group after the last use of the model and its optimizer"
+            )
+        return found
+
+    return find
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,14 +46,19 @@ class Ranks:
     """A process group, and this process's place in it.
 
     Attributes:
-        group: None if there is one process alone.
+        find_group: finds the process group; None if there is one process alone.
         rank: of this process, in the group.
         size: how many there are.
     """
 
-    group: dist.ProcessGroup | None = None
+    find_group: Callable[[], dist.ProcessGroup] | None = None
     rank: int = 0
     size: int = 1
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group; None if there is one process alone."""
+        return None if self.find_group is None else self.find_group()
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """All get the first one's bytes."""
@@ -88,4 +117,4 @@ def ranks_of(mesh: DeviceMesh | None) -> Ranks:
         )
     if mesh.size() == 1:
         return ALONE
-    return Ranks(group=mesh.get_group(), rank=mesh.get_local_rank(), size=mesh.size())
+    return Ranks(find_group=until_destroyed(mesh.get_group()), rank=mesh.get_local_rank(), size=mesh.size())

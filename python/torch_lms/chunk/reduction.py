@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from torch_lms._torch_compat import reduce_scatter_single
 from torch_lms.chunk.model_data import ModelData
+from torch_lms.chunk.ranks import until_destroyed
 from torch_lms.errors import ChunkError
 
 __all__ = ["Reductions"]
@@ -52,8 +53,9 @@ class Reductions:
         self._place_of = place_of
         ranks = dist.get_process_group_ranks(data.ranks.group) if data.ranks.group is not None else None
         # Gathering has the ranks' own group: neither waits for the other.
-        self._group = dist.new_group(ranks, use_local_synchronization=True)
-        self._averages = _averages(self._group, data)
+        group = dist.new_group(ranks, use_local_synchronization=True)
+        self._find_group = until_destroyed(group)
+        self._averages = _averages(group, data)
         trained = (
             chunk
             for chunk, numbers in enumerate(data.in_chunk)
@@ -123,7 +125,7 @@ class Reductions:
         trail = self._trail = zlib.crc32(self._data.gathered.take_trail().to_bytes(4, "little"), self._trail)
         words = torch.tensor([*trail.to_bytes(4, "little"), *(255 - one for one in trail.to_bytes(4, "little"))])
         came = torch.cat([came, words.to(torch.uint8)]).to(self._data.device)
-        self._anywhere = came, dist.all_reduce(came, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        self._anywhere = came, dist.all_reduce(came, dist.ReduceOp.MAX, group=self._find_group(), async_op=True)
         if not self._order_is_known:
             self._order = self._ranks.first_of(self._completed)
             self._order_is_known = True
@@ -199,7 +201,7 @@ class Reductions:
             whole.div_(self._ranks.size)  # before: a sum of 16-bit numbers may be too large
         op = dist.ReduceOp.AVG if self._averages else dist.ReduceOp.SUM
         part = whole.chunk(self._ranks.size)[self._ranks.rank]
-        work = reduce_scatter_single(part, whole, op=op, group=self._group, async_op=True)
+        work = reduce_scatter_single(part, whole, op=op, group=self._find_group(), async_op=True)
         self._running.append(_Running(chunk, whole, work))
         while len(self._running) > _AT_ONCE:
             self._finish_first()

@@ -273,7 +273,8 @@ def end_waits(groups: Sequence[Members], device: torch.device) -> None:
     for members in groups:
         try:
             if members.on_nccl:
-                (members.group or dist.group.WORLD)._get_backend(device).abort()
+                group: Any = members.group or dist.group.WORLD
+                group._get_backend(device).abort()
             elif members.count > 1:
                 other = members.ranks[members.place - 1]
                 receive: Any = dist.irecv(torch.zeros(1), other, group=members.group, tag=_ENDING_TAG)

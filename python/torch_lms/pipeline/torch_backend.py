@@ -6,7 +6,8 @@ Note [Groups that outlive their end]: functions of `torch.distributed.nn`, which
 have the world's group of that moment as the default of an argument. After `init_process_group` they keep it beyond
 `destroy_process_group`, and its threads with it. One of Gloo's threads that lets go of a tensor while the interpreter
 ends then ends the process by SIGABRT ("terminate called without an active exception"). So they are imported here: in
-most programs before there is a group.
+most programs before there is a group. Nor do pipelines keep the world's group, or chunks any: `Members` names the world
+by None, and `torch_lms.chunk.ranks.until_destroyed` refers to a group weakly.
 """
 
 from __future__ import annotations
