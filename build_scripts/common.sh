@@ -116,3 +116,11 @@ build_extension() {
   tail -n 60 build/build.log
   fail "expected the extension to build, found the errors above; all of the output is in build/build.log"
 }
+
+# run_tests ARGUMENT...: pytest, several tests at once, which leave the cores to one another between an op's parts.
+run_tests() {
+  OMP_WAIT_POLICY=passive "$venv/bin/python" -m pytest -n "$MAX_JOBS" --dist worksteal "$@"
+}
+run_chaos() {
+  TORCH_LMS_CHAOS=1 run_tests -m "not slow" "$@"
+}

@@ -9,14 +9,6 @@ phase "tools" alone packages need_tools
 phase "environment" alone environment make_environment build_scripts/requirements-dev.txt
 phase "build" alone extension build_extension
 
-# Several at once, which leave the cores to one another between an op's parts.
-run_tests() {
-  OMP_WAIT_POLICY=passive "$venv/bin/python" -m pytest -n "$MAX_JOBS" --dist worksteal "$@"
-}
-run_chaos() {
-  TORCH_LMS_CHAOS=1 run_tests -m "not slow" "$@"
-}
-
 failed=0
 phase "lint" bash build_scripts/lint.sh || failed=1
 phase "C++ core" bash tests/cpp/run.sh asan tsan || failed=1

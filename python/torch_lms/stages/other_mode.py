@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -109,7 +110,8 @@ def told(node: fx.Node) -> Any:
 def _told_by_twins(one: nn.Module, other: nn.Module) -> dict[str, Any] | None:
     """What the calls of a graph are told in another, which does the same but for its mode; None if it does not.
 
-    A dropout that is on in the first may be missing in the other. Batch norms count their batches in training alone.
+    A dropout that is on in the first may be missing in the other. One that is off there gives out what it got, and from
+    2.15 on PyTorch's tracers have what reads the one read the other. Batch norms count their batches in training alone.
     """
     found: dict[str, Any] = {}
     places: dict[fx.Node, str] = {}
@@ -121,7 +123,8 @@ def _told_by_twins(one: nn.Module, other: nn.Module) -> dict[str, Any] | None:
             and _line(node, places.get) == _line(twin, places.get)
             and _reads_same(one, node, other, twin)
         ):
-            places[node] = places[twin] = str(place)
+            source = _source_of(twin, other)
+            places[node] = places[twin] = str(place) if source is None else places[source]
             found[node.name] = told(twin)
             twin = next(left, None)
         elif _drops(node):
@@ -129,6 +132,23 @@ def _told_by_twins(one: nn.Module, other: nn.Module) -> dict[str, Any] | None:
         else:
             return None
     return found if twin is None else None
+
+
+def _source_of(node: fx.Node, holder: Any) -> fx.Node | None:
+    """The node whose value this one gives out as it is, where that is known."""
+    if told(node) is False and name_of(node.target).rstrip("_") in DROPOUTS:
+        return node.all_input_nodes[0]
+    if node.target is not operator.getitem or not _calls(call := node.all_input_nodes[0]):
+        return None
+    region = holder.get_submodule(str(call.target))
+    if not isinstance(region, Region) or not hasattr(region, "graph"):
+        return None
+    inputs = [one for one in region.graph.nodes if one.op == "placeholder"]
+    value = region.graph.output_node().args[0][node.args[1]]
+    while isinstance(source := value, fx.Node) and source.op != "placeholder":
+        value = _source_of(source, region)
+    found = call.args[inputs.index(value)] if value in inputs else None
+    return found if isinstance(found, fx.Node) else None
 
 
 def _nodes_of(holder: Any) -> list[fx.Node]:
