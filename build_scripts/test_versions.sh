@@ -13,7 +13,7 @@ trap show_phases EXIT
 make_clone() {
   [ -d "$2" ] || git clone --quiet "$project" "$2" || return
   git -C "$2" fetch --quiet origin HEAD && git -C "$2" reset --quiet --hard FETCH_HEAD &&
-    sed -i "s/^torch==.*/torch==$1/" "$2/build_scripts/requirements.txt"
+    sed -i "s/^torch==.*/torch==$1/; s/^setuptools==.*/setuptools/" "$2/build_scripts/requirements.txt" # some want an old one
 }
 
 # In a shell of its own, since the clone's scripts find their files by the folder that they are in.
