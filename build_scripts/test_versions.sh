@@ -13,7 +13,8 @@ trap show_phases EXIT
 make_clone() {
   [ -d "$2" ] || git clone --quiet "$project" "$2" || return
   git -C "$2" fetch --quiet origin HEAD && git -C "$2" reset --quiet --hard FETCH_HEAD &&
-    sed -i "s/^torch==.*/torch==$1/; s/^setuptools==.*/setuptools/" "$2/build_scripts/requirements.txt" # some want an old one
+    # Some versions want older setuptools than the pinned one.
+    sed -i "s/^torch==.*/torch==$1/; s/^setuptools==.*/setuptools>=77/" "$2/build_scripts/requirements.txt"
 }
 
 # In a shell of its own, since the clone's scripts find their files by the folder that they are in.
