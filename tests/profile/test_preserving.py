@@ -156,7 +156,13 @@ def test_what_a_first_run_makes_is_there_in_the_next_ones(way: str) -> None:
 def test_a_generator_that_only_the_graph_knows_is_left_as_it_was() -> None:
     generator = torch.Generator()
     before = generator.get_state()
-    found = profile(Net(lambda _net, x: x + torch.randn(3, 4, 4, generator=generator)), X, config=QUICK)
+    model = Net(lambda _net, x: x + torch.randn(3, 4, 4, generator=generator))
+    try:
+        torch.export.export(model, (X,), strict=False)
+    except NotImplementedError as error:
+        pytest.skip(f"this PyTorch's graphs have no generators: {error}")
+    generator.set_state(before)
+    found = profile(model, X, config=QUICK)
     assert found.level == "operator"
     assert torch.equal(generator.get_state(), before)
 
