@@ -144,10 +144,12 @@ def _source_of(node: fx.Node, holder: Any) -> fx.Node | None:
     if not isinstance(region, Region) or not hasattr(region, "graph"):
         return None
     inputs = [one for one in region.graph.nodes if one.op == "placeholder"]
-    value = region.graph.output_node().args[0][node.args[1]]
-    while isinstance(source := value, fx.Node) and source.op != "placeholder":
-        value = _source_of(source, region)
-    found = call.args[inputs.index(value)] if value in inputs else None
+    results: Any = next(one.args[0] for one in region.graph.nodes if one.op == "output")
+    index: Any = node.args[1]
+    value: Any = results[index]
+    while isinstance(value, fx.Node) and value not in inputs:
+        value = _source_of(value, region)
+    found = call.args[inputs.index(value)] if isinstance(value, fx.Node) else None
     return found if isinstance(found, fx.Node) else None
 
 
