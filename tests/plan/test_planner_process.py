@@ -93,6 +93,20 @@ def test_the_plan_that_was_followed_is_priced_in_the_new_times() -> None:
     assert found.decisions == followed.decisions
 
 
+def test_times_fit_what_the_steps_of_the_plan_have_taken() -> None:
+    *_, latest = PlannerProcess().answers(request(PEAK_BYTES * 3 // 4))
+    followed = Plan.from_json(latest["priced"]["document"].decode())
+    times_us = [1.1 * op.duration_us for op in TRACE.ops]
+    asked = request(PEAK_BYTES * 3 // 4) | {"times_us": times_us, "followed": followed.to_json().encode()}
+    took_us = 0.95 * priced_again(followed, timed_again(TRACE, times_us)).predicted.step_us
+    first, second, *rest = PlannerProcess().answers(asked | {"step_us": took_us})
+    priced = Plan.from_json(second["priced"]["document"].decode())
+    assert Trace.from_json(first["trace"].decode()) == timed_again(TRACE, times_us)
+    assert priced.predicted.step_us == pytest.approx(took_us, rel=0.01)
+    last = [one for one in rest if "priced" in one][-1]["priced"]
+    assert last["step_us"] <= priced.predicted.step_us * 1.01  # by the same times
+
+
 def test_a_plan_that_was_followed_within_more_memory_gets_a_bound_of_its_own() -> None:
     """As when it turns out that free memory lies in pieces: what is planned then stays further below the limit."""
     times_us = [op.duration_us for op in TRACE.ops]

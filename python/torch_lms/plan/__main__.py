@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from torch_lms.errors import LimitError, LmsError
+from torch_lms.plan.calibration import calibrated
 from torch_lms.plan.document import Plan
 from torch_lms.plan.margins import margins
 from torch_lms.plan.messages import read_message, write_message
@@ -48,21 +49,23 @@ def answers(given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     Args:
         given: either a ``recording`` and the ``link`` that it was made beside, or a ``trace``, the ``times_us`` of a
             cycle that followed a plan, what its ``host`` took (see `timed_again`; None if that is not known), and that
-            plan as ``followed``; documents as JSON in bytes. Besides,
-            ``is_crowded`` (see `margins`) and the other arguments of a `Request`.
+            plan as ``followed``, whose cycles take ``step_us`` (left out if nobody knows); documents as JSON in bytes.
+            Besides, ``is_crowded`` (see `margins`) and the other arguments of a `Request`.
     """
     rest = dict(given)
-    trace = _trace_of(rest)
+    trace = likely = _trace_of(rest)
     yield {"trace": trace.to_json().encode()}
     followed: Plan | None = None
     if (given_plan := rest.pop("followed", None)) is not None:
-        followed = priced_again(Plan.from_json(given_plan.decode()), trace)
+        followed = Plan.from_json(given_plan.decode())
+        likely = calibrated(trace, followed, rest.pop("step_us", 0.0))
+        followed = priced_again(followed, likely)
         yield {"priced": told_of(followed)}
     if (rest.get("host_limit_bytes") or 0) >= simulate(trace, []).peak_bytes:
         rest["host_limit_bytes"] = None  # whatever goes out has room
     rest |= margins(trace, rest["limit_bytes"], is_crowded=rest.pop("is_crowded", False))
     request = Request(trace=trace, **rest)
-    last = yield from _plans(request)
+    last = yield from _plans(request, likely)
     if followed is not None:
         if followed.placeholders == last.placeholders and followed.limit_bytes <= last.limit_bytes:
             bound_us = min(last.predicted.lower_bound_us, followed.predicted.step_us)  # no plan within less is faster
@@ -82,8 +85,13 @@ def _trace_of(rest: dict[str, Any]) -> Trace:
     return trace if times_us is None else timed_again(trace, times_us, host)
 
 
-def _plans(request: Request) -> Generator[dict[str, Any], None, Plan]:
-    """Plans, and in the end the last of them with the linear program's bound, for which the program has not waited."""
+def _plans(request: Request, likely: Trace) -> Generator[dict[str, Any], None, Plan]:
+    """Plans, and in the end the last of them with the linear program's bound, for which the program has not waited.
+
+    Args:
+        request: what to plan.
+        likely: its trace with the times by which the last plan is priced.
+    """
     last = None
     try:
         last = plan_in_pieces(request, simply=True)
@@ -95,7 +103,7 @@ def _plans(request: Request) -> Generator[dict[str, Any], None, Plan]:
         last = best
         yield _told(best)
     last = bounded(request, replace(last, methods=best.methods))
-    last = priced_again(last, request.trace)
+    last = priced_again(last, likely)
     yield {"priced": told_of(last)}
     return last
 

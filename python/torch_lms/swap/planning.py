@@ -234,6 +234,7 @@ def start() -> None:
         # A processor's ops are over when they return: their time is the host's.
         host = None if followed.device.startswith("cpu") else times
         request = {"trace": followed.trace, "times_us": times["times_us"], "host": host, "followed": followed.document}
+        request["step_us"] = _measured_us(name)
         device = followed.device
     else:
         return
@@ -257,9 +258,14 @@ def _takes_much_longer(name: str) -> bool:
 
     Then most of the time goes into looking for memory in one piece, and what has been planned does not hold any more.
     """
-    measured, step_us, _ = core.measured_plan()
     kept = _plans.get(name)
-    return kept is not None and measured == name and step_us > kept.step_us * _MUCH_SLOWER
+    return kept is not None and _measured_us(name) > kept.step_us * _MUCH_SLOWER
+
+
+def _measured_us(name: str) -> float:
+    """What the steps of a plan have taken; 0 if that is not known."""
+    measured, step_us, _ = core.measured_plan()
+    return float(step_us) if measured == name else 0.0
 
 
 def _keep(kept: _Kept) -> str:
