@@ -100,8 +100,7 @@ def main() -> None:
         getattr(importlib.import_module(module), name)(rank, world)
     gc.collect()
     dist.destroy_process_group()
-    wait_for_threads_of_gloo()
-    assert not threads_of_gloo(), "something holds a process group that was destroyed"
+    assert not threads_left_of_gloo(), "something holds a process group that was destroyed"
 
 
 def threads_of_gloo() -> int:
@@ -113,11 +112,12 @@ def threads_of_gloo() -> int:
     return found
 
 
-def wait_for_threads_of_gloo() -> None:
-    """To end. One that has been joined is listed for a moment more."""
+def threads_left_of_gloo() -> int:
+    """How many do not end. One that has been joined is listed for a moment more."""
     end = time.monotonic() + 30
-    while threads_of_gloo() and time.monotonic() < end:
+    while (left := threads_of_gloo()) and time.monotonic() < end:
         time.sleep(0.01)
+    return left
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import sys
 import torch
 import torch.distributed as dist
 import torch_lms.pipeline
-from tests.pipeline.ranks import threads_of_gloo, wait_for_threads_of_gloo
+from tests.pipeline.ranks import threads_left_of_gloo, threads_of_gloo
 from torch import nn
 
 torch.set_num_threads(1)
@@ -24,23 +24,40 @@ dist.all_reduce(torch.ones(8))  # a thread names itself when it first runs
 assert threads_of_gloo() > 0
 %s
 dist.destroy_process_group()
-wait_for_threads_of_gloo()
-print(threads_of_gloo())
+print(threads_left_of_gloo())
 """
 
 IMPORT = "import torch.distributed.pipelining"
 
-# The pipeline is still there when the group is destroyed.
 TRAIN = """
 model, batch = nn.Linear(4, 4), torch.ones(4, 4)
 how = dict(microbatches=2, loss=nn.functional.mse_loss, executor="%s")
-pipeline = torch_lms.pipeline.train(model, None, (batch,), **how)
+pipeline = torch_lms.pipeline.train(model, group, (batch,), **how)
 pipeline.step(batch, target=torch.zeros(4, 4))
+"""
+
+# The pipeline is still there when the group is destroyed.
+WORLD = f"""
+group = None
+{TRAIN}
+"""
+
+# What is imported only when it is needed keeps the frames that have asked for it, until there is a collection.
+GIVEN = f"""
+import gc, torch._dynamo
+gc.disable()
+group = dist.new_group([0])
+{TRAIN}
+del pipeline, group
 """
 
 
 @pytest.mark.skipif(not is_available(), reason="this PyTorch gives its threads no names")
-@pytest.mark.parametrize("use", [IMPORT, TRAIN % "own", TRAIN % "torch"], ids=["import", "own", "torch"])
+@pytest.mark.parametrize(
+    "use",
+    [IMPORT, WORLD % "own", WORLD % "torch", GIVEN % "own", GIVEN % "torch"],
+    ids=["import", "own", "torch", "own, a given group", "torch, a given group"],
+)
 def test_no_thread_of_a_group_outlives_it(use: str, tmp_path: Path) -> None:
     """See Note [Groups that outlive their end]."""
     ended = run_python("-c", PROGRAM % use, str(tmp_path / "meeting"))

@@ -167,7 +167,7 @@ class Pipeline:
         self._members.meet(self.device)
         self._channels = make_channels(self._members)
         # The first rank's, since all have to order their transfers alike.
-        self._duration_us = expected_us(self._messages.gather(_expected_times_us(stages))[0])
+        duration_us = expected_us(self._messages.gather(_expected_times_us(stages))[0])
         rank_of = {stage.index: stage.index % self.ranks for stage in stages}
         self._shared = SharedWeights(stages, self.stages, rank_of, self._channels[2])
         self._replicas = None if replicas is None else Replicas(replicas, self.stages, self._replica_messages)
@@ -180,7 +180,7 @@ class Pipeline:
             self._schedule,
             self._members,
             self._boundaries,
-            self._duration_us,
+            duration_us,
             self._channels[:2],
             recorder,
         )

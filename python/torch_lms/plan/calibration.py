@@ -37,16 +37,16 @@ def calibrated(trace: Trace, plan: Plan, step_us: float) -> Trace:
     if step_us <= 0 or abs(timed_us - step_us) <= _CLOSE * step_us:
         return trace
     if timed_us > step_us:
-        return _found(trace, plan, step_us, _all_scaled, _SHORTEST, 1.0)
-    return _found(trace, plan, step_us, _host_scaled, 1.0, _LONGEST) if trace.host.op_us else trace
+        return _found(trace, plan, step_us, _all_scaled, _SHORTEST)
+    return _found(trace, plan, step_us, _host_scaled, _LONGEST) if trace.host.op_us else trace
 
 
-def _found(
-    trace: Trace, plan: Plan, step_us: float, scale: Callable[[Trace, float], Trace], low: float, high: float
-) -> Trace:
-    """Halves the range of factors; a step takes no less time where anything does not."""
-    if not _step_us(scale(trace, low), plan) <= step_us <= _step_us(scale(trace, high), plan):
+def _found(trace: Trace, plan: Plan, step_us: float, scale: Callable[[Trace, float], Trace], furthest: float) -> Trace:
+    """Halves the range of factors between 1 and the furthest, if that is far enough."""
+    furthest_us = _step_us(scale(trace, furthest), plan)
+    if furthest_us > step_us if furthest < 1 else furthest_us < step_us:
         return trace
+    low, high = sorted((furthest, 1.0))
     for _ in range(_TRIES):
         middle = (low + high) / 2
         low, high = (middle, high) if _step_us(scale(trace, middle), plan) < step_us else (low, middle)
