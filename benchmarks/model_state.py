@@ -12,7 +12,7 @@ import torch
 
 import torch_lms
 from benchmarks.results import Result
-from benchmarks.training import GIB, digest, make_deterministic
+from benchmarks.training import GIB, digest, forget_workspace_setting, make_deterministic
 from torch_lms._core import core
 from torch_lms.cli.models import GPT, GPTShape
 from torch_lms.memory_sizes import parse_bytes
@@ -54,6 +54,7 @@ def train(shape: GPTShape, batch: int, steps: int, device: str, foreach: bool | 
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.item()))
+        forget_workspace_setting()
         if device == "cuda":
             torch.cuda.synchronize()
         times_ms.append(1e3 * (time.perf_counter() - start))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import torch_lms
-from benchmarks.training import GIB, digest, make_deterministic
+from benchmarks.training import GIB, digest, forget_workspace_setting, make_deterministic
 from benchmarks.workloads import Program, make_program
 from torch_lms._core import core
 from torch_lms.plan import Plan
@@ -163,6 +163,7 @@ class _Steps:
             make_deterministic(warn_only=True)
             loss = self._step()
         self.losses.append(float(loss.item()))
+        forget_workspace_setting()
         _synchronize(self.run.device)
         self.times_ms.append(MS * (time.perf_counter() - start))
         self.paged.append(self._since_last_step())

@@ -10,9 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import nn
 
-__all__ = ["GIB", "digest", "gradient_digest", "make_deterministic"]
+__all__ = ["GIB", "digest", "forget_workspace_setting", "gradient_digest", "make_deterministic"]
 
 GIB = 1 << 30
+_WORKSPACE_SETTING = "CUBLAS_WORKSPACE_CONFIG"
 
 
 def make_deterministic(*, warn_only: bool | None = None) -> None:
@@ -21,11 +22,21 @@ def make_deterministic(*, warn_only: bool | None = None) -> None:
     Args:
         warn_only: whether an op that has no such order may run all the same; by default only where there is no GPU.
     """
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    os.environ[_WORKSPACE_SETTING] = ":4096:8"
     warn_only = not torch.cuda.is_available() if warn_only is None else warn_only
     torch.use_deterministic_algorithms(mode=True, warn_only=warn_only)
     if hasattr(torch.utils, "deterministic"):  # from 2.2 on
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def forget_workspace_setting() -> None:
+    """To be called after the first step: what that has run keeps its order of additions.
+
+    PyTorch asks once whether cuBLAS's workspaces have a fixed size. While they have, version 2.11 makes a regular
+    expression at each matmul to read it, which takes the host longer than to launch one. A GPU of compute capability 9
+    has the same size without.
+    """
+    os.environ.pop(_WORKSPACE_SETTING, None)
 
 
 def digest(tensors: Iterable[torch.Tensor | None]) -> str:

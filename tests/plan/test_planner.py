@@ -119,6 +119,25 @@ def test_what_has_no_room_to_be_made_again_is_copied() -> None:
     assert fit(problem.under(200 * MIB), choices, copying=True) == choices == fit(problem, choices)
 
 
+@pytest.mark.parametrize(("uses", "leaving"), [(True, "master"), (False, "gradient")])
+def test_what_the_next_cycle_uses_does_not_leave_at_the_end(*, uses: bool, leaving: str) -> None:
+    program = Program()
+    master, old = program.lasting(40 * MIB), program.lasting(40 * MIB)
+    program.op("norm", 2000, reads=[old] if uses else [])
+    program.release(old)
+    program.op("update", 2000, writes=[master])
+    (gradient,) = program.op("backward", 2000, makes=[40 * MIB], recipe=False)
+    program.op("long", 9000)
+    (large,) = program.op("large", 2000, makes=[30 * MIB], recipe=False)
+    program.release(large)
+    trace = program.trace()
+    plan = make_plan(trace, 80 * MIB)
+    named = {master: "master", gradient: "gradient"}
+    assert {named[one.storage] for one in plan.decisions if one.decision == SWAP} == {leaving}
+    tight = make_plan(trace, 60 * MIB)  # there is no other way
+    assert {named[one.storage] for one in tight.decisions if one.decision == SWAP} == {"master", "gradient"}
+
+
 @pytest.mark.parametrize("share", [0.8, 0.5, 0.3])
 def test_gpt_is_planned_close_to_the_bound(share: float) -> None:
     plan = make_plan(SMALL_GPT, int(peak(SMALL_GPT) * share))

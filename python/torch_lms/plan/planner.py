@@ -74,7 +74,7 @@ class Planner:
     ) -> None:
         self._trace, self._limit_bytes, self._host_limit_bytes = trace, limit_bytes, host_limit_bytes
         self._swap, self._recompute = swap, recompute
-        self._plannings: list[_Planning] = []  # one for each of the `_ways_to_serve` that were tried
+        self._plannings: list[_Planning] = []  # those that were tried
         self._winner: _Planning | None = None
 
     def plan(self, *, others: Sequence[Plan] = (), simply: bool = False, only: str = "") -> Plan:
@@ -123,23 +123,34 @@ class Planner:
             swap=self._swap,
             recompute=self._recompute,
         )
-        for served in islice(_ways_to_serve(problem), len(self._plannings), None):
-            self._plannings.append(_Planning(served))
-            yield self._plannings[-1]
+        for planning in islice(_plannings(problem), len(self._plannings), None):
+            self._plannings.append(planning)
+            yield planning
 
 
-def _ways_to_serve(problem: Problem) -> Iterator[Problem]:
-    """With few storages on the host; then with all that can be there, as for the least limit."""
-    yield with_served(problem)
+def _plannings(problem: Problem) -> Iterator[_Planning]:
+    """With few storages on the host; then with all that can be there, as for the least limit.
+
+    A copy in that the next cycle needs is in no simulation: at first without what asks for one.
+    """
+    few = with_served(problem)
+    if problem.swap and problem.trace.handed_on:
+        yield _Planning(few.handing_on(), few)
+    yield _Planning(few)
     if problem.swap:
-        yield with_served(problem.under(0)).under(problem.limit_bytes)
+        yield _Planning(with_served(problem.under(0)).under(problem.limit_bytes))
 
 
 class _Planning:
-    """What is known of one problem: what each method has come to."""
+    """What is known of one problem: what each method has come to.
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
+    Args:
+        problem: to be planned.
+        whole: the problem of which it is a part, and which is planned next if no method keeps the limit.
+    """
+
+    def __init__(self, problem: Problem, whole: Problem | None = None) -> None:
+        self.problem, self._whole = problem, whole
         self.plain = simulate(problem.trace, [])
         self._carried_through: dict[str, Timed | None] = {}  # by method
         self.results: list[MethodResult] = []
@@ -148,7 +159,7 @@ class _Planning:
     def bound_us(self) -> float:
         """No plan is faster."""
         fits = self.plain.peak_bytes <= self.problem.limit_bytes
-        bound_us = linear_bound_us(self.problem) if scipy_is_there() and not fits else None
+        bound_us = linear_bound_us(self._whole or self.problem) if scipy_is_there() and not fits else None
         return max(bound_us or 0.0, self.plain.step_us)
 
     def best(self, others: Sequence[Plan], simply: bool, only: str) -> tuple[str, Timed] | None:
@@ -158,7 +169,7 @@ class _Planning:
             return "keep", Timed({}, [], self.plain)
         found = [*self._by_methods(simply, only), *self._by_others(others)]
         best = min((one for one in found if self._keeps(one[1])), key=lambda one: self._judged(one[1]), default=None)
-        return best or (self._pressed() if only in ("", _PRESSED) else None)
+        return best or (self._pressed() if self._whole is None and only in ("", _PRESSED) else None)
 
     def _judged(self, timed: Timed) -> tuple[float, int]:
         """The least is the best."""

@@ -76,10 +76,20 @@ class Problem:
 
     def serving(self, served: Collection[Decision]) -> Problem:
         """The same with these storages on the host."""
-        other = copy(self)
         settled = {one.storage for one in served}
-        other.candidates = [one for one in self.candidates if one.storage not in settled]
-        other.arrays = CandidateArrays(other.candidates)
+        return self._with([one for one in self.candidates if one.storage not in settled], served)
+
+    def handing_on(self) -> Problem:
+        """The same with all there at a cycle's end that the next one uses; it would have to come in before that."""
+        kept = self.trace.handed_on
+        return self._with(
+            [one for one in self.candidates if one.back_at is not None or one.storage not in kept], self.served
+        )
+
+    def _with(self, candidates: list[Candidate], served: Collection[Decision]) -> Problem:
+        other = copy(self)
+        other.candidates = candidates
+        other.arrays = CandidateArrays(candidates)
         other._settle(served)
         return other
 

@@ -321,6 +321,16 @@ class Trace(Document):
         )
 
     @cached_property
+    def handed_on(self) -> frozenset[int]:
+        """Storages that the next cycle uses as others: gradients, where the optimizer comes first in a cycle.
+
+        Nothing but their sizes tells them from those that the next cycle only releases.
+        """
+        used = {one.bytes for one in self.storages if one.recurring and one.released is not None and one.uses}
+        made = (number for number, one in enumerate(self.storages) if one.producer is not None and one.released is None)
+        return frozenset(number for number in made if self.storages[number].bytes in used)
+
+    @cached_property
     def on_slower_host(self) -> Trace:
         """The same where the host is slower, see Note [A host's speed] in `predict`."""
         return replace(self, host=self.host.slower(_SLOWER))
