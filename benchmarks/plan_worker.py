@@ -29,7 +29,7 @@ _MOST_DIGEST_BYTES = 8 * GIB
 _TINY_MIN_BYTES = 4096
 _STEPS_TO_FALL_ASLEEP = 6  # the first ones may need less memory than others
 _SHARE_FOLLOWED = 0.9  # of a cycle's ops
-_MOST_S_TO_SETTLE = 30  # the plan is made again with other times
+_MOST_S_TO_SETTLE = 60  # the plan is made again with other times
 _STEPS_SETTLED = 2  # one that has just come is taken up in the next step
 _STEPS_AFTER_REFUSAL = 6  # another cycle may be recorded, and planned
 

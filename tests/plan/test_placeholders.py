@@ -82,6 +82,14 @@ def test_where_there_is_room_only_just_before_they_are_held_from_the_beginning_o
     assert [one.since for one in find_placeholders(trace, [], used, max(used), max(used))] == [0, 0]
 
 
+def test_a_plan_without_a_margin_has_to_be_faster_by_as_much_as_a_wait_may_take() -> None:
+    limit_bytes = PEAK * 7 // 10
+    request = Request(trace=TRACE, limit_bytes=limit_bytes, margin_bytes=limit_bytes // 32)
+    full, less = (request.planner(limit).plan() for limit in (limit_bytes, limit_bytes - limit_bytes // 32))
+    assert full.predicted.step_us < less.predicted.step_us == request.judged_us(less)
+    assert request.judged_us(full) == pytest.approx(1.04 * full.predicted.step_us)
+
+
 def test_a_plan_that_moves_nothing_holds_nothing() -> None:
     assert planned(PEAK + 32 * MIB).placeholders == ()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -370,9 +371,11 @@ def test_a_higher_limit_is_never_slower(trace: Trace, data: st.DataObject) -> No
     drawn = {number: data.draw(st.sampled_from(mine)) for number, mine in kinds.items()}
     decisions = time_choices(problem, {number: kind for number, kind in drawn.items() if kind}).decisions
     limits = sorted(data.draw(st.lists(st.integers(1, 400), min_size=2, max_size=4)))
-    steps = [simulate(trace, decisions, limit).step_us for limit in limits]
+    # Where directions slow each other down, a copy that has to wait may be the faster for it.
+    alone = replace(trace, link=replace(trace.link, share_beside=1.0))
+    steps = [simulate(alone, decisions, limit).step_us for limit in [*limits, None]]
+    assert all(one >= other - 1e-9 for one, other in pairwise(steps))
     free = simulate(trace, decisions)
-    assert all(one >= other - 1e-9 for one, other in zip(steps, [*steps[1:], free.step_us], strict=True))
     for limit in limits:
         found = simulate(trace, decisions, limit)
         assert found.feasible == (max(found.planned_bytes) <= limit)

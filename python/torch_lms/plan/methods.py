@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import product
 
 from torch_lms.plan.anchors import find_anchors
 from torch_lms.plan.dawnpiper import dawnpiper
@@ -102,15 +101,18 @@ def carry_through(problem: Problem, method: Method) -> Timed | None:
         Its choices, repaired, timed and without those that memory has room for; None if it made none.
     """
     best: Timed | None = None
-    chosen = {}
-    for copying, share in product((False, True), method.shares):
-        if copying and best is not None and best.timeline.feasible:
-            break
-        if share not in chosen:
-            chosen[share] = method.choose(problem.under(int(share * problem.limit_bytes)))
-        found = _carry(problem, chosen[share], copying=copying)
-        best = found if found is not None and found.better_than(best) else best
-        if best is not None and _is_calm(best):
+    chosen: dict[float, tuple[Problem, Choices] | None] = {}
+    for copying in (False, True):
+        for share in method.shares:
+            if share not in chosen:
+                chosen[share] = method.choose(problem.under(int(share * problem.limit_bytes)))
+            found = _carry(problem, chosen[share], copying=copying)
+            best = found if found is not None and found.better_than(best) else best
+            if best is not None and _is_calm(best):
+                return best
+            if found is not None and problem.excess(found.choices).any():
+                break  # with less memory there is no more to choose from
+        if best is not None and best.timeline.feasible:
             break
     return best
 

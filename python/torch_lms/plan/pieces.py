@@ -14,7 +14,7 @@ from torch_lms.plan.trace import Trace
 
 __all__ = ["Request", "bounded", "plan_in_pieces"]
 
-_MOST_PRICE = 1.04  # of a step without placeholders
+_MOST_PRICE = 1.04  # of a step without placeholders, or without a margin
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +57,9 @@ class Request:
         return self.planners[key]
 
     def judged_us(self, plan: Plan) -> float:
-        """What plans of `plan_in_pieces` are compared by."""
-        return self.planner(plan.limit_bytes, plan.placeholders).judged_us(plan)
+        """What plans of `plan_in_pieces` are compared by. One without a margin will wait for memory now and then."""
+        judged_us = self.planner(plan.limit_bytes, plan.placeholders).judged_us(plan)
+        return judged_us if plan.limit_bytes <= self.limit_bytes - self.margin_bytes else judged_us * _MOST_PRICE
 
 
 def plan_in_pieces(request: Request, *, simply: bool) -> Plan:

@@ -146,7 +146,7 @@ class _Planning:
 
     Args:
         problem: to be planned.
-        whole: the problem of which it is a part, and which is planned next if no method keeps the limit.
+        whole: the problem of which it is a part, and which comes next if the usual methods do not keep the limit.
     """
 
     def __init__(self, problem: Problem, whole: Problem | None = None) -> None:
@@ -182,7 +182,7 @@ class _Planning:
             return [one for one in methods if only in ("", one.name)]
 
         yield from self._carried(asked(simple_methods(self.problem)))
-        if all(result.step_us is None for result in self.results):
+        if self._whole is None and all(result.step_us is None for result in self.results):
             tried = {result.name for result in self.results}
             more = asked(simple_methods(self.problem, all_of_them=True))
             yield from self._carried([method for method in more if method.name not in tried])
