@@ -71,7 +71,7 @@ bool Executor::withdraw(
       replaced = true;
     }
     bound.swap(bound_);
-    clear_prefetches_locked();
+    prefetches_.clear();
     followed_ = nullptr;
     start_cycle_locked(bound);
   }
@@ -89,7 +89,7 @@ void Executor::clear() {
     expect_locked(0);
     followed_ = nullptr;
     bound.swap(bound_);
-    clear_prefetches_locked();
+    prefetches_.clear();
   }
   policy_.placeholders().release();
 }
@@ -141,7 +141,7 @@ void Executor::start_cycle_locked(std::vector<Bound>& before) {
 }
 
 bool Executor::end_cycle() {
-  prefetch(); // for the next cycle
+  prefetches_.begin(); // for the next cycle
   policy_.placeholders().release(); // none, if the cycle was as planned
   std::vector<Bound> bound; // destroyed after unlocking
   std::lock_guard<std::mutex> lock(mutex_);
@@ -159,7 +159,7 @@ bool Executor::end_cycle() {
     bad_cycles_ = 0;
   }
   bound.swap(bound_);
-  clear_prefetches_locked();
+  prefetches_.clear();
   start_cycle_locked(bound);
   return none || bad;
 }
@@ -336,12 +336,6 @@ void Executor::hold_placeholders(int32_t place) {
   }
 }
 
-/// Under the mutex.
-void Executor::clear_prefetches_locked() {
-  prefetches_.clear();
-  has_prefetches_.store(false, std::memory_order_relaxed);
-}
-
 void Executor::wait_for_pageouts() {
   std::shared_ptr<const CompiledPlan> plan;
   {
@@ -351,28 +345,6 @@ void Executor::wait_for_pageouts() {
   if (plan != nullptr) {
     policy_.wait_for_pageouts(
         *pager_.devices().find(plan->device), room_bytes_.load(std::memory_order_relaxed));
-  }
-}
-
-void Executor::prefetch() {
-  for (;;) {
-    EntityPtr entity;
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      if (prefetches_.empty()) {
-        has_prefetches_.store(false, std::memory_order_relaxed);
-        return;
-      }
-      entity = prefetches_.front();
-    }
-    if (entity->state() == EntityState::kPagedOut && !entity->gone() &&
-        !pager_.requests().prefetch_ahead(entity, 0)) {
-      return; // no room yet
-    }
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (!prefetches_.empty() && prefetches_.front() == entity) {
-      prefetches_.pop_front();
-    }
   }
 }
 
@@ -393,8 +365,7 @@ Executor::Leaving Executor::leaving_after_locked(const PlannedOp& op) {
   }
   for (const int32_t number : op.prefetches) {
     if (EntityPtr entity = bound_[static_cast<size_t>(number)].entity.lock()) {
-      prefetches_.push_back(std::move(entity));
-      has_prefetches_.store(true, std::memory_order_relaxed);
+      prefetches_.add(std::move(entity));
     }
   }
   return leaving;

@@ -3,7 +3,6 @@
 #include <atomic>
 #include <bitset>
 #include <cstdint>
-#include <deque>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -13,6 +12,7 @@
 #include <extension/access/Audition.h>
 #include <extension/access/CompiledPlan.h>
 #include <extension/access/Frame.h>
+#include <extension/access/Prefetches.h>
 #include <extension/access/Recipes.h>
 #include <extension/policy/Policy.h>
 
@@ -41,12 +41,16 @@ namespace torch_lms {
 /// a plan says that one takes the other's room.
 ///
 /// Thread-safe: every method may be called from any thread. `after_op` drops and requests
-/// page-outs, `prefetch` starts copies in, and none waits for anything but `wait_for_pageouts`;
-/// nothing is called under the mutex.
+/// page-outs, and none waits for anything but `wait_for_pageouts`; nothing is called under the
+/// mutex but `Prefetches`.
 class Executor {
  public:
   Executor(Pager& pager, Policy& policy, Recipes& recipes, Audition& audition)
-      : pager_(pager), policy_(policy), recipes_(recipes), audition_(audition) {}
+      : pager_(pager),
+        policy_(policy),
+        recipes_(recipes),
+        audition_(audition),
+        prefetches_(pager) {}
 
   /// From the next cycle on; one that begins with the same ops goes.
   void add(std::shared_ptr<const CompiledPlan> plan);
@@ -69,12 +73,10 @@ class Executor {
   }
   void wait_for_pageouts();
 
-  /// Whether anything is to come in as soon as there is room.
-  bool has_prefetches() const noexcept {
-    return has_prefetches_.load(std::memory_order_relaxed);
+  /// What is to come in as soon as there is room. See Note [When copies in begin].
+  Prefetches& prefetches() noexcept {
+    return prefetches_;
   }
-  /// An outermost op is about to look for its inputs. See Note [When copies in begin].
-  void prefetch();
 
   /// An outermost op begins, and has pinned its inputs; ends; has let go of them.
   void begin_op(const at::RecordFunction& record, Frame& frame);
@@ -122,15 +124,14 @@ class Executor {
   void take_plan_locked(std::shared_ptr<const CompiledPlan> plan);
   void start_cycle_locked(std::vector<Bound>& before);
   void expect_locked(size_t place);
-  void clear_prefetches_locked();
   void hold_placeholders(int32_t place);
 
   Pager& pager_;
   Policy& policy_;
   Recipes& recipes_;
   Audition& audition_; // plans may be given, or fit another program
+  Prefetches prefetches_;
   std::atomic<bool> active_{false};
-  std::atomic<bool> has_prefetches_{false};
   std::atomic<size_t> room_bytes_{SIZE_MAX}; // at the place that is expected
   std::atomic<double> share_{0};
   std::atomic<size_t> missed_{0}; // ops in a row that the plan does not know
@@ -145,7 +146,6 @@ class Executor {
   int bad_cycles_ = 0;
   int32_t held_at_ = -1; // the place up to which `plan_`'s placeholders are held in this cycle
   std::shared_ptr<const CompiledPlan> followed_; // by the last cycle
-  std::deque<EntityPtr> prefetches_; // in the order in which they are to begin
 };
 
 } // namespace torch_lms
