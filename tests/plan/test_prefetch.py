@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.plan.random_traces import traces
 from tests.plan.traces import Program
-from torch_lms.plan import RECOMPUTE, SWAP, Recipe, Trace
-from torch_lms.plan.prefetch import place_prefetches
+from torch_lms.plan import DROP_UNCHANGED, RECOMPUTE, SWAP, Recipe, Trace, simulate
+from torch_lms.plan.prefetch import place_in_turn, place_prefetches
 from torch_lms.plan.problem import Choices, Problem
 from torch_lms.plan.residency import steady_cycle
 
@@ -27,13 +29,16 @@ def random_choices(problem: Problem, seed: int) -> Choices:
     return found
 
 
+@pytest.mark.parametrize("place", [place_prefetches, place_in_turn])
 @given(trace=traces(most_ops=12, most_storages=7), seed=st.integers(0, 2**16), spare=st.integers(0, 60))
 @settings(max_examples=300, deadline=None)
-def test_what_comes_early_is_never_in_the_way_of_what_comes_first(trace: Trace, seed: int, spare: int) -> None:
+def test_what_comes_early_is_never_in_the_way_of_what_comes_first(
+    place: Callable[[Problem, Choices], dict[int, int]], trace: Trace, seed: int, spare: int
+) -> None:
     problem = Problem(trace, 0)
     choices = random_choices(problem, seed)
     limited = problem.under(int(problem.need(choices).max()) + spare)
-    early = limited.decisions(choices, place_prefetches(limited, choices))
+    early = limited.decisions(choices, place(limited, choices))
     assert max(steady_cycle(trace, early).memory_bytes) <= limited.limit_bytes
 
 
@@ -55,3 +60,20 @@ def test_a_replay_that_needs_much_comes_before_a_copy_that_would_be_in_its_way()
     assert place_prefetches(problem, choices) == {}
     roomy = problem.under(110 * MIB)
     assert place_prefetches(roomy, choices).keys() == {numbers[copied]}
+
+
+def test_weights_that_are_streamed_come_one_after_the_other_without_a_pause() -> None:
+    program = Program()
+    weights = [program.lasting(40 * MIB) for _ in range(24)]
+    for weight in weights:
+        program.op("layer", 200, reads=[weight])
+    problem = Problem(program.trace(), 12 * 40 * MIB)
+    streamed = {number: DROP_UNCHANGED for number, one in enumerate(problem.candidates) if one.storage % 3 != 0}
+    link_us = sum(problem.trace.link.in_us(problem.candidates[number].bytes) for number in streamed)
+    assert link_us > 2 * problem.trace.plain_us
+
+    def step_us(in_after: dict[int, int]) -> float:
+        return simulate(problem.trace, problem.decisions(streamed, in_after), problem.limit_bytes).step_us
+
+    assert step_us(place_prefetches(problem, streamed)) > 1.1 * link_us
+    assert step_us(place_in_turn(problem, streamed)) <= 1.001 * link_us

@@ -1,4 +1,10 @@
-"""When copies in may begin: as late as they can to be there in time, no earlier than memory allows.
+"""When copies in may begin: as late as they can to be there in time, or as soon as the link is free for them.
+
+Note [Late and in turn]: late copies leave memory to what else may need it, and where compute does not wait for them
+nothing is better. Where it does, as in a forward that streams its weights, they are in each other's way: of those that
+are placed first, the last ones of a cycle, each takes memory for as long as the link needs for all that come before it,
+which then come one by one. In turn each begins as soon as there is memory, in the order of need, and takes none before
+the link is about to be free. The simulator judges.
 
 Note [One after the other]: what an op needs is made again and copied in one after the other, and what is there from the
 beginning can be too much for a replay that comes first. Then the largest copies come when they are needed.
@@ -17,9 +23,10 @@ from torch_lms.plan.demand import Demand
 from torch_lms.plan.problem import Problem
 from torch_lms.plan.residency import steady_cycle
 
-__all__ = ["place_prefetches"]
+__all__ = ["place_in_turn", "place_prefetches"]
 
 Floats = NDArray[np.float64]
+_CYCLES = 3  # until what one leaves to the next is what it has found
 
 
 def place_prefetches(
@@ -61,6 +68,77 @@ def place_prefetches(
         _charge(memory, begin + 1, needed, size)
         placed[number] = begin % places
     return _without_those_in_the_way(problem, choices, demand, placed, needs)
+
+
+def place_in_turn(problem: Problem, choices: Mapping[int, str]) -> dict[int, int]:
+    """The same in the order of need, each as soon as it can; see Note [Late and in turn].
+
+    Args:
+        problem: what is asked.
+        choices: made for its candidates.
+    """
+    places, demand = len(problem.durations_us), problem.demand(choices)
+    needs = sorted(_needs(problem, choices, demand))
+    turns = _Turns(problem, demand, [(needed - places, number) for needed, number in needs])
+    for place in range(_CYCLES * places):
+        turns.run(place)
+        turns.begin_after(place)
+    return _without_those_in_the_way(problem, choices, demand, turns.placed, needs)
+
+
+class _Turns:
+    """Compute and the link, cycle after cycle, while copies in begin in turn.
+
+    Args:
+        problem: what is asked.
+        demand: of the choices.
+        needs: place and candidate for what comes in, in order.
+
+    Attributes:
+        placed: by candidate, the place after which it comes in in the last cycle.
+    """
+
+    def __init__(self, problem: Problem, demand: Demand, needs: list[tuple[int, int]]) -> None:
+        self.placed: dict[int, int] = {}
+        self._problem, self._link = problem, problem.trace.link
+        self._places = len(problem.durations_us)
+        self._spent_us = problem.durations_us + demand.replay_us
+        self._memory = np.tile(demand.memory_bytes, _CYCLES)
+        self._needs = [(place + cycle * self._places, number) for cycle in range(_CYCLES) for place, number in needs]
+        self._ahead_us = max((self._in_us(number) for _, number in needs), default=0.0)
+        self._ends_us: list[float] = []  # of the copies that have begun
+        self._waited = 0  # copies that compute has waited for
+        self._now_us = self._free_us = 0.0
+
+    def run(self, place: int) -> None:
+        """An op, and before it the copies that it needs; those begin now that have not before."""
+        while self._waited < len(self._needs) and self._needs[self._waited][0] == place:
+            if self._waited == len(self._ends_us):
+                self.placed.pop(self._needs[self._waited][1], None)
+                self._begin()
+            self._now_us = max(self._now_us, self._ends_us[self._waited])
+            self._waited += 1
+        self._now_us += float(self._spent_us[place % self._places])
+
+    def begin_after(self, place: int) -> None:
+        """The copies for which there is memory from an op on, while the link is not busy for long."""
+        while len(self._ends_us) < len(self._needs) and self._free_us <= self._now_us + self._ahead_us:
+            needed, number = self._needs[len(self._ends_us)]
+            one, between = self._problem.candidates[number], self._memory[place + 1 : needed]
+            away = _earliest(one.out_after, needed, self._places) <= place < needed - 1
+            if not away or (between + one.bytes > self._problem.limit_bytes).any():
+                return
+            between += one.bytes
+            self.placed[number] = place % self._places
+            self._begin()
+
+    def _begin(self) -> None:
+        _, number = self._needs[len(self._ends_us)]
+        self._free_us = max(self._free_us, self._now_us) + self._in_us(number)
+        self._ends_us.append(self._free_us)
+
+    def _in_us(self, number: int) -> float:
+        return self._link.in_us(self._problem.candidates[number].bytes)
 
 
 def _without_those_in_the_way(

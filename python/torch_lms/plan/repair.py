@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from torch_lms.plan.decision import RECOMPUTE, Decision
 from torch_lms.plan.greedy import least_loss
-from torch_lms.plan.prefetch import place_prefetches
+from torch_lms.plan.prefetch import place_in_turn, place_prefetches
 from torch_lms.plan.problem import Choices, Problem
 from torch_lms.plan.relief import relieve
 from torch_lms.plan.replays import copied_instead
@@ -19,7 +18,6 @@ from torch_lms.plan.timeline import Timeline
 
 __all__ = ["Timed", "fit", "host_fits", "take_back", "time_choices"]
 
-Floats = NDArray[np.float64]
 _REPAIRS_AT_MOST = 12
 _LEAD_SHARE = 0.01  # of a cycle: copies in end that much before they must, where memory allows
 _WORTH_WAITS = 0.002  # of a cycle: waits below that are not worth another simulation
@@ -98,20 +96,23 @@ def _price(problem: Problem, number: int, kind: str) -> float:
 
 
 def time_choices(problem: Problem, choices: Choices) -> Timed:
-    """Places the prefetches and simulates: with a lead; if compute waits without one; then with the waits as found."""
+    """Places the prefetches and simulates: with a lead; while compute waits in turn, then late with the waits as found."""
     lead_us = _LEAD_SHARE * float(problem.durations_us.sum())
-    in_after = place_prefetches(problem, choices, lead_us=lead_us)
-    best = found = _simulated(problem, choices, in_after)
-    wait_us: Floats | None = None
-    for _ in range(2):
-        if best.timeline.waits_us <= _WORTH_WAITS * best.timeline.step_us:
+    best = first = _simulated(problem, choices, place_prefetches(problem, choices, lead_us=lead_us))
+
+    def late(timed: Timed) -> dict[int, int]:
+        return place_prefetches(problem, choices, wait_us=np.array(timed.timeline.wait_us))
+
+    for place in (lambda: place_in_turn(problem, choices), lambda: late(first), lambda: late(best)):
+        if not _waits(best):
             break
-        before, in_after = in_after, place_prefetches(problem, choices, wait_us=wait_us)
-        if in_after != before:
-            found = _simulated(problem, choices, in_after)
-            best = found if found.better_than(best) else best
-        wait_us = np.array(found.timeline.wait_us)
+        found = _simulated(problem, choices, place())
+        best = found if found.better_than(best) else best
     return best
+
+
+def _waits(timed: Timed) -> bool:
+    return timed.timeline.waits_us > _WORTH_WAITS * timed.timeline.step_us
 
 
 def _simulated(problem: Problem, choices: Choices, in_after: Mapping[int, int]) -> Timed:
