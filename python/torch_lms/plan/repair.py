@@ -96,19 +96,20 @@ def _price(problem: Problem, number: int, kind: str) -> float:
 
 
 def time_choices(problem: Problem, choices: Choices) -> Timed:
-    """Places the prefetches and simulates: with a lead; while compute waits in turn, then late with the waits as found."""
+    """Places the prefetches and simulates: late, with a lead; while compute waits in turn, then late with its waits."""
     lead_us = _LEAD_SHARE * float(problem.durations_us.sum())
     best = first = _simulated(problem, choices, place_prefetches(problem, choices, lead_us=lead_us))
-
-    def late(timed: Timed) -> dict[int, int]:
-        return place_prefetches(problem, choices, wait_us=np.array(timed.timeline.wait_us))
-
-    for place in (lambda: place_in_turn(problem, choices), lambda: late(first), lambda: late(best)):
-        if not _waits(best):
-            break
-        found = _simulated(problem, choices, place())
-        best = found if found.better_than(best) else best
+    if _waits(best):
+        best = _better(best, _simulated(problem, choices, place_in_turn(problem, choices)))
+    for again in (0, 1):
+        if _waits(best):
+            wait_us = np.array((best if again else first).timeline.wait_us)
+            best = _better(best, _simulated(problem, choices, place_prefetches(problem, choices, wait_us=wait_us)))
     return best
+
+
+def _better(one: Timed, other: Timed) -> Timed:
+    return other if other.better_than(one) else one
 
 
 def _waits(timed: Timed) -> bool:
