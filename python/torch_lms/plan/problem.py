@@ -80,7 +80,7 @@ class Problem:
         return self._with([one for one in self.candidates if one.storage not in settled], served)
 
     def handing_on(self) -> Problem:
-        """The same with all there at a cycle's end that the next one uses; it would have to come in before that."""
+        """The same where what the next cycle uses is there at the end of this one: no copy in of it is simulated."""
         kept = self.trace.handed_on
         return self._with(
             [one for one in self.candidates if one.back_at is not None or one.storage not in kept], self.served
