@@ -123,22 +123,23 @@ class Planner:
             swap=self._swap,
             recompute=self._recompute,
         )
-        for planning in islice(_plannings(problem), len(self._plannings), None):
-            self._plannings.append(planning)
-            yield planning
+        for given, whole in islice(_parts_and_wholes(problem), len(self._plannings), None):
+            self._plannings.append(_Planning(given, whole))
+            yield self._plannings[-1]
 
 
-def _plannings(problem: Problem) -> Iterator[_Planning]:
-    """With few storages on the host; then with all that can be there, as for the least limit.
+def _parts_and_wholes(problem: Problem) -> Iterator[tuple[Problem, Problem | None]]:
+    """The arguments of a `_Planning`, one after the other.
 
-    A copy in that the next cycle needs is in no simulation: at first without what asks for one.
+    With few storages on the host; then with all that can be there, as for the least limit. A copy in that the next
+    cycle needs is in no simulation: at first without what asks for one.
     """
     few = with_served(problem)
     if problem.swap and problem.trace.handed_on:
-        yield _Planning(few.handing_on(), few)
-    yield _Planning(few)
+        yield few.handing_on(), few
+    yield few, None
     if problem.swap:
-        yield _Planning(with_served(problem.under(0)).under(problem.limit_bytes))
+        yield with_served(problem.under(0)).under(problem.limit_bytes), None
 
 
 class _Planning:

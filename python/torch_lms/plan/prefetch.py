@@ -79,7 +79,7 @@ def place_in_turn(problem: Problem, choices: Mapping[int, str]) -> dict[int, int
     """
     places, demand = len(problem.durations_us), problem.demand(choices)
     needs = sorted(_needs(problem, choices, demand))
-    turns = _Turns(problem, demand, [(needed - places, number) for needed, number in needs])
+    turns = _Turns(problem, demand, needs)
     for place in range(_CYCLES * places):
         turns.run(place)
         turns.begin_after(place)
@@ -92,7 +92,7 @@ class _Turns:
     Args:
         problem: what is asked.
         demand: of the choices.
-        needs: place and candidate for what comes in, in order.
+        needs: those of `_needs`, in order.
 
     Attributes:
         placed: by candidate, the place after which it comes in in the last cycle.
@@ -104,7 +104,9 @@ class _Turns:
         self._places = len(problem.durations_us)
         self._spent_us = problem.durations_us + demand.replay_us
         self._memory = np.tile(demand.memory_bytes, _CYCLES)
-        self._needs = [(place + cycle * self._places, number) for cycle in range(_CYCLES) for place, number in needs]
+        self._needs = [
+            (needed + cycle * self._places, number) for cycle in range(-1, _CYCLES - 1) for needed, number in needs
+        ]
         self._ahead_us = max((self._in_us(number) for _, number in needs), default=0.0)
         self._ends_us: list[float] = []  # of the copies that have begun
         self._waited = 0  # copies that compute has waited for

@@ -101,11 +101,17 @@ def time_choices(problem: Problem, choices: Choices) -> Timed:
     best = first = _simulated(problem, choices, place_prefetches(problem, choices, lead_us=lead_us))
     if _waits(best):
         best = _better(best, _simulated(problem, choices, place_in_turn(problem, choices)))
-    for again in (0, 1):
-        if _waits(best):
-            wait_us = np.array((best if again else first).timeline.wait_us)
-            best = _better(best, _simulated(problem, choices, place_prefetches(problem, choices, wait_us=wait_us)))
+    if _waits(best):
+        best = _better(best, _late(problem, choices, first))
+    if _waits(best) and best is not first:
+        best = _better(best, _late(problem, choices, best))
     return best
+
+
+def _late(problem: Problem, choices: Choices, before: Timed) -> Timed:
+    """As late as the waits allow that the same choices have had before."""
+    wait_us = np.array(before.timeline.wait_us)
+    return _simulated(problem, choices, place_prefetches(problem, choices, wait_us=wait_us))
 
 
 def _better(one: Timed, other: Timed) -> Timed:
