@@ -141,7 +141,6 @@ void Executor::start_cycle_locked(std::vector<Bound>& before) {
 }
 
 bool Executor::end_cycle() {
-  prefetches_.begin(); // for the next cycle
   policy_.placeholders().release(); // none, if the cycle was as planned
   std::vector<Bound> bound; // destroyed after unlocking
   std::lock_guard<std::mutex> lock(mutex_);
@@ -159,7 +158,9 @@ bool Executor::end_cycle() {
     bad_cycles_ = 0;
   }
   bound.swap(bound_);
-  prefetches_.clear();
+  if (followed_ == nullptr) {
+    prefetches_.clear(); // else they are for the cycle that begins
+  }
   start_cycle_locked(bound);
   return none || bad;
 }

@@ -1,8 +1,15 @@
 #include <extension/access/Prefetches.h>
 
+#include <algorithm>
+#include <cstdint>
 #include <utility>
 
 namespace torch_lms {
+namespace {
+
+constexpr size_t kMostAtOnce = 32;
+
+} // namespace
 
 void Prefetches::add(EntityPtr entity) {
   std::lock_guard<std::mutex> lock(mutex_);
@@ -18,25 +25,52 @@ void Prefetches::clear() {
 }
 
 void Prefetches::begin() {
-  for (;;) {
-    EntityPtr entity;
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      if (entities_.empty()) {
-        any_.store(false, std::memory_order_relaxed);
-        return;
-      }
-      entity = entities_.front();
+  const std::vector<EntityPtr> entities = first();
+  std::vector<EntityPtr> settled;
+  size_t refused_bytes = SIZE_MAX; // the least that has found no piece
+  size_t passed_bytes = 0;
+  for (const EntityPtr& entity : entities) {
+    const EntityState state = entity->state();
+    if (state == EntityState::kOutQueued || state == EntityState::kPagingOut) {
+      continue; // it is in use, and comes in when it has left
     }
-    if (entity->state() == EntityState::kPagedOut && !entity->gone() &&
-        !pager_.requests().prefetch_ahead(entity, 0)) {
-      return; // no room yet
-    }
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (!entities_.empty() && entities_.front() == entity) {
-      entities_.pop_front();
+    if (state != EntityState::kPagedOut || entity->gone()) {
+      settled.push_back(entity);
+    } else if (!has_room_for(entity, passed_bytes)) {
+      break;
+    } else if (entity->nbytes() < refused_bytes && pager_.requests().prefetch_ahead(entity, 0)) {
+      settled.push_back(entity);
+    } else { // see Note [Past what finds no piece]
+      refused_bytes = std::min(refused_bytes, entity->nbytes());
+      passed_bytes += entity->nbytes();
     }
   }
+  remove(settled);
+}
+
+std::vector<EntityPtr> Prefetches::first() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const size_t count = std::min(kMostAtOnce, entities_.size());
+  return {entities_.begin(), entities_.begin() + static_cast<std::ptrdiff_t>(count)};
+}
+
+void Prefetches::remove(const std::vector<EntityPtr>& settled) {
+  std::vector<EntityPtr> removed; // destroyed after unlocking
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (const EntityPtr& entity : settled) {
+    const auto found = std::find(entities_.begin(), entities_.end(), entity);
+    if (found != entities_.end()) {
+      removed.push_back(std::move(*found));
+      entities_.erase(found);
+    }
+  }
+  any_.store(!entities_.empty(), std::memory_order_relaxed);
+}
+
+/// Within the limit, while those that it passes come in too.
+bool Prefetches::has_room_for(const EntityPtr& entity, size_t beside_bytes) const {
+  const Device& device = entity->device();
+  return device.use().allocated_bytes + beside_bytes + entity->nbytes() <= device.limit_bytes();
 }
 
 } // namespace torch_lms

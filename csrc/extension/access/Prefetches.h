@@ -3,10 +3,17 @@
 #include <atomic>
 #include <deque>
 #include <mutex>
+#include <vector>
 
 #include <extension/transfer/Pager.h>
 
 namespace torch_lms {
+
+/// Note [Past what finds no piece]
+/// Where memory is full, what has been asked for first comes in first, and those behind it wait.
+/// But free memory lies in pieces, and one that finds none as large as it needs, though the limit
+/// has room for it, would keep the link idle until its op begins. So others pass it, as long as
+/// there would be room for all together: the plan has counted them all.
 
 /// What a plan has asked to come in, in that order, and there has been no room for.
 ///
@@ -27,9 +34,13 @@ class Prefetches {
   void begin();
 
  private:
+  std::vector<EntityPtr> first() const;
+  void remove(const std::vector<EntityPtr>& settled);
+  bool has_room_for(const EntityPtr& entity, size_t beside_bytes) const;
+
   Pager& pager_;
   std::atomic<bool> any_{false};
-  std::mutex mutex_; // guards what follows
+  mutable std::mutex mutex_; // guards what follows
   std::deque<EntityPtr> entities_;
 };
 

@@ -1,9 +1,15 @@
-"""Plans for memory that lies in pieces: what one large storage needs has to be free in one piece."""
+"""Plans for memory that lies in pieces: what one large storage needs has to be free in one piece.
+
+Note [Larger than what comes and goes]: free memory has pieces as large as what the ops of a cycle make, for that comes
+and goes in every cycle. A weight that is larger, as an inference's embedding, would rarely find one to come back to,
+and until it has, what comes after it waits. So it stays, and less memory has to be free, unless that takes longer.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from torch_lms.errors import LimitError
 from torch_lms.plan.decision import HOST
@@ -14,7 +20,8 @@ from torch_lms.plan.trace import Trace
 
 __all__ = ["Request", "bounded", "plan_in_pieces"]
 
-_MOST_PRICE = 1.04  # of a step without placeholders, or without a margin
+_MOST_PRICE = 1.04  # of a step without placeholders, without a margin, or while the largest storages leave
+_TOO_LARGE = "it is larger than all that a cycle makes, and would find no free block to come back to"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +50,20 @@ class Request:
         default_factory=dict, init=False, repr=False, compare=False
     )
 
+    @cached_property
+    def keeping_the_largest(self) -> Request | None:
+        """The same where storages that are larger than all that a cycle makes stay; None without one."""
+        made_bytes = max((one.bytes for one in self.trace.storages if one.producer is not None), default=0)
+        largest_bytes = max((one.bytes for one in self.trace.storages if one.movable), default=0)
+        if not self.pieces_bytes or largest_bytes <= made_bytes:
+            return None
+        storages = tuple(
+            replace(one, movable=False, why_not_movable=_TOO_LARGE) if one.movable and one.bytes > made_bytes else one
+            for one in self.trace.storages
+        )
+        pieces_bytes = max(made_bytes, self.pieces_bytes - (largest_bytes - made_bytes))
+        return replace(self, trace=replace(self.trace, storages=storages), pieces_bytes=pieces_bytes)
+
     def planner(self, limit_bytes: int, placeholders: Sequence[Placeholder] = ()) -> Planner:
         """The one that plans for so much memory while these are held."""
         key = limit_bytes, tuple(placeholders)
@@ -63,7 +84,7 @@ class Request:
 
 
 def plan_in_pieces(request: Request, *, simply: bool) -> Plan:
-    """The plan with the most placeholders that are worth their price. It has no bound yet: see `bounded`.
+    """The best plan for the pieces that memory lies in. It has no bound yet: see `bounded`.
 
     Args:
         request: what to plan; it remembers what was found.
@@ -72,6 +93,18 @@ def plan_in_pieces(request: Request, *, simply: bool) -> Plan:
     Raises:
         LimitError: if no plan keeps the limit.
     """
+    found = _with_placeholders(request, simply=simply)
+    if request.keeping_the_largest is None:
+        return found
+    try:
+        kept = _with_placeholders(request.keeping_the_largest, simply=simply)
+    except LimitError:
+        return found
+    return kept if _is_worth_it(kept, found) else found
+
+
+def _with_placeholders(request: Request, *, simply: bool) -> Plan:
+    """The plan with the most placeholders that are worth their price."""
     try:
         first = _first(request, simply=simply)
     except LimitError:

@@ -60,7 +60,7 @@ class AsyncDevice final : public torch_lms::Device {
   }
   void note_busy_streams() override {}
   c10::DataPtr allocate(size_t nbytes, int64_t) override {
-    if (has_hole != nullptr && !has_hole()) {
+    if (has_hole != nullptr && !has_hole(nbytes)) {
       throw torch_lms::NoRoom("the fake device has no hole that is large enough");
     }
     return allocator.allocate(nbytes);
@@ -120,7 +120,7 @@ class AsyncDevice final : public torch_lms::Device {
 
   std::atomic<bool> captures{false};
   // Set while no other thread allocates.
-  std::function<bool()> has_hole; ///< For what comes in, or is moved.
+  std::function<bool(size_t)> has_hole; ///< For what comes in, or is moved.
   std::function<bool()> is_fragmented;
   std::function<void()> when_noted; ///< When a stream is noted next.
   std::function<void()> when_kept; ///< When a block is kept next for a copy that fills it.

@@ -284,7 +284,7 @@ TEST(what_is_dropped_is_made_again_before_its_inputs_are_not_watched_any_more) {
   };
   bool watched_meanwhile = false;
   bool has_hole = false;
-  device->has_hole = [&] { // for the other one, which comes in with what is dropped
+  device->has_hole = [&](size_t) { // for the other one, which comes in with what is dropped
     watched_meanwhile = watched();
     return has_hole;
   };

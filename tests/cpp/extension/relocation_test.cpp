@@ -204,7 +204,7 @@ TEST(what_would_be_copied_out_moves_to_where_something_leaves_without_a_copy) {
     return std::vector<std::vector<AllocatorBlock>>{window, {used(clean), beside}};
   };
   crowded.fake.is_fragmented = [&] { return address_of(dirty) == before; };
-  crowded.fake.has_hole = [&] { return state(clean) == "paged_out"; };
+  crowded.fake.has_hole = [&](size_t) { return state(clean) == "paged_out"; };
   const at::Tensor large = tensor_of(4, (1 << 17) + 1); // the free block is too small for it
   CHECK(address_of(dirty) != before);
   CHECK_EQ(state(dirty), "resident");
@@ -236,7 +236,7 @@ struct Trade : Crowded {
     }
     fake.shown_blocks = [this] { return blocks(); };
     fake.is_fragmented = [this] { return moved() < inside.size(); };
-    fake.has_hole = [this] {
+    fake.has_hole = [this](size_t) {
       const bool some = left() > moved();
       in_vain += some ? 0 : 1;
       return some;
