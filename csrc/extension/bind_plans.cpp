@@ -122,13 +122,12 @@ class PackedLists {
 std::vector<PlannedOp> planned_ops(const py::dict& plan, size_t storages) {
   const auto keys = unpacked<uint64_t>(plan, "keys");
   const auto room = unpacked<uint64_t>(plan, "room");
-  const auto pieces = unpacked<uint64_t>(plan, "pieces");
   const auto binds = plan["binds"].cast<std::string>();
-  if (binds.size() != keys.size() || room.size() != keys.size() || pieces.size() != keys.size()) {
+  if (binds.size() != keys.size() || room.size() != keys.size()) {
     throw Error(
-        "expected flags, room and pieces for " + std::to_string(keys.size()) + " ops, found " +
-        std::to_string(binds.size()) + ", " + std::to_string(room.size()) + " and " +
-        std::to_string(pieces.size()) + "; make the plan again");
+        "expected flags and room for " + std::to_string(keys.size()) + " ops, found " +
+        std::to_string(binds.size()) + " and " + std::to_string(room.size()) +
+        "; make the plan again");
   }
   PackedLists inputs(plan, "inputs", storages);
   PackedLists outputs(plan, "outputs", storages);
@@ -149,7 +148,6 @@ std::vector<PlannedOp> planned_ops(const py::dict& plan, size_t storages) {
     op.pageouts = pageouts.next();
     op.prefetches = prefetches.next();
     op.room_bytes = room[place];
-    op.piece_bytes = pieces[place];
     op.binds = binds[place] != 0;
   }
   return ops;

@@ -21,7 +21,6 @@ struct PlannedOp {
   std::vector<int32_t> pageouts;
   std::vector<int32_t> prefetches;
   size_t room_bytes = 0; ///< Before it: see Note [Copies out that have not ended].
-  size_t piece_bytes = 0; ///< Before it: see Note [Pieces for ops].
   bool binds = false; ///< Whether any of its storages is named by an action.
 };
 

@@ -118,7 +118,6 @@ void Executor::expect_locked(size_t place) {
   next_ = place;
   const bool known = plan_ != nullptr && place < plan_->ops.size();
   room_bytes_.store(known ? plan_->ops[place].room_bytes : SIZE_MAX, std::memory_order_relaxed);
-  piece_bytes_.store(known ? plan_->ops[place].piece_bytes : 0, std::memory_order_relaxed);
 }
 
 /// `before`: what stood for the numbers of the last cycle's plan.

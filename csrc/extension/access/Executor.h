@@ -73,12 +73,9 @@ class Executor {
   }
   void wait_for_pageouts();
 
-  /// Whether something is to come in as soon as there is room. See Note [When copies in begin].
-  bool has_prefetches() const noexcept {
-    return prefetches_.any();
-  }
-  void begin_prefetches() {
-    prefetches_.begin(piece_bytes_.load(std::memory_order_relaxed));
+  /// What is to come in as soon as there is room. See Note [When copies in begin].
+  Prefetches& prefetches() noexcept {
+    return prefetches_;
   }
 
   /// An outermost op begins, and has pinned its inputs; ends; has let go of them.
@@ -136,7 +133,6 @@ class Executor {
   Prefetches prefetches_;
   std::atomic<bool> active_{false};
   std::atomic<size_t> room_bytes_{SIZE_MAX}; // at the place that is expected
-  std::atomic<size_t> piece_bytes_{0}; // likewise
   std::atomic<double> share_{0};
   std::atomic<size_t> missed_{0}; // ops in a row that the plan does not know
   std::mutex mutex_; // guards what follows

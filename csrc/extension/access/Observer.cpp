@@ -114,8 +114,8 @@ C10_ALWAYS_INLINE void Observer::begin_op(
     if (planning_.is_crowded() && is_of_program(frame)) {
       planning_.wait_for_pageouts();
     }
-    if (planning_.has_prefetches() && is_of_program(frame)) {
-      planning_.begin_prefetches();
+    if (planning_.prefetches().any() && is_of_program(frame)) {
+      planning_.prefetches().begin();
     }
     all = inputs_.pin(record, frame, op);
     frame.inputs = frame.pinned.size();

@@ -70,11 +70,8 @@ class Planning final : public PolicyListener {
   void wait_for_pageouts() {
     executor_.wait_for_pageouts();
   }
-  bool has_prefetches() const noexcept {
-    return executor_.has_prefetches();
-  }
-  void begin_prefetches() {
-    executor_.begin_prefetches();
+  Prefetches& prefetches() noexcept {
+    return executor_.prefetches();
   }
   /// `of_program`: on the thread of the program that is planned.
   void begin_op(const at::RecordFunction& record, Frame& frame, bool of_program);

@@ -24,7 +24,7 @@ void Prefetches::clear() {
   any_.store(false, std::memory_order_relaxed);
 }
 
-void Prefetches::begin(size_t piece_bytes) {
+void Prefetches::begin() {
   const std::vector<EntityPtr> entities = first();
   std::vector<EntityPtr> settled;
   size_t refused_bytes = SIZE_MAX; // the least that has found no piece
@@ -38,9 +38,7 @@ void Prefetches::begin(size_t piece_bytes) {
       settled.push_back(entity);
     } else if (!has_room_for(entity, passed_bytes)) {
       break;
-    } else if (
-        entity->nbytes() < refused_bytes &&
-        pager_.requests().prefetch_ahead(entity, piece_bytes)) {
+    } else if (entity->nbytes() < refused_bytes && pager_.requests().prefetch_ahead(entity, 0)) {
       settled.push_back(entity);
     } else { // see Note [Past what finds no piece]
       refused_bytes = std::min(refused_bytes, entity->nbytes());

@@ -15,11 +15,6 @@ namespace torch_lms {
 /// has room for it, would keep the link idle until its op begins. So others pass it, as long as
 /// there would be room for all together: the plan has counted them all.
 
-/// Note [Pieces for ops]
-/// A copy in that takes the last piece that is large enough for an op's output makes that op wait:
-/// other copies in are called off for it, and come again later. So one block stays free that is as
-/// large as what the next ops make.
-
 /// What a plan has asked to come in, in that order, and there has been no room for.
 ///
 /// Thread-safe: every method may be called from any thread. Nothing is called under the mutex.
@@ -35,8 +30,8 @@ class Prefetches {
   void add(EntityPtr entity);
   void clear();
 
-  /// Begins copies in until there is no room for the next. Each leaves a block of `piece_bytes`.
-  void begin(size_t piece_bytes);
+  /// Begins copies in until there is no room for the next.
+  void begin();
 
  private:
   std::vector<EntityPtr> first() const;

@@ -17,8 +17,6 @@ from torch_lms.plan.trace import TraceOp, check_ops, check_storages
 
 __all__ = ["Actions", "Measured", "MethodResult", "Plan", "PlanTimeline", "PlannedStorage", "Predicted"]
 
-_SOON = 16  # ops that follow
-
 
 @dataclass(frozen=True, kw_only=True)
 class Predicted:
@@ -211,33 +209,6 @@ class Plan(Document):
         peak, line = self.predicted.peak_bytes, self.timeline
         pairs = zip(line.memory_bytes, line.leaving_bytes, strict=True)
         return [max(0, peak - used + leaving) for used, leaving in pairs]
-
-    def piece_bytes(self) -> list[int]:
-        """By place, the largest block that the op before it needs, or one soon after it for which there is room already.
-
-        What a placeholder is held for has its block.
-        """
-        found, memory_bytes = [0] * (len(self.ops) + 1), self.timeline.memory_bytes
-        for place, size_bytes in self._made_bytes().items():
-            for at in range(place, max(-1, place - _SOON), -1):
-                if at < place and memory_bytes[at] + size_bytes > self.limit_bytes:
-                    break
-                found[at + 1] = max(found[at + 1], size_bytes)
-        return found[: len(self.ops)]
-
-    def _made_bytes(self) -> dict[int, int]:
-        """The largest storage that an op makes, by place."""
-        sizes = {one.storage: one.bytes for one in self.decisions}
-        held = {one.until for one in self.placeholders}
-        known = {number for number, recurs in enumerate(self.recurring) if recurs}
-        found: dict[int, int] = {}
-        for place, op in enumerate(self.ops):
-            known.update(op.inputs)
-            new = [sizes.get(number, 0) for number in op.outputs if number not in known]
-            if new and place not in held:
-                found[place] = max(new)
-            known.update(op.outputs)
-        return found
 
     def __str__(self) -> str:
         """What is decided in total, and what it is predicted to cost, as a short table."""

@@ -266,7 +266,6 @@ def compile_plan(plan: Plan) -> dict[str, Any]:
         "prefetches": _packed(one.prefetch for one in after),
         "binds": bytes(not moving.isdisjoint((*op.inputs, *op.outputs)) for op in plan.ops),
         "room": array("Q", plan.room_bytes()).tobytes(),
-        "pieces": array("Q", plan.piece_bytes()).tobytes(),
         "recurring": bytes(plan.recurring),
         "placeholders": [(one.bytes, one.since, one.until) for one in plan.placeholders],
     }

@@ -63,10 +63,6 @@ class AsyncDevice final : public torch_lms::Device {
     if (has_hole != nullptr && !has_hole(nbytes)) {
       throw torch_lms::NoRoom("the fake device has no hole that is large enough");
     }
-    const size_t reserve = torch_lms::this_thread().contiguous_reserve_bytes;
-    if (torch_lms::this_thread().for_prefetch && reserve != 0 && !has_contiguous(reserve)) {
-      throw torch_lms::NoRoom("the fake device has no block that would be left");
-    }
     return allocator.allocate(nbytes);
   }
   torch_lms::FencePtr submitted_to(int64_t) override {

@@ -50,12 +50,12 @@ TEST(what_finds_no_piece_lets_others_pass_and_comes_later) {
   const at::Tensor as_large = asked.ask(4 * kElements);
   const at::Tensor smaller = asked.ask(kElements / 2);
   asked.set_largest_piece(kNbytes);
-  asked.prefetches.begin(0);
+  asked.prefetches.begin();
   CHECK(!is_coming(large) && !is_coming(as_large));
   CHECK(is_coming(small) && is_coming(smaller));
   CHECK(asked.prefetches.any());
   asked.set_largest_piece(4 * kNbytes);
-  asked.prefetches.begin(0);
+  asked.prefetches.begin();
   CHECK(is_coming(large) && is_coming(as_large));
   CHECK(!asked.prefetches.any());
   CHECK(holds(large, 4 * kElements) && holds(small, kElements) && holds(smaller, kElements / 2));
@@ -70,10 +70,10 @@ TEST(where_memory_is_full_nothing_passes) {
   const at::Tensor small = asked.ask(kElements);
   {
     const at::Tensor other = tensor_of(0, 3 * kElements);
-    asked.prefetches.begin(0);
+    asked.prefetches.begin();
     CHECK(!is_coming(large) && !is_coming(small)); // there would be room for the small one
   }
-  asked.prefetches.begin(0);
+  asked.prefetches.begin();
   CHECK(is_coming(large) && is_coming(small));
 }
 
@@ -89,26 +89,10 @@ TEST(those_that_pass_leave_room_for_what_finds_no_piece) {
   }
   asked.set_largest_piece(kNbytes);
   for (int i = 0; i < 3; ++i) {
-    asked.prefetches.begin(0);
+    asked.prefetches.begin();
   }
   CHECK(is_coming(small[0]) && is_coming(small[1]));
   CHECK(!is_coming(small[2]) && !is_coming(small[3]));
-}
-
-TEST(a_piece_is_left_for_ops) {
-  if (!has_fake()) {
-    SKIP("the CPU's allocator has no pieces");
-  }
-  Asked asked(8 * kMiB);
-  const at::Tensor tensor = asked.ask(kElements);
-  bool left = false;
-  Program::get().async->is_fragmented = [&left] { return !left; };
-  asked.prefetches.begin(kNbytes);
-  CHECK(!is_coming(tensor));
-  asked.prefetches.begin(0);
-  left = is_coming(tensor); // nothing is to be left
-  Program::get().async->is_fragmented = nullptr;
-  CHECK(left);
 }
 
 TEST(what_has_not_left_yet_comes_when_it_has) {
@@ -122,12 +106,12 @@ TEST(what_has_not_left_yet_comes_when_it_has) {
     page_out({tensor});
     REQUIRE(state(tensor) != "paged_out" && state(tensor) != "resident");
     asked.prefetches.add(entity_of(tensor));
-    asked.prefetches.begin(0);
+    asked.prefetches.begin();
     CHECK(asked.prefetches.any());
   }
   lms().manual.wait_pageouts();
   REQUIRE(state(tensor) == "paged_out");
-  asked.prefetches.begin(0);
+  asked.prefetches.begin();
   CHECK(is_coming(tensor) && !asked.prefetches.any());
   CHECK(holds(tensor, 5));
 }
@@ -141,7 +125,7 @@ TEST(what_has_come_in_or_gone_is_not_asked_for_any_more) {
   asked.ask(kElements); // and it is gone
   CHECK(holds(used, kElements));
   const int64_t before = lms().pager.stats().prefetches.load();
-  asked.prefetches.begin(0);
+  asked.prefetches.begin();
   CHECK(!asked.prefetches.any());
   CHECK_EQ(lms().pager.stats().prefetches.load(), before);
 }
