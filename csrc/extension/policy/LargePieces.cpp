@@ -38,11 +38,16 @@ void LargePieces::make_contiguous(Device& device, size_t nbytes) {
     bool moved = move_aside(window);
     // What is on its way out anyway may be enough.
     while (!device.has_contiguous(nbytes) && Clock::now() < deadline &&
-           (pageouts_.wait(&progress, deadline) == Progress::kMoved ||
-            state_.pager.requests().cancel_last_prefetch())) {
+           pageouts_.wait(&progress, deadline) == Progress::kMoved) {
     }
     if (!device.has_contiguous(nbytes)) {
       moved |= trade_places(device, window, victims);
+    }
+    if (!device.has_contiguous(nbytes)) {
+      moved |= let_go(device, window);
+    }
+    if (!device.has_contiguous(nbytes)) { // it keeps its block until its copy is over: one by one
+      moved |= state_.pager.requests().cancel_last_prefetch();
     }
     if (!device.has_contiguous(nbytes) &&
         pageouts_.page_out(device, window.to_page_out(copy_cost())) == 0 && !moved) {
@@ -114,6 +119,15 @@ bool LargePieces::trade_places(Device& device, CrowdedWindow& window, std::vecto
     window.inside.erase(std::find(window.inside.begin(), window.inside.end(), entity));
   }
   return moved;
+}
+
+/// Lets a window go whose storages all leave without a copy: that waits for nothing, and costs less
+/// than to copy again what is on its way in. Returns whether anything has left.
+bool LargePieces::let_go(Device& device, const CrowdedWindow& window) {
+  const std::vector<EntityPtr>& leaving = window.to_page_out(copy_cost());
+  const auto keeps_copy = [](const EntityPtr& entity) { return entity->keeps_copy(); };
+  return std::all_of(leaving.begin(), leaving.end(), keeps_copy) &&
+         pageouts_.page_out(device, leaving) != 0;
 }
 
 void LargePieces::hold_placeholders(Device& device) {

@@ -28,6 +28,7 @@ class LargePieces {
   bool move_out_of(const CrowdedWindow& window, const EntityPtr& entity);
   bool move_aside(CrowdedWindow& window);
   bool trade_places(Device& device, CrowdedWindow& window, std::vector<Victim> victims);
+  bool let_go(Device& device, const CrowdedWindow& window);
   bool hold_placeholder(Device& device, size_t nbytes);
 
   PolicyState& state_;
