@@ -1,8 +1,8 @@
 """Plans for memory that lies in pieces: what one large storage needs has to be free in one piece.
 
-Note [Larger than what comes and goes]: free memory has pieces as large as what the ops of a cycle make, for that comes
-and goes in every cycle. A weight that is larger, as an inference's embedding, would rarely find one to come back to,
-and until it has, what comes after it waits. So it stays, and less memory has to be free, unless that takes longer.
+Note [Larger than what comes and goes]: free memory has pieces as large as what comes and goes in a cycle: what its ops
+make, and weights of which there are many. A weight that is larger, as an inference's embedding, would rarely find one
+to come back to. So it stays, and less memory has to be free, unless that takes longer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from torch_lms.plan.trace import Trace
 __all__ = ["Request", "bounded", "plan_in_pieces"]
 
 _MOST_PRICE = 1.04  # of a step without placeholders, without a margin, or while the largest storages leave
-_TOO_LARGE = "it is larger than all that a cycle makes, and would find no free block to come back to"
+_TOO_LARGE = "it is larger than all that comes and goes, and would find no free block to come back to"
+_FEW = 8  # storages of a size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,16 +53,19 @@ class Request:
 
     @cached_property
     def keeping_the_largest(self) -> Request | None:
-        """The same where storages that are larger than all that a cycle makes stay; None without one."""
+        """The same where the few storages stay that are larger than all that comes and goes; None without one."""
+        sizes = sorted((one.bytes for one in self.trace.storages if one.movable and one.producer is None), reverse=True)
+        if not self.pieces_bytes or not sizes:
+            return None
         made_bytes = max((one.bytes for one in self.trace.storages if one.producer is not None), default=0)
-        largest_bytes = max((one.bytes for one in self.trace.storages if one.movable), default=0)
-        if not self.pieces_bytes or largest_bytes <= made_bytes:
+        usual_bytes = max(made_bytes, sizes[min(_FEW, len(sizes) - 1)])
+        if sizes[0] <= usual_bytes:
             return None
         storages = tuple(
-            replace(one, movable=False, why_not_movable=_TOO_LARGE) if one.movable and one.bytes > made_bytes else one
+            replace(one, movable=False, why_not_movable=_TOO_LARGE) if one.movable and one.bytes > usual_bytes else one
             for one in self.trace.storages
         )
-        pieces_bytes = max(made_bytes, self.pieces_bytes - (largest_bytes - made_bytes))
+        pieces_bytes = max(usual_bytes, self.pieces_bytes - (sizes[0] - usual_bytes))
         return replace(self, trace=replace(self.trace, storages=storages), pieces_bytes=pieces_bytes)
 
     def planner(self, limit_bytes: int, placeholders: Sequence[Placeholder] = ()) -> Planner:

@@ -214,6 +214,33 @@ TEST(what_would_be_copied_out_moves_to_where_something_leaves_without_a_copy) {
   CHECK(holds(dirty, 1) && holds(clean, 2) && holds(large, 4));
 }
 
+TEST(what_leaves_without_a_copy_goes_before_a_copy_in_is_called_off) {
+  Program::get();
+  if (Program::get().async == nullptr) {
+    SKIP("the CPU's allocator has no windows");
+  }
+  const Crowded crowded(*Program::get().async);
+  const at::Tensor coming = tensor_of(1, 10000);
+  REQUIRE(go_out(coming));
+  const at::Tensor clean = kept_tensor(2);
+  REQUIRE(holds(clean, 2));
+  {
+    const HeldCopies held;
+    REQUIRE(lms().pager.requests().prefetch_ahead(entity_of_tensor(coming), 0));
+    crowded.fake.shown_blocks = [&] {
+      const AllocatorBlock beside{address_of(clean) + clean.nbytes(), size_t{1} << 20, true};
+      return std::vector<std::vector<AllocatorBlock>>{{used(clean), beside}};
+    };
+    crowded.fake.has_hole = [](size_t) { return false; }; // nothing can be moved
+    crowded.fake.is_fragmented = [&] { return state(clean) != "paged_out"; };
+    const at::Tensor large = tensor_of(4, (1 << 17) + 1); // the free block is too small for it
+    CHECK_EQ(state(clean), "paged_out");
+    CHECK(state(coming) != "paged_out");
+  }
+  crowded.fake.has_hole = nullptr;
+  CHECK(holds(coming, 1) && holds(clean, 2));
+}
+
 /// A window full of tensors, which find place where others leave that have copies.
 struct Trade : Crowded {
   Trade(AsyncDevice& device, size_t count) : Crowded(device) {

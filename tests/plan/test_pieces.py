@@ -1,0 +1,69 @@
+"""What is larger than all that comes and goes in a cycle stays, where that costs little."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.plan.traces import Program
+from torch_lms.errors import LimitError
+from torch_lms.plan.decision import KEEP
+from torch_lms.plan.document import Plan
+from torch_lms.plan.pieces import Request, plan_in_pieces
+from torch_lms.plan.trace import Trace
+
+MIB = 1 << 20
+LAYERS = 24
+EMBEDDING_BYTES = 200 * MIB
+
+
+def inference(*, weight_bytes: int = 64 * MIB, made_bytes: int = 32 * MIB) -> Trace:
+    """An embedding, then layers of one weight each; each op makes what the next one reads."""
+    program = Program()
+    weights = [program.lasting(EMBEDDING_BYTES), *(program.lasting(weight_bytes) for _ in range(LAYERS))]
+    made: list[int] = []
+    for weight in weights:
+        before, made = made, program.op("aten::mm", 1500.0, reads=(weight, *made), makes=(made_bytes,))
+        program.release(*before)
+    program.release(*made)
+    return program.trace()
+
+
+def request(trace: Trace, limit_bytes: int) -> Request:
+    return Request(trace=trace, limit_bytes=limit_bytes, margin_bytes=32 * MIB, pieces_bytes=EMBEDDING_BYTES)
+
+
+def moves_embedding(plan: Plan) -> bool:
+    return any(one.storage == 0 and one.decision != KEEP for one in plan.decisions)
+
+
+def test_the_largest_weight_stays_and_less_has_to_be_free() -> None:
+    plan = plan_in_pieces(request(inference(), 1400 * MIB), simply=True)
+    assert not moves_embedding(plan)
+    assert plan.limit_bytes == (1400 - 32 - 64) * MIB
+    assert "larger than all that comes and goes" in next(one.reason for one in plan.decisions if one.storage == 0)
+
+
+def test_it_leaves_where_nothing_else_keeps_the_limit() -> None:
+    asked = request(inference(), 400 * MIB)
+    assert asked.keeping_the_largest is not None
+    with pytest.raises(LimitError):
+        plan_in_pieces(asked.keeping_the_largest, simply=True)
+    assert moves_embedding(plan_in_pieces(asked, simply=True))
+
+
+def test_it_leaves_where_the_step_would_take_much_longer_without() -> None:
+    asked = request(inference(weight_bytes=80 * MIB), 500 * MIB)
+    assert asked.keeping_the_largest is not None
+    kept_us = plan_in_pieces(asked.keeping_the_largest, simply=True).predicted.step_us
+    plan = plan_in_pieces(asked, simply=True)
+    assert moves_embedding(plan) and plan.predicted.step_us * 1.04 < kept_us
+
+
+def test_what_is_as_small_as_what_is_made_may_leave() -> None:
+    assert request(inference(made_bytes=EMBEDDING_BYTES), 1600 * MIB).keeping_the_largest is None
+
+
+def test_memory_in_one_piece_has_no_need_of_it() -> None:
+    assert replace(request(inference(), 1400 * MIB), pieces_bytes=0).keeping_the_largest is None
