@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from tests.plan.traces import Program
-from torch_lms.errors import LimitError
 from torch_lms.plan.decision import KEEP
 from torch_lms.plan.document import Plan
 from torch_lms.plan.pieces import Request, plan_in_pieces
@@ -45,12 +42,8 @@ def test_the_largest_weight_stays_and_less_has_to_be_free() -> None:
     assert "larger than all that comes and goes" in next(one.reason for one in plan.decisions if one.storage == 0)
 
 
-def test_it_leaves_where_nothing_else_keeps_the_limit() -> None:
-    asked = request(inference(), 400 * MIB)
-    assert asked.keeping_the_largest is not None
-    with pytest.raises(LimitError):
-        plan_in_pieces(asked.keeping_the_largest, simply=True)
-    assert moves_embedding(plan_in_pieces(asked, simply=True))
+def test_it_leaves_where_ops_would_read_weights_from_the_host_without() -> None:
+    assert moves_embedding(plan_in_pieces(request(inference(), 300 * MIB), simply=True))
 
 
 def test_it_leaves_where_the_step_would_take_much_longer_without() -> None:
@@ -58,7 +51,8 @@ def test_it_leaves_where_the_step_would_take_much_longer_without() -> None:
     assert asked.keeping_the_largest is not None
     kept_us = plan_in_pieces(asked.keeping_the_largest, simply=True).predicted.step_us
     plan = plan_in_pieces(asked, simply=True)
-    assert moves_embedding(plan) and plan.predicted.step_us * 1.04 < kept_us
+    assert moves_embedding(plan)
+    assert plan.predicted.step_us * 1.04 < kept_us
 
 
 def test_what_is_as_small_as_what_is_made_may_leave() -> None:
