@@ -290,7 +290,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=512, help="of each prompt")
     parser.add_argument("--new", type=int, default=48, help="tokens that are made")
-    parser.add_argument("--prefills", type=int, default=48)
+    parser.add_argument("--prefills", type=int, default=64)
     parser.add_argument("--only", default="limited,streamed,accelerate", help="comma-separated, besides the plain run")
     parser.add_argument("--tiny", action="store_true", help="small shapes on the CPU, to try it without a GPU")
     parser.add_argument("--output-dir", default="benchmarks/results")

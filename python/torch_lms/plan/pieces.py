@@ -97,14 +97,19 @@ def plan_in_pieces(request: Request, *, simply: bool) -> Plan:
     Raises:
         LimitError: if no plan keeps the limit.
     """
+    kept = _keeping_the_largest(request, simply=simply)
+    if kept is not None and simply:
+        return kept  # whether it is worth it takes as long again
     found = _with_placeholders(request, simply=simply)
-    if request.keeping_the_largest is None:
-        return found
+    return kept if kept is not None and _is_worth_it(kept, found) else found
+
+
+def _keeping_the_largest(request: Request, *, simply: bool) -> Plan | None:
     try:
-        kept = _with_placeholders(request.keeping_the_largest, simply=simply)
+        kept = request.keeping_the_largest
+        return None if kept is None else _with_placeholders(kept, simply=simply)
     except LimitError:
-        return found
-    return kept if _is_worth_it(kept, found) else found
+        return None
 
 
 def _with_placeholders(request: Request, *, simply: bool) -> Plan:
