@@ -1,5 +1,8 @@
 // What a plan has asked to come in begins in order, as soon as there is room for it.
 
+#include <atomic>
+#include <thread>
+
 #include <extension/access/Prefetches.h>
 
 #include "limited.h"
@@ -128,6 +131,45 @@ TEST(what_has_come_in_or_gone_is_not_asked_for_any_more) {
   asked.prefetches.begin();
   CHECK(!asked.prefetches.any());
   CHECK_EQ(lms().pager.stats().prefetches.load(), before);
+}
+
+TEST(threads_that_ask_and_begin_at_once_lose_nothing) {
+  if (!has_fake()) {
+    SKIP("the CPU's allocator has no pieces");
+  }
+  Asked asked(8 * kMiB);
+  std::vector<at::Tensor> tensors;
+  for (int64_t i = 0; i < 12; ++i) {
+    tensors.push_back(tensor_of(i, kElements / (1 + i % 3)));
+  }
+  std::atomic<uint32_t> holes{0};
+  Program::get().async->has_hole = [&holes](size_t) { return holes.fetch_add(1) % 3 != 0; };
+  std::vector<std::thread> threads;
+  for (size_t thread = 0; thread < 3; ++thread) {
+    threads.emplace_back([&, thread] {
+      for (size_t round = 0; round < 60; ++round) {
+        const at::Tensor& tensor = tensors[(5 * round + 4 * thread) % tensors.size()];
+        page_out({tensor});
+        asked.prefetches.add(entity_of(tensor));
+        asked.prefetches.begin();
+        if (round % 20 == 19) {
+          asked.prefetches.clear();
+        }
+      }
+    });
+  }
+  for (std::thread& thread : threads) {
+    thread.join();
+  }
+  Program::get().async->has_hole = nullptr;
+  lms().manual.wait_pageouts();
+  for (int round = 0; round < 20 && asked.prefetches.any(); ++round) {
+    asked.prefetches.begin();
+  }
+  CHECK(!asked.prefetches.any());
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    CHECK(holds(tensors[i], static_cast<int64_t>(i)));
+  }
 }
 
 } // namespace
