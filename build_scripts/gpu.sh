@@ -48,7 +48,7 @@ export PYTHONPATH=$PWD/python${PYTHONPATH:+:$PYTHONPATH}
 tests=(access memory graphs training optimizers devices profile pipeline chunks chunk_ranks)
 benchmarks=(transfers overhead model_state what_runs inference optimizer_choice)
 # How long each may take, in seconds; the others 120.
-declare -A most_s=([access]=150 [graphs]=170 [training]=170 [every_op]=300 [inference]=240 [optimizer_choice]=200 [overhead]=220
+declare -A most_s=([access]=150 [graphs]=170 [training]=170 [every_op]=300 [inference]=280 [optimizer_choice]=200 [overhead]=220
   [plans]=540 [plans_peers]=240 [plans_compiled]=500 [plan_models]=540 [largest_batch]=540 [largest_tokens]=300
   [large_state]=500 [chunked]=300 [chunked_large]=400 [chunk_ranks_rate]=200
   [stage_relief]=330)
