@@ -7,7 +7,7 @@
 namespace torch_lms {
 namespace {
 
-constexpr size_t kMostAtOnce = 32;
+constexpr size_t kMostAtOnce = 32; // are looked at before an op
 
 } // namespace
 
@@ -48,7 +48,7 @@ void Prefetches::begin() {
   remove(settled);
 }
 
-std::vector<EntityPtr> Prefetches::first() const {
+std::vector<EntityPtr> Prefetches::first() {
   std::lock_guard<std::mutex> lock(mutex_);
   const size_t count = std::min(kMostAtOnce, entities_.size());
   return {entities_.begin(), entities_.begin() + static_cast<std::ptrdiff_t>(count)};

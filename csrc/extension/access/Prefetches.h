@@ -30,17 +30,17 @@ class Prefetches {
   void add(EntityPtr entity);
   void clear();
 
-  /// Begins copies in until there is no room for the next.
+  /// Begins those that there is room for. See Note [Past what finds no piece].
   void begin();
 
  private:
-  std::vector<EntityPtr> first() const;
+  std::vector<EntityPtr> first();
   void remove(const std::vector<EntityPtr>& settled);
   bool has_room_for(const EntityPtr& entity, size_t beside_bytes) const;
 
   Pager& pager_;
   std::atomic<bool> any_{false};
-  mutable std::mutex mutex_; // guards what follows
+  std::mutex mutex_; // guards what follows
   std::deque<EntityPtr> entities_;
 };
 

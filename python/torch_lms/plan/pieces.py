@@ -92,14 +92,14 @@ def plan_in_pieces(request: Request, *, simply: bool) -> Plan:
 
     Args:
         request: what to plan; it remembers what was found.
-        simply: see `make_plan`.
+        simply: see `make_plan`; the largest storages then stay if they can, whatever that costs.
 
     Raises:
         LimitError: if no plan keeps the limit.
     """
     kept = _keeping_the_largest(request, simply=simply)
     if kept is not None and simply:
-        return kept  # whether it is worth it takes as long again
+        return kept  # to find out whether it is worth it takes as long again
     found = _with_placeholders(request, simply=simply)
     return kept if kept is not None and _is_worth_it(kept, found) else found
 

@@ -50,8 +50,7 @@ class Planned {
   Observed observed_;
   Audition audition_;
   at::Tensor tensor_ = tensor_of(3);
-  EntityPtr entity_ =
-      lms().pager.find_or_track(*tensor_.storage().unsafeGetStorageImpl(), FoundBy::kHand);
+  EntityPtr entity_ = tracked(tensor_);
 
  public:
   Executor executor{lms().pager, lms().policy, lms().recipes, audition_};

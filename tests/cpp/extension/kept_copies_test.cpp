@@ -134,9 +134,7 @@ TEST(what_was_written_before_an_op_that_takes_its_address_is_copied) {
 }
 
 TEST(what_comes_in_is_counted_once) {
-  if (Program::get().async == nullptr) {
-    SKIP("the queue's worker copies it");
-  }
+  fake_device("the queue's worker copies it");
   const Settled settled;
   const at::Tensor tensor = tensor_of(3);
   REQUIRE(go_out(tensor));
@@ -217,9 +215,7 @@ struct OnItsWayIn {
 };
 
 TEST(a_block_that_goes_before_it_is_filled_outlasts_its_copy) {
-  if (Program::get().async == nullptr) {
-    SKIP("its copies are over when they have been submitted");
-  }
+  fake_device("its copies are over when they have been submitted");
   OnItsWayIn one;
   std::thread waits([] { lms().manual.wait_pageins(); });
   while (lms().pager.paged_out_storages() != 0) { // until it has been committed

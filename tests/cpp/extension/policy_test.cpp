@@ -88,8 +88,7 @@ TEST(what_has_not_left_after_all_may_go_again) {
   DeviceWatch watch;
   watch.begin(Program::get().device(), options);
   const at::Tensor tensor = tensor_of(3);
-  const EntityPtr entity =
-      lms().pager.find_or_track(*tensor.storage().unsafeGetStorageImpl(), FoundBy::kHand);
+  const EntityPtr entity = tracked(tensor);
   watch.note_resident(entity);
   const auto may_go = [&] { return !watch.resident_by_next_use(cycles, 0).empty(); };
   REQUIRE(may_go());
@@ -111,10 +110,7 @@ TEST(what_has_not_left_after_all_may_go_again) {
 
 /// See Note [Ops larger than the limit]: an op lets go of an input for a moment, to have it go out.
 TEST(what_another_thread_pages_out_while_an_op_lets_go_of_it_has_what_the_op_writes) {
-  Program::get();
-  if (Program::get().async == nullptr) {
-    SKIP("nothing tells when an op lets go");
-  }
+  fake_device("nothing tells when an op lets go");
   const Limited limited(9 * kMiB / 2);
   const at::Tensor given = at::full({1 << 18}, 2, at::kFloat);
   const at::Tensor storage = at::full({1 << 19}, 7, at::kFloat); // larger: it is to go first

@@ -207,7 +207,7 @@ TEST(it_comes_back_before_what_it_is_made_from_is_written_through_an_address) {
   }
   const Observed observed;
   const at::Tensor input = tensor_of(3);
-  lms().pager.find_or_track(*input.storage().unsafeGetStorageImpl(), FoundBy::kHand);
+  tracked(input);
   const Made made = made_by([&] { return input.mul(5); });
   REQUIRE(made.drop());
   input.mutable_data_ptr<int64_t>()[0] = 8;

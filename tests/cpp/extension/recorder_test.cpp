@@ -11,10 +11,6 @@
 namespace torch_lms {
 namespace {
 
-EntityPtr entity_behind(const at::Tensor& tensor) {
-  return lms().pager.find_or_track(*tensor.storage().unsafeGetStorageImpl(), FoundBy::kHand);
-}
-
 /// A recorded program, and what a look at every storage after every op finds.
 class Recorded {
  public:
@@ -115,7 +111,7 @@ class RandomProgram {
     }
     std::vector<EntityPtr> used;
     for (size_t i = 0; i < 3 && !tensors_.empty(); ++i) {
-      used.push_back(entity_behind(tensors_[below(tensors_.size())]));
+      used.push_back(tracked(tensors_[below(tensors_.size())]));
     }
     recorded.op(used);
   }
@@ -152,10 +148,10 @@ TEST(storages_that_stay_are_not_looked_into) {
   std::vector<at::Tensor> tensors;
   for (int i = 0; i < 300; ++i) {
     tensors.push_back(at::empty({64}, at::kFloat));
-    recorded.op({entity_behind(tensors.back())});
+    recorded.op({tracked(tensors.back())});
   }
   for (int i = 0; i < 300; ++i) {
-    recorded.op({entity_behind(tensors.front())});
+    recorded.op({tracked(tensors.front())});
     if (i % 30 == 0) {
       tensors.pop_back();
     }

@@ -9,19 +9,17 @@
 namespace torch_lms {
 namespace {
 
+constexpr const char* kNoWindows = "the CPU's allocator has no windows";
+
 bool anywhere(const void*) {
   return true;
-}
-
-EntityPtr entity_of_tensor(const at::Tensor& tensor) {
-  return lms().pager.find_or_track(*tensor.storage().unsafeGetStorageImpl(), FoundBy::kHand);
 }
 
 TEST(a_relocated_storage_has_its_bytes_elsewhere) {
   const Settled settled;
   const at::Tensor tensor = tensor_of(3);
   const void* before = tensor.const_data_ptr();
-  REQUIRE(lms().pager.requests().relocate(entity_of_tensor(tensor), &anywhere));
+  REQUIRE(lms().pager.requests().relocate(tracked(tensor), &anywhere));
   CHECK(tensor.const_data_ptr() != before);
   CHECK_EQ(state(tensor), "resident");
   CHECK(holds(tensor, 3));
@@ -34,15 +32,14 @@ TEST(an_address_that_does_not_suit_is_not_taken) {
   const at::Tensor tensor = tensor_of(3);
   const void* before = tensor.const_data_ptr();
   const void* refused = nullptr;
-  REQUIRE(lms().pager.requests().relocate(entity_of_tensor(tensor), [&](const void* address) {
+  REQUIRE(lms().pager.requests().relocate(tracked(tensor), [&](const void* address) {
     const bool first = refused == nullptr;
     refused = first ? address : refused;
     return !first;
   }));
   CHECK(tensor.const_data_ptr() != before);
   CHECK(tensor.const_data_ptr() != refused);
-  CHECK(!lms().pager.requests().relocate(
-      entity_of_tensor(tensor), [](const void*) { return false; }));
+  CHECK(!lms().pager.requests().relocate(tracked(tensor), [](const void*) { return false; }));
   CHECK(holds(tensor, 3));
 }
 
@@ -50,7 +47,7 @@ TEST(what_is_in_use_or_out_stays_where_it_is) {
   const Settled settled;
   const OpCallbacks::Request request{lms().callbacks};
   const at::Tensor tensor = tensor_of(3);
-  const EntityPtr entity = entity_of_tensor(tensor);
+  const EntityPtr entity = tracked(tensor);
   const void* before = tensor.const_data_ptr();
   entity->pin();
   CHECK(!lms().pager.requests().relocate(entity, &anywhere));
@@ -68,10 +65,9 @@ TEST(a_dropped_storage_is_made_again_from_one_that_was_relocated) {
   const at::Tensor input = tensor_of(3);
   const Made made = made_by([&] { return input.mul(5); });
   REQUIRE(made.drop());
-  REQUIRE(lms().pager.requests().relocate(entity_of_tensor(input), &anywhere));
+  REQUIRE(lms().pager.requests().relocate(tracked(input), &anywhere));
   CHECK(holds(made.tensor, 15));
-  CHECK(
-      !lms().pager.requests().relocate(entity_of_tensor(input), [](const void*) { return false; }));
+  CHECK(!lms().pager.requests().relocate(tracked(input), [](const void*) { return false; }));
 }
 
 const char* address_of(const at::Tensor& tensor) {
@@ -88,7 +84,7 @@ TEST(a_window_is_made_of_what_costs_least_and_emptied) {
   std::vector<Victim> victims; // the last eighth of them are needed too soon
   for (int64_t value = 0; value < 8; ++value) {
     tensors.push_back(tensor_of(value));
-    victims.push_back({100 - static_cast<uint64_t>(value), entity_of_tensor(tensors.back())});
+    victims.push_back({100 - static_cast<uint64_t>(value), tracked(tensors.back())});
   }
   const size_t nbytes = tensors[0].nbytes();
   const AllocatorBlock free{address_of(tensors[0]) + nbytes, nbytes, true};
@@ -122,7 +118,7 @@ TEST(a_window_is_preferred_whose_storages_find_place_elsewhere) {
     return address_of(a) < address_of(b);
   });
   for (size_t i = 0; i < tensors.size(); ++i) {
-    victims.push_back({100 - i, entity_of_tensor(tensors[i])});
+    victims.push_back({100 - i, tracked(tensors[i])});
   }
   const size_t small = tensors[1].nbytes();
   const auto free = [&](size_t after, size_t nbytes) {
@@ -156,7 +152,7 @@ TEST(a_window_that_leaves_without_copies_is_cheaper_the_more_a_copy_costs) {
       tensor_of(0), tensor_of(1), kept_tensor(2), tensor_of(3)};
   std::vector<Victim> victims;
   for (const at::Tensor& tensor : tensors) {
-    victims.push_back({100 - victims.size(), entity_of_tensor(tensor)});
+    victims.push_back({100 - victims.size(), tracked(tensor)});
   }
   REQUIRE(victims[2].entity->keeps_copy()); // in the later half: what is needed soon costs twice
   REQUIRE(!victims[0].entity->keeps_copy());
@@ -184,11 +180,7 @@ struct Crowded : Settled {
 };
 
 TEST(what_would_be_copied_out_moves_to_where_something_leaves_without_a_copy) {
-  Program::get();
-  if (Program::get().async == nullptr) {
-    SKIP("the CPU's allocator has no windows");
-  }
-  const Crowded crowded(*Program::get().async);
+  const Crowded crowded(fake_device(kNoWindows));
   const at::Tensor dirty = tensor_of(1, 10000);
   const at::Tensor clean = kept_tensor(2); // smaller, but there is something free beside it
   REQUIRE(holds(dirty, 1) && holds(clean, 2));
@@ -215,18 +207,14 @@ TEST(what_would_be_copied_out_moves_to_where_something_leaves_without_a_copy) {
 }
 
 TEST(what_leaves_without_a_copy_goes_before_a_copy_in_is_called_off) {
-  Program::get();
-  if (Program::get().async == nullptr) {
-    SKIP("the CPU's allocator has no windows");
-  }
-  const Crowded crowded(*Program::get().async);
+  const Crowded crowded(fake_device(kNoWindows));
   const at::Tensor coming = tensor_of(1, 10000);
   REQUIRE(go_out(coming));
   const at::Tensor clean = kept_tensor(2);
   REQUIRE(holds(clean, 2));
   {
     const HeldCopies held;
-    REQUIRE(lms().pager.requests().prefetch_ahead(entity_of_tensor(coming), 0));
+    REQUIRE(lms().pager.requests().prefetch_ahead(tracked(coming), 0));
     crowded.fake.shown_blocks = [&] {
       const AllocatorBlock beside{address_of(clean) + clean.nbytes(), size_t{1} << 20, true};
       return std::vector<std::vector<AllocatorBlock>>{{used(clean), beside}};
@@ -306,12 +294,8 @@ struct Trade : Crowded {
 };
 
 TEST(who_changes_places_is_moved_when_there_is_a_place_and_nobody_else) {
-  Program::get();
-  if (Program::get().async == nullptr) {
-    SKIP("the CPU's allocator has no windows");
-  }
   const size_t count = PolicyOptions().most_to_trade;
-  const Trade trade(*Program::get().async, count);
+  const Trade trade(fake_device(kNoWindows), count);
   const at::Tensor large = trade.fill();
   CHECK_EQ(trade.moved(), count);
   CHECK_EQ(trade.left(), count);
@@ -319,11 +303,7 @@ TEST(who_changes_places_is_moved_when_there_is_a_place_and_nobody_else) {
 }
 
 TEST(many_small_ones_do_not_change_places) {
-  Program::get();
-  if (Program::get().async == nullptr) {
-    SKIP("the CPU's allocator has no windows");
-  }
-  const Trade trade(*Program::get().async, PolicyOptions().most_to_trade + 1);
+  const Trade trade(fake_device(kNoWindows), PolicyOptions().most_to_trade + 1);
   const at::Tensor large = trade.fill();
   CHECK_EQ(trade.moved(), 0U);
   CHECK_EQ(trade.left(), 0U);

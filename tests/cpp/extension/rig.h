@@ -62,6 +62,14 @@ inline torch_lms::Runtime& lms() {
   return Program::get().runtime;
 }
 
+/// Skips the test where the device is the real CPU: `why` that cannot show it.
+inline AsyncDevice& fake_device(const char* why) {
+  if (Program::get().async == nullptr) {
+    SKIP(why);
+  }
+  return *Program::get().async;
+}
+
 /// Copies to and from the host wait while one of these lives, where the device can.
 class HeldCopies {
  public:
@@ -86,6 +94,12 @@ class HeldCopies {
 inline at::Tensor tensor_of(int64_t value, int64_t elements = 8192) {
   Program::get();
   return at::full({elements}, value, at::kLong);
+}
+
+/// The entity of its storage, from now on if it had none.
+inline torch_lms::EntityPtr tracked(const at::Tensor& tensor) {
+  return lms().pager.find_or_track(
+      *tensor.storage().unsafeGetStorageImpl(), torch_lms::FoundBy::kHand);
 }
 
 /// Ops read the bytes.
