@@ -229,7 +229,7 @@ void bind_plans(py::module_& module) {
       py::call_guard<py::gil_scoped_release>());
   module.def("measured_plan", [] {
     const MeasuredPlan found = runtime().planning.measured();
-    return std::make_tuple(found.signature, found.step_us, found.peak_bytes);
+    return std::make_tuple(found.signature, found.step_us, found.peak_bytes, found.wait_us);
   });
   module.def("share_in_step", [] { return runtime().planning.share_in_step(); });
   module.def("pages_on_demand", [] { return runtime().planning.on_demand(); });

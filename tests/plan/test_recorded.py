@@ -114,7 +114,7 @@ def test_where_ops_need_much_for_themselves_plans_are_found_and_beat_copies_alon
 
 def test_room_for_memory_in_pieces_does_not_have_ops_read_more_from_the_host() -> None:
     limit_bytes, host_limit_bytes = 24 * GIB, 85 * GIB
-    room = margins(trace("unet3d"), limit_bytes, is_crowded=False)
+    room = margins(trace("unet3d"), limit_bytes)
     request = Request(trace=trace("unet3d"), limit_bytes=limit_bytes, host_limit_bytes=host_limit_bytes, **room)
 
     def served(plan: Plan) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from torch_lms.plan.margins import lost_share
 from torch_lms.plan.margins import margins as margins_of
 from torch_lms.swap import planning
 
@@ -17,38 +18,50 @@ def trace(device: str, *sizes: int) -> Any:
     return SimpleNamespace(device=device, storages=[SimpleNamespace(bytes=size) for size in sizes])
 
 
-def margins(device: str, *, is_crowded: bool) -> tuple[int, int]:
-    found = margins_of(trace(device, GIB // 8, GIB // 2), 32 * GIB, is_crowded=is_crowded)
+def margins(device: str, largest_bytes: int, *, lost: float = 0.0) -> tuple[int, int]:
+    found = margins_of(trace(device, GIB // 8, largest_bytes), 32 * GIB, lost=lost)
     return found["margin_bytes"], found["pieces_bytes"]
 
 
 def test_the_largest_storage_has_room_in_one_piece() -> None:
-    assert margins("cuda:0", is_crowded=False) == (GIB, GIB // 2)
+    assert margins("cuda:0", GIB // 2) == (GIB, GIB // 2)
 
 
-def test_where_that_was_too_little_an_eighth_of_the_limit_stays_free() -> None:
-    assert margins("cuda:0", is_crowded=True) == (GIB, 3 * GIB)
+@pytest.mark.parametrize(("lost", "pieces_bytes"), [(0.039, GIB // 2), (0.041, GIB), (0.099, GIB), (0.101, 3 * GIB)])
+def test_the_more_a_step_loses_the_more_room_stays_free(lost: float, pieces_bytes: int) -> None:
+    assert margins("cuda:0", GIB // 2, lost=lost) == (GIB, pieces_bytes)
 
 
-@pytest.mark.parametrize("is_crowded", [False, True])
-def test_a_processor_s_memory_does_not_lie_in_pieces(is_crowded: bool) -> None:
-    assert margins("cpu", is_crowded=is_crowded) == (GIB, 0)
+@pytest.mark.parametrize("lost", [0.0, 0.05, 0.5])
+def test_pieces_take_no_more_than_their_share_of_the_limit(lost: float) -> None:
+    assert margins("cuda:0", 4 * GIB, lost=lost) == (GIB, 3 * GIB)
+
+
+@pytest.mark.parametrize("lost", [0.0, 0.05, 0.5])
+def test_a_processor_s_memory_does_not_lie_in_pieces(lost: float) -> None:
+    assert margins("cpu", GIB // 2, lost=lost) == (GIB, 0)
 
 
 @pytest.mark.parametrize(
-    ("name", "measured", "expected"),
+    ("step_us", "wait_us", "expected"),
     [
-        ("a#1", ("a#1", 1111.0, GIB), True),
-        ("a#1", ("a#1", 1099.0, GIB), False),
-        ("a#1", ("b#2", 9999.0, GIB), False),
-        ("a#1", ("", 0.0, 0), False),
-        ("unknown#7", ("unknown#7", 9999.0, GIB), False),
+        (1100.0, 400.0, 0.1),  # what it took longer
+        (1400.0, 100.0, 0.1),  # what it waited: the rest has other causes
+        (900.0, 100.0, 0.0),
+        (0.0, 0.0, 0.0),  # nobody knows
     ],
 )
-def test_a_plan_is_too_tight_if_its_own_steps_take_much_longer(
-    name: str, measured: tuple[str, float, int], expected: bool, monkeypatch: pytest.MonkeyPatch
+def test_a_step_loses_what_it_takes_longer_if_it_waits_for_memory(
+    step_us: float, wait_us: float, expected: float
 ) -> None:
-    plan: Any = SimpleNamespace(step_us=1000.0)
-    monkeypatch.setitem(planning._plans, "a#1", plan)
-    monkeypatch.setattr(planning.core, "measured_plan", lambda: measured)
-    assert planning._takes_much_longer(name) is expected
+    assert lost_share(1000.0, step_us, wait_us) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("a#1", {"step_us": 1111.0, "wait_us": 22.0}), ("b#2", {}), ("unknown#7", {})]
+)
+def test_what_another_plan_s_steps_took_is_not_a_plan_s(
+    name: str, expected: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning.core, "measured_plan", lambda: ("a#1", 1111.0, GIB, 22.0))
+    assert planning._measured(name) == expected

@@ -21,7 +21,7 @@ def no_thread(_: threading.Thread) -> None:
 def test_a_planner_without_a_thread_is_told_of_once_and_can_be_ended(
     followed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept = planning._Kept({"document": b"", "signature": "a", "device": "cpu", "step_us": 1.0}, b"")
+    kept = planning._Kept({"document": b"", "signature": "a", "device": "cpu"}, b"")
     monkeypatch.setattr(planning, "_wishes", planning.Wishes(limits={"cpu": 1}))
     monkeypatch.setattr(planning, "_planner", None)
     monkeypatch.setattr(planning, "_has_warned", False)

@@ -149,8 +149,11 @@ void Planning::end_cycle() {
   if (followed != nullptr) {
     drops_.end(); // until the host fills all the same
   }
-  const double cycle_us =
-      meter_.end_cycle(followed, policy_.take_cycle_peak(*device), StepMeter::Clock::now());
+  const double cycle_us = meter_.end_cycle(
+      followed,
+      policy_.take_cycle_peak(*device),
+      pager_.stats().wait_us.load(std::memory_order_relaxed),
+      StepMeter::Clock::now());
   time_ops(*device, followed);
   if (!was_recorded && cycle_us > 0 && policy_.attention() == Attention::kArmed) {
     compare(*device, followed, cycle_us);

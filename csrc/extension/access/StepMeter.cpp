@@ -10,9 +10,11 @@ namespace torch_lms {
 double StepMeter::end_cycle(
     const std::shared_ptr<const CompiledPlan>& followed,
     size_t peak_bytes,
+    int64_t waited_us,
     Clock::time_point now) {
   std::lock_guard<std::mutex> lock(mutex_);
   const auto began = std::exchange(ended_, now);
+  const int64_t waited_before_us = std::exchange(waited_us_, waited_us);
   if (began == Clock::time_point()) {
     return 0;
   }
@@ -30,7 +32,9 @@ double StepMeter::end_cycle(
   if (!std::exchange(in_step_, true)) {
     return step_us; // The first one still clears up after what was before.
   }
-  const Cycle cycle{step_us, peak_bytes};
+  // All is counted anew where somebody resets the counters.
+  const int64_t wait_us = std::max<int64_t>(waited_us - waited_before_us, 0);
+  const Cycle cycle{step_us, peak_bytes, static_cast<double>(wait_us)};
   if (cycles_.size() < kMostCycles) {
     cycles_.push_back(cycle);
   } else {
@@ -46,6 +50,7 @@ void StepMeter::clear() {
   at_ = 0;
   in_step_ = false;
   ended_ = Clock::time_point();
+  waited_us_ = 0;
 }
 
 MeasuredPlan StepMeter::measured() const {
@@ -53,11 +58,14 @@ MeasuredPlan StepMeter::measured() const {
   MeasuredPlan found;
   found.signature = plan_ != nullptr ? plan_->signature : std::string();
   std::vector<double> steps_us;
+  std::vector<double> waits_us;
   for (const Cycle& cycle : cycles_) {
     steps_us.push_back(cycle.step_us);
+    waits_us.push_back(cycle.wait_us);
     found.peak_bytes = std::max(found.peak_bytes, cycle.peak_bytes);
   }
   found.step_us = median_of(std::move(steps_us));
+  found.wait_us = median_of(std::move(waits_us));
   return found;
 }
 

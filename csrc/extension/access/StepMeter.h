@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -16,6 +17,7 @@ struct MeasuredPlan {
   std::string signature; ///< Of the plan; empty while none has been carried out.
   double step_us = 0; ///< The median of the latest cycles, from one's end to the next's; 0 before.
   size_t peak_bytes = 0; ///< The most that was in use at once in these.
+  double wait_us = 0; ///< The median of what their ops have waited for memory.
 };
 
 /// Measures cycles that are carried out by a plan.
@@ -25,11 +27,12 @@ class StepMeter {
  public:
   using Clock = std::chrono::steady_clock;
 
-  /// A cycle has ended that has followed a plan; null: none. Returns what it took, in microseconds;
-  /// 0 for the first one, whose beginning nobody has seen.
+  /// A cycle has ended that has followed a plan; null: none. `waited_us`: by ops for memory, ever.
+  /// Returns what it took, in microseconds; 0 for the first one, whose beginning nobody has seen.
   double end_cycle(
       const std::shared_ptr<const CompiledPlan>& followed,
       size_t peak_bytes,
+      int64_t waited_us,
       Clock::time_point now);
 
   void clear();
@@ -42,6 +45,7 @@ class StepMeter {
   struct Cycle {
     double step_us;
     size_t peak_bytes;
+    double wait_us;
   };
 
   mutable std::mutex mutex_; // guards what follows
@@ -50,6 +54,7 @@ class StepMeter {
   size_t at_ = 0; // where the next goes
   bool in_step_ = false; // the cycle before followed the same plan
   Clock::time_point ended_; // the last one; the epoch if none has
+  int64_t waited_us_ = 0; // until then
 };
 
 } // namespace torch_lms

@@ -12,7 +12,7 @@ from typing import Any
 from torch_lms.errors import LimitError, LmsError
 from torch_lms.plan.calibration import calibrated
 from torch_lms.plan.document import Plan
-from torch_lms.plan.margins import margins
+from torch_lms.plan.margins import lost_share, margins
 from torch_lms.plan.messages import read_message, write_message
 from torch_lms.plan.pieces import Request, bounded, plan_in_pieces
 from torch_lms.plan.predict import priced_again
@@ -49,21 +49,24 @@ def answers(given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     Args:
         given: either a ``recording`` and the ``link`` that it was made beside, or a ``trace``, the ``times_us`` of a
             cycle that followed a plan, what its ``host`` took (see `timed_again`; None if that is not known), and that
-            plan as ``followed``, whose cycles take ``step_us`` (left out if nobody knows); documents as JSON in bytes.
-            Besides, ``is_crowded`` (see `margins`) and the other arguments of a `Request`.
+            plan as ``followed``, whose cycles take ``step_us``, and wait for memory for ``wait_us`` of it (left out if
+            nobody knows); documents as JSON in bytes. Besides, the other arguments of a `Request`.
     """
     rest = dict(given)
     trace = likely = _trace_of(rest)
     yield {"trace": trace.to_json().encode()}
     followed: Plan | None = None
+    lost = 0.0
     if (given_plan := rest.pop("followed", None)) is not None:
         followed = Plan.from_json(given_plan.decode())
-        likely = calibrated(trace, followed, rest.pop("step_us", 0.0))
+        step_us, wait_us = rest.pop("step_us", 0.0), rest.pop("wait_us", 0.0)
+        lost = lost_share(followed.predicted.step_us, step_us, wait_us)
+        likely = calibrated(trace, followed, step_us)
         followed = priced_again(followed, likely)
         yield {"priced": told_of(followed)}
     if (rest.get("host_limit_bytes") or 0) >= simulate(trace, []).peak_bytes:
         rest["host_limit_bytes"] = None  # whatever goes out has room
-    rest |= margins(trace, rest["limit_bytes"], is_crowded=rest.pop("is_crowded", False))
+    rest |= margins(trace, rest["limit_bytes"], lost=lost)
     request = Request(trace=trace, **rest)
     last = yield from _plans(request, likely)
     if followed is not None:

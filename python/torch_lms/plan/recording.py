@@ -282,5 +282,4 @@ def told_of(plan: Plan) -> dict[str, Any]:
         "document": plan.to_json().encode(),
         "signature": plan.signature,
         "device": plan.device,
-        "step_us": plan.predicted.step_us,
     }

@@ -27,7 +27,6 @@ from torch_lms.swap.planner_process import PlannerProcess
 
 __all__ = ["Wishes", "begin", "current_plan", "end", "given_plan", "is_planning", "last_trace", "leave", "start"]
 
-_MUCH_SLOWER = 1.1  # than predicted
 _NO_PLAN = "torch_lms: no plan was made for this program, which pages on demand: {}"
 _ONE_DEVICE = (
     "torch_lms: the program on {} is planned for, and {} pages on demand; to plan for another device, make it the "
@@ -67,7 +66,6 @@ class _Kept:
         self.document: bytes = told["document"]
         self.signature: str = told["signature"]
         self.device: str = told["device"]
-        self.step_us: float = told["step_us"]  # as the plan predicts
         self.trace = trace  # what it was made of
 
     @cached_property
@@ -196,7 +194,7 @@ def current_plan() -> Plan | None:
         latest, plans = _plans.get(_latest), dict(_plans)
     if latest is None or core.pages_on_demand():
         return None
-    name, step_us, peak_bytes = core.measured_plan()
+    name, step_us, peak_bytes, _ = core.measured_plan()
     if name not in plans or not step_us:
         return latest.plan
     return replace(plans[name].plan, measured=Measured(step_us=step_us, peak_bytes=peak_bytes))
@@ -223,7 +221,6 @@ def start() -> None:
     where.forget()
     with _lock:
         wishes, followed = _wishes, _plans.get(name)
-        is_crowded = recording is None and _takes_much_longer(name)
     if wishes is None:
         return
     if recording is not None:
@@ -234,11 +231,11 @@ def start() -> None:
         # A processor's ops are over when they return: their time is the host's.
         host = None if followed.device.startswith("cpu") else times
         request = {"trace": followed.trace, "times_us": times["times_us"], "host": host, "followed": followed.document}
-        request["step_us"] = _measured_us(name)
+        request |= _measured(name)
         device = followed.device
     else:
         return
-    request |= {"limit_bytes": wishes.limits[device], "is_crowded": is_crowded}
+    request["limit_bytes"] = wishes.limits[device]
     request["host_limit_bytes"] = int(_HOST_SHARE * core.memory_report(device)["host_limit_bytes"])
     request |= {"swap": wishes.swap, "recompute": wishes.recompute}
     planner = threading.Thread(target=_plan_beside, args=(request, wishes, name), daemon=True, name="torch_lms planner")
@@ -253,19 +250,10 @@ def start() -> None:
             _note_no_plan(error)
 
 
-def _takes_much_longer(name: str) -> bool:
-    """Under the lock: whether the steps of a plan have taken much longer than it says.
-
-    Then most of the time goes into looking for memory in one piece, and what has been planned does not hold any more.
-    """
-    kept = _plans.get(name)
-    return kept is not None and _measured_us(name) > kept.step_us * _MUCH_SLOWER
-
-
-def _measured_us(name: str) -> float:
-    """What the steps of a plan have taken; 0 if that is not known."""
-    measured, step_us, _ = core.measured_plan()
-    return float(step_us) if measured == name else 0.0
+def _measured(name: str) -> dict[str, float]:
+    """What the steps of a plan have taken, and waited for memory; nothing if that is not known."""
+    measured, step_us, _, wait_us = core.measured_plan()
+    return {"step_us": step_us, "wait_us": wait_us} if measured == name else {}
 
 
 def _keep(kept: _Kept) -> str:
