@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -39,5 +40,15 @@ struct CompiledPlan {
   std::vector<PlannedOp> ops;
   std::vector<PlannedBlock> placeholders;
 };
+
+/// Whether both cycles begin alike; nobody can tell them apart then.
+inline bool begin_alike(const CompiledPlan& one, const CompiledPlan& other) {
+  const size_t count = std::min<size_t>({16, one.ops.size(), other.ops.size()});
+  return std::equal(
+      one.ops.begin(),
+      one.ops.begin() + static_cast<std::ptrdiff_t>(count),
+      other.ops.begin(),
+      [](const PlannedOp& a, const PlannedOp& b) { return a.key == b.key; });
+}
 
 } // namespace torch_lms

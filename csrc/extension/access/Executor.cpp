@@ -16,16 +16,6 @@ constexpr double kShareInStep = 0.95;
 constexpr int kBadCycles = 3;
 constexpr size_t kMostPlans = 8;
 
-/// Whether both cycles begin alike; nobody can tell them apart then.
-bool begin_alike(const CompiledPlan& one, const CompiledPlan& other) {
-  const size_t count = std::min<size_t>({16, one.ops.size(), other.ops.size()});
-  return std::equal(
-      one.ops.begin(),
-      one.ops.begin() + static_cast<std::ptrdiff_t>(count),
-      other.ops.begin(),
-      [](const PlannedOp& a, const PlannedOp& b) { return a.key == b.key; });
-}
-
 /// Whether they are plans of one recording, whose numbers stand for the same storages.
 bool have_same_numbers(const CompiledPlan& one, const CompiledPlan& other) {
   return one.recurring == other.recurring && std::equal(

@@ -9,8 +9,7 @@ namespace torch_lms {
 PlanContest::Verdict PlanContest::end_cycle(const Plan& followed, double cycle_us) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (followed != current_) {
-    current_ = followed;
-    cycles_us_.clear();
+    change_to(followed);
   }
   if (cycles_us_.size() == kMostCycles) {
     cycles_us_.erase(cycles_us_.begin());
@@ -37,6 +36,22 @@ PlanContest::Verdict PlanContest::end_cycle(const Plan& followed, double cycle_u
   best_ = followed;
   best_us_ = median_of(cycles_us_);
   return {};
+}
+
+/// Under the mutex.
+void PlanContest::change_to(const Plan& followed) {
+  const Plan& known = current_ != nullptr ? current_ : best_;
+  if (followed != nullptr && known != nullptr && !begin_alike(*followed, *known)) {
+    compared_ = best_ = nullptr;
+    best_us_ = 0;
+  } else if (
+      current_ != nullptr && current_ != compared_ && cycles_us_.size() >= kLeastReplaced &&
+      (best_us_ == 0 || median_of(cycles_us_) < best_us_)) {
+    best_ = current_;
+    best_us_ = median_of(cycles_us_);
+  }
+  current_ = followed;
+  cycles_us_.clear();
 }
 
 /// Than the best. Under the mutex.

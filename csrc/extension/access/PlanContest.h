@@ -14,7 +14,9 @@ namespace torch_lms {
 /// that may carry what no recording shows. So its prediction may be wrong, and a plan that is made
 /// again may be slower than the one before. What has been measured decides: a plan that takes
 /// longer than the best before it, or than paging on demand took before there was any, makes way:
-/// after some cycles, or after a few that were all much slower.
+/// after some cycles, or after a few that were all much slower. A plan may be replaced before it
+/// has been compared: what its few cycles took counts all the same. Plans of another program, which
+/// begins with other ops, are no measure of it.
 
 /// Compares plans, and paging on demand, by what their cycles take.
 ///
@@ -37,10 +39,12 @@ class PlanContest {
   void clear();
 
  private:
+  void change_to(const Plan& followed);
   bool is_slower() const;
 
   static constexpr size_t kLeastOnDemand = 2; // cycles; there may be no more while a plan is made
   static constexpr size_t kLeastPlanned = 6;
+  static constexpr size_t kLeastReplaced = 3; // of a plan that another one has replaced
   static constexpr size_t kMostCycles = 8;
   static constexpr double kSlower = 1.02; // less may be chance
   static constexpr size_t kLeastMuchSlower = 3; // planned cycles, each of which is by more than

@@ -117,11 +117,57 @@ TEST(programs_that_take_turns_are_not_compared) {
   }
 }
 
+TEST(a_plan_that_was_replaced_before_it_was_compared_is_not_lost) {
+  PlanContest contest;
+  const auto first = a_plan();
+  const auto second = a_plan();
+  CHECK(cycles(contest, nullptr, 100).empty());
+  CHECK(cycles(contest, first, 90, 3).empty());
+  const auto verdicts = cycles(contest, second, 105);
+  CHECK_EQ(verdicts.size(), size_t{1});
+  CHECK(verdicts.at(0).best == first);
+  CHECK(contest.has_stayed(first));
+}
+
+TEST(a_plan_that_was_replaced_at_once_is_no_measure) {
+  PlanContest contest;
+  const auto first = a_plan();
+  const auto second = a_plan();
+  CHECK(cycles(contest, nullptr, 100).empty());
+  CHECK(cycles(contest, first, 50, 2).empty());
+  CHECK(cycles(contest, second, 90).empty());
+  CHECK(contest.has_stayed(second));
+}
+
+TEST(a_plan_that_was_slower_and_replaced_does_not_come_back) {
+  PlanContest contest;
+  const auto first = a_plan();
+  const auto second = a_plan();
+  CHECK(cycles(contest, nullptr, 100).empty());
+  CHECK(cycles(contest, first, 110, 4).empty());
+  const auto verdicts = cycles(contest, second, 105);
+  CHECK_EQ(verdicts.size(), size_t{1});
+  CHECK(verdicts.at(0).best == nullptr);
+}
+
 PlanContest::Plan plan_of(uint64_t key) {
   CompiledPlan plan;
   plan.ops.resize(1);
   plan.ops[0].key = key;
   return std::make_shared<const CompiledPlan>(plan);
+}
+
+TEST(another_programs_plan_is_no_measure) {
+  PlanContest contest;
+  const auto long_one = plan_of(1);
+  const auto short_one = plan_of(2);
+  CHECK(cycles(contest, nullptr, 110).empty());
+  for (int i = 0; i < 3; ++i) {
+    CHECK(cycles(contest, long_one, 100).empty());
+    CHECK(cycles(contest, nullptr, 1, 3).empty()); // the short one, without a plan
+    CHECK(cycles(contest, short_one, 10).empty());
+  }
+  CHECK_EQ(cycles(contest, plan_of(2), 20).size(), size_t{1});
 }
 
 TEST(the_cycle_after_a_plan_has_made_way_follows_the_other) {
