@@ -120,17 +120,6 @@ def test_a_plan_that_was_followed_within_more_memory_gets_a_bound_of_its_own() -
     assert found.predicted.lower_bound_us > found.predicted.plain_us
 
 
-def test_a_first_plan_that_would_take_longer_than_the_one_that_is_followed_is_left_out() -> None:
-    asked = request(PEAK_BYTES // 2)
-    followed = plans_of(PlannerProcess().answers(asked))[-1]
-    asked |= {"times_us": [op.duration_us for op in TRACE.ops], "followed": followed.to_json().encode()}
-    soon, *_ = plans_of(PlannerProcess().answers(asked))
-    assert [one.name for one in soon.methods if "left out" in one.note] == ["linear"]
-    for share, left_out in ((0.9, True), (1.1, False)):
-        first, *_ = plans_of(PlannerProcess().answers(asked | {"step_us": share * soon.predicted.step_us}))
-        assert (first.methods != soon.methods) is left_out
-
-
 @pytest.mark.parametrize(("longer", "waits", "more_room"), [(0.05, 1, True), (0.05, 0, False), (0.01, 1, False)])
 def test_where_steps_lose_time_to_waits_for_memory_plans_leave_more_room(
     longer: float, waits: float, more_room: bool

@@ -22,7 +22,7 @@ PlanContest::Verdict PlanContest::end_cycle(const Plan& followed, double cycle_u
     return {};
   }
   planned_ = true;
-  if (followed == compared_) {
+  if (followed == compared_ && followed != best_) {
     return {};
   }
   const bool slower = followed != best_ && best_us_ > 0 && is_slower();

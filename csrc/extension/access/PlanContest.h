@@ -15,8 +15,8 @@ namespace torch_lms {
 /// again may be slower than the one before. What has been measured decides: a plan that takes
 /// longer than the best before it, or than paging on demand took before there was any, makes way:
 /// after some cycles, or after a few that were all much slower. A plan may be replaced before it
-/// has been compared: what its few cycles took counts all the same. Plans of another program, which
-/// begins with other ops, are no measure of it.
+/// has been compared: what its few cycles took counts all the same. The best one is measured for as
+/// long as it is followed. Plans of another program, which begins with other ops, are no measure.
 
 /// Compares plans, and paging on demand, by what their cycles take.
 ///

@@ -43,8 +43,6 @@ def main() -> int:
 def answers(given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """What is answered to a request: the trace, and plans. The first comes soon; another follows if it is better.
 
-    Where a plan is followed whose cycles take less than the first one would, that one is left out.
-
     A document that is ``priced`` says more of the plan before it, or of the one that has been followed. Of the latter,
     ``bounded`` comes last.
 
@@ -58,7 +56,7 @@ def answers(given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     trace = likely = _trace_of(rest)
     yield {"trace": trace.to_json().encode()}
     followed: Plan | None = None
-    step_us = lost = 0.0
+    lost = 0.0
     if (given_plan := rest.pop("followed", None)) is not None:
         followed = Plan.from_json(given_plan.decode())
         step_us, wait_us = rest.pop("step_us", 0.0), rest.pop("wait_us", 0.0)
@@ -70,7 +68,7 @@ def answers(given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         rest["host_limit_bytes"] = None  # whatever goes out has room
     rest |= margins(trace, rest["limit_bytes"], lost=lost)
     request = Request(trace=trace, **rest)
-    last = yield from _plans(request, likely, step_us)
+    last = yield from _plans(request, likely)
     if followed is not None:
         if followed.placeholders == last.placeholders and followed.limit_bytes <= last.limit_bytes:
             bound_us = min(last.predicted.lower_bound_us, followed.predicted.step_us)  # no plan within less is faster
@@ -90,20 +88,17 @@ def _trace_of(rest: dict[str, Any]) -> Trace:
     return trace if times_us is None else timed_again(trace, times_us, host)
 
 
-def _plans(request: Request, likely: Trace, taken_us: float) -> Generator[dict[str, Any], None, Plan]:
+def _plans(request: Request, likely: Trace) -> Generator[dict[str, Any], None, Plan]:
     """Plans, and in the end the last of them with the linear program's bound, for which the program has not waited.
 
     Args:
         request: what to plan.
         likely: its trace with the times by which the last plan is priced.
-        taken_us: by the cycles of a plan that is followed; 0 for none.
     """
     last = None
     try:
-        soon = plan_in_pieces(request, simply=True)
-        if not taken_us or request.judged_us(soon) < taken_us:
-            last = soon
-            yield _told(last)
+        last = plan_in_pieces(request, simply=True)
+        yield _told(last)
     except LimitError:
         pass  # not so simply, perhaps
     best = plan_in_pieces(request, simply=False)

@@ -129,6 +129,17 @@ TEST(a_plan_that_was_replaced_before_it_was_compared_is_not_lost) {
   CHECK(contest.has_stayed(first));
 }
 
+TEST(the_best_is_measured_for_as_long_as_it_is_followed) {
+  PlanContest contest;
+  const auto first = a_plan();
+  const auto second = a_plan();
+  CHECK(cycles(contest, first, 100, 6).empty()); // while it settles
+  CHECK(cycles(contest, first, 90).empty());
+  const auto verdicts = cycles(contest, second, 95);
+  CHECK_EQ(verdicts.size(), size_t{1});
+  CHECK(verdicts.at(0).best == first);
+}
+
 TEST(a_plan_that_was_replaced_at_once_is_no_measure) {
   PlanContest contest;
   const auto first = a_plan();
