@@ -1,10 +1,11 @@
 """The times of a trace, corrected by what whole cycles have taken.
 
 Note [Timing takes time]: what times ops takes time itself, beside small ones more than they do; and a host that is
-shared is not as fast in each cycle. What a plan's cycles have taken that nobody timed is known as a whole. So all times
-are made shorter, or the host's longer, until the simulator says the same of that plan. Where that would take too much,
-something else is the cause, and they stay. Plans are priced by such times, not made by them: what they are made by has
-to be right for each op, not for all of them together.
+shared is not as fast in each cycle. What a plan's cycles have taken that nobody timed is known as a whole. So the times
+of ops are made shorter, or the host's longer, until the simulator says the same of that plan. Where all ops together do
+not make up for it, as where weights are streamed, the link is faster than it was measured, too. Where it would take too
+much, something else is the cause, and they stay. Plans are priced by such times, not made by them: what they are made
+by has to be right for each op, not for all of them together.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def calibrated(trace: Trace, plan: Plan, step_us: float) -> Trace:
     if step_us <= 0 or abs(timed_us - step_us) <= _CLOSE * step_us:
         return trace
     if timed_us > step_us:
-        return _found(trace, plan, step_us, _all_scaled, _SHORTEST)
+        found = _found(trace, plan, step_us, _ops_scaled, _SHORTEST)
+        return _found(trace, plan, step_us, _all_scaled, _SHORTEST) if found is trace else found
     return _found(trace, plan, step_us, _host_scaled, _LONGEST) if trace.host.op_us else trace
 
 
@@ -63,6 +65,16 @@ def _host_scaled(trace: Trace, times: float) -> Trace:
 
 
 def _all_scaled(trace: Trace, times: float) -> Trace:
+    link = replace(
+        trace.link,
+        out_bytes_per_us=trace.link.out_bytes_per_us / times,
+        in_bytes_per_us=trace.link.in_bytes_per_us / times,
+        latency_us=trace.link.latency_us * times,
+    )
+    return replace(_ops_scaled(trace, times), link=link)
+
+
+def _ops_scaled(trace: Trace, times: float) -> Trace:
     ops = tuple(replace(op, duration_us=times * op.duration_us) for op in trace.ops)
     storages = tuple(
         one
