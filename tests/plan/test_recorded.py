@@ -127,6 +127,13 @@ def test_room_for_memory_in_pieces_does_not_have_ops_read_more_from_the_host() -
     assert served(plan_in_pieces(request, simply=True)) == served(near)
 
 
+@pytest.mark.parametrize("limit_gib", [8.14, 8.6, 9.5])
+def test_where_the_host_would_wait_for_copies_methods_plan_for_less_memory(limit_gib: float) -> None:
+    predicted = make_plan(trace("resnet_152_followed"), int(limit_gib * GIB), simply=True).predicted
+    assert predicted.step_us - predicted.recompute_us <= 1.01 * predicted.plain_us
+    assert predicted.waits_us < 0.001 * predicted.step_us  # it is not compute that would wait
+
+
 def test_of_plans_that_take_as_long_the_one_is_taken_that_a_slower_host_holds_up_less() -> None:
     timed, limit_bytes = trace("resnet_152"), int(12.4 * GIB)
     slower = replace(timed, host=timed.host.slower(1.5))
