@@ -32,8 +32,8 @@ double StepMeter::end_cycle(
   if (!std::exchange(in_step_, true)) {
     return step_us; // The first one still clears up after what was before.
   }
-  // All is counted anew where somebody resets the counters.
-  const int64_t wait_us = std::max<int64_t>(waited_us - waited_before_us, 0);
+  const bool counted_anew = waited_us < waited_before_us; // somebody has reset the counters
+  const int64_t wait_us = counted_anew ? waited_us : waited_us - waited_before_us;
   const Cycle cycle{step_us, peak_bytes, static_cast<double>(wait_us)};
   if (cycles_.size() < kMostCycles) {
     cycles_.push_back(cycle);
