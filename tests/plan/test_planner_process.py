@@ -32,6 +32,11 @@ def request(limit_bytes: int, *, trace: Trace = TRACE) -> dict[str, object]:
     return {"trace": trace.to_json().encode(), "limit_bytes": limit_bytes}
 
 
+def after_steps_of(followed: Plan, times_us: Iterable[float]) -> dict[str, object]:
+    """What a request has besides once a plan is followed."""
+    return {"times_us": list(times_us), "followed": followed.to_json().encode()}
+
+
 def plans_of(answers: Iterable[Mapping[str, Any]]) -> list[Plan]:
     return [Plan.from_json(one["plan"]["document"].decode()) for one in answers if "plan" in one]
 
@@ -82,7 +87,7 @@ def test_the_plan_that_was_followed_is_priced_in_the_new_times() -> None:
     *_, latest = PlannerProcess().answers(request(PEAK_BYTES // 2))
     followed = Plan.from_json(latest["priced"]["document"].decode())
     times_us = [2 * op.duration_us for op in TRACE.ops]
-    asked = request(PEAK_BYTES // 2) | {"times_us": times_us, "followed": followed.to_json().encode()}
+    asked = request(PEAK_BYTES // 2) | after_steps_of(followed, times_us)
     first, second, *_, last, bounded = PlannerProcess().answers(asked)
     trace = Trace.from_json(first["trace"].decode())
     assert trace == timed_again(TRACE, times_us)
@@ -97,7 +102,7 @@ def test_times_fit_what_the_steps_of_the_plan_have_taken() -> None:
     *_, latest = PlannerProcess().answers(request(PEAK_BYTES * 3 // 4))
     followed = Plan.from_json(latest["priced"]["document"].decode())
     times_us = [1.1 * op.duration_us for op in TRACE.ops]
-    asked = request(PEAK_BYTES * 3 // 4) | {"times_us": times_us, "followed": followed.to_json().encode()}
+    asked = request(PEAK_BYTES * 3 // 4) | after_steps_of(followed, times_us)
     took_us = 0.95 * priced_again(followed, timed_again(TRACE, times_us)).predicted.step_us
     first, second, *rest = PlannerProcess().answers(asked | {"step_us": took_us})
     priced = Plan.from_json(second["priced"]["document"].decode())
@@ -112,7 +117,7 @@ def test_a_plan_that_was_followed_within_more_memory_gets_a_bound_of_its_own() -
     times_us = [op.duration_us for op in TRACE.ops]
     first = Request(trace=timed_again(TRACE, times_us), limit_bytes=PEAK_BYTES * 5 // 8)
     followed = plan_in_pieces(first, simply=True)
-    asked = request(PEAK_BYTES // 2) | {"times_us": times_us, "followed": followed.to_json().encode()}
+    asked = request(PEAK_BYTES // 2) | after_steps_of(followed, times_us)
     *_, last, answer = PlannerProcess().answers(asked)
     found, made = (Plan.from_json(one["document"].decode()) for one in (answer["bounded"], last["priced"]))
     assert found.limit_bytes > made.limit_bytes
@@ -128,7 +133,7 @@ def test_where_steps_lose_time_to_waits_for_memory_plans_leave_more_room(
     asked = request(simulate(trace, []).peak_bytes * 3 // 4, trace=trace)
     followed = plans_of(PlannerProcess().answers(asked))[-1]
     lost_us = longer * followed.predicted.step_us
-    asked |= {"times_us": [op.duration_us for op in trace.ops], "followed": followed.to_json().encode()}
+    asked |= after_steps_of(followed, [op.duration_us for op in trace.ops])
     asked |= {"step_us": followed.predicted.step_us + lost_us, "wait_us": waits * lost_us}
     made = plans_of(PlannerProcess().answers(asked))[-1]
     assert bool(made.placeholders) == bool(followed.placeholders)

@@ -44,11 +44,12 @@ void PlanContest::change_to(const Plan& followed) {
   if (followed != nullptr && known != nullptr && !begin_alike(*followed, *known)) {
     compared_ = best_ = nullptr;
     best_us_ = 0;
-  } else if (
-      current_ != nullptr && current_ != compared_ && cycles_us_.size() >= kLeastReplaced &&
-      (best_us_ == 0 || median_of(cycles_us_) < best_us_)) {
-    best_ = current_;
-    best_us_ = median_of(cycles_us_);
+  } else if (current_ != nullptr && current_ != compared_ && cycles_us_.size() >= kLeastReplaced) {
+    const double current_us = median_of(cycles_us_);
+    if (best_us_ == 0 || current_us < best_us_) {
+      best_ = current_;
+      best_us_ = current_us;
+    }
   }
   current_ = followed;
   cycles_us_.clear();

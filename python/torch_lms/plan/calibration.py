@@ -65,13 +65,7 @@ def _host_scaled(trace: Trace, times: float) -> Trace:
 
 
 def _all_scaled(trace: Trace, times: float) -> Trace:
-    link = replace(
-        trace.link,
-        out_bytes_per_us=trace.link.out_bytes_per_us / times,
-        in_bytes_per_us=trace.link.in_bytes_per_us / times,
-        latency_us=trace.link.latency_us * times,
-    )
-    return replace(_ops_scaled(trace, times), link=link)
+    return replace(_ops_scaled(trace, times), link=trace.link.slower(times))
 
 
 def _ops_scaled(trace: Trace, times: float) -> Trace:

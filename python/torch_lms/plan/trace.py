@@ -51,6 +51,15 @@ class Link:
         """How long a copy to the device takes."""
         return self.latency_us + size_bytes / self.in_bytes_per_us
 
+    def slower(self, times: float) -> Link:
+        """One on which each copy takes so many times as long."""
+        return replace(
+            self,
+            out_bytes_per_us=self.out_bytes_per_us / times,
+            in_bytes_per_us=self.in_bytes_per_us / times,
+            latency_us=times * self.latency_us,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Host:

@@ -28,6 +28,17 @@ std::vector<PlanContest::Verdict> cycles(
   return found;
 }
 
+/// After some cycles on demand, of 100 us each.
+struct TwoPlans {
+  TwoPlans() {
+    CHECK(cycles(contest, nullptr, 100).empty());
+  }
+
+  PlanContest contest;
+  const PlanContest::Plan first = a_plan();
+  const PlanContest::Plan second = a_plan();
+};
+
 TEST(a_plan_that_is_faster_stays) {
   PlanContest contest;
   const auto plan = a_plan();
@@ -48,15 +59,12 @@ TEST(a_plan_that_is_slower_than_paging_on_demand_makes_way_once) {
 }
 
 TEST(a_plan_that_was_made_again_makes_way_for_the_one_before) {
-  PlanContest contest;
-  const auto first = a_plan();
-  const auto second = a_plan();
-  CHECK(cycles(contest, nullptr, 100).empty());
-  CHECK(cycles(contest, first, 90).empty());
-  const auto verdicts = cycles(contest, second, 95);
+  TwoPlans two;
+  CHECK(cycles(two.contest, two.first, 90).empty());
+  const auto verdicts = cycles(two.contest, two.second, 95);
   CHECK_EQ(verdicts.size(), size_t{1});
-  CHECK(verdicts.at(0).best == first);
-  CHECK(contest.has_stayed(first));
+  CHECK(verdicts.at(0).best == two.first);
+  CHECK(two.contest.has_stayed(two.first));
 }
 
 TEST(a_plan_does_not_make_way_for_itself) {
@@ -118,15 +126,12 @@ TEST(programs_that_take_turns_are_not_compared) {
 }
 
 TEST(a_plan_that_was_replaced_before_it_was_compared_is_not_lost) {
-  PlanContest contest;
-  const auto first = a_plan();
-  const auto second = a_plan();
-  CHECK(cycles(contest, nullptr, 100).empty());
-  CHECK(cycles(contest, first, 90, 3).empty());
-  const auto verdicts = cycles(contest, second, 105);
+  TwoPlans two;
+  CHECK(cycles(two.contest, two.first, 90, 3).empty());
+  const auto verdicts = cycles(two.contest, two.second, 105);
   CHECK_EQ(verdicts.size(), size_t{1});
-  CHECK(verdicts.at(0).best == first);
-  CHECK(contest.has_stayed(first));
+  CHECK(verdicts.at(0).best == two.first);
+  CHECK(two.contest.has_stayed(two.first));
 }
 
 TEST(the_best_is_measured_for_as_long_as_it_is_followed) {
@@ -141,22 +146,16 @@ TEST(the_best_is_measured_for_as_long_as_it_is_followed) {
 }
 
 TEST(a_plan_that_was_replaced_at_once_is_no_measure) {
-  PlanContest contest;
-  const auto first = a_plan();
-  const auto second = a_plan();
-  CHECK(cycles(contest, nullptr, 100).empty());
-  CHECK(cycles(contest, first, 50, 2).empty());
-  CHECK(cycles(contest, second, 90).empty());
-  CHECK(contest.has_stayed(second));
+  TwoPlans two;
+  CHECK(cycles(two.contest, two.first, 50, 2).empty());
+  CHECK(cycles(two.contest, two.second, 90).empty());
+  CHECK(two.contest.has_stayed(two.second));
 }
 
 TEST(a_plan_that_was_slower_and_replaced_does_not_come_back) {
-  PlanContest contest;
-  const auto first = a_plan();
-  const auto second = a_plan();
-  CHECK(cycles(contest, nullptr, 100).empty());
-  CHECK(cycles(contest, first, 110, 4).empty());
-  const auto verdicts = cycles(contest, second, 105);
+  TwoPlans two;
+  CHECK(cycles(two.contest, two.first, 110, 4).empty());
+  const auto verdicts = cycles(two.contest, two.second, 105);
   CHECK_EQ(verdicts.size(), size_t{1});
   CHECK(verdicts.at(0).best == nullptr);
 }
@@ -224,14 +223,11 @@ TEST(another_programs_plan_stands_in_for_none) {
 }
 
 TEST(what_is_on_demand_after_a_plan_is_no_measure) {
-  PlanContest contest;
-  const auto first = a_plan();
-  const auto second = a_plan();
-  CHECK(cycles(contest, nullptr, 100).empty());
-  CHECK(cycles(contest, first, 90).empty());
-  CHECK(cycles(contest, nullptr, 10).empty());
-  CHECK(cycles(contest, second, 80).empty());
-  CHECK(contest.has_stayed(second));
+  TwoPlans two;
+  CHECK(cycles(two.contest, two.first, 90).empty());
+  CHECK(cycles(two.contest, nullptr, 10).empty());
+  CHECK(cycles(two.contest, two.second, 80).empty());
+  CHECK(two.contest.has_stayed(two.second));
 }
 
 } // namespace
