@@ -158,6 +158,7 @@ void add_plan(const py::dict& plan) {
   compiled->signature = plan["signature"].cast<std::string>();
   compiled->timed = plan["timed"].cast<bool>();
   compiled->device = c10::Device(plan["device"].cast<std::string>());
+  compiled->limit_bytes = plan["limit_bytes"].cast<size_t>();
   for (const char flag : plan["recurring"].cast<std::string>()) {
     compiled->recurring.push_back(flag != 0);
   }

@@ -95,6 +95,7 @@ void Executor::take_plan_locked(std::shared_ptr<const CompiledPlan> plan) {
     return;
   }
   plan_ = std::move(plan);
+  prefetches_.set_limit(plan_ != nullptr ? plan_->limit_bytes : SIZE_MAX);
   keys_.reset();
   if (plan_ != nullptr) {
     for (const PlannedOp& op : plan_->ops) {

@@ -67,10 +67,12 @@ void Prefetches::remove(const std::vector<EntityPtr>& settled) {
   any_.store(!entities_.empty(), std::memory_order_relaxed);
 }
 
-/// Within the limit, while those that it passes come in too.
+/// Within both limits, while those that it passes come in too.
 bool Prefetches::has_room_for(const EntityPtr& entity, size_t beside_bytes) const {
   const Device& device = entity->device();
-  return device.use().allocated_bytes + beside_bytes + entity->nbytes() <= device.limit_bytes();
+  const size_t limit_bytes =
+      std::min(device.limit_bytes(), limit_bytes_.load(std::memory_order_relaxed));
+  return device.use().allocated_bytes + beside_bytes + entity->nbytes() <= limit_bytes;
 }
 
 } // namespace torch_lms

@@ -1,6 +1,8 @@
 #pragma once
 
 #include <atomic>
+#include <cstddef>
+#include <cstdint>
 #include <deque>
 #include <mutex>
 #include <vector>
@@ -15,6 +17,12 @@ namespace torch_lms {
 /// has room for it, would keep the link idle until its op begins. So others pass it, as long as
 /// there would be room for all together: the plan has counted them all.
 
+/// Note [A plan's room]
+/// A device's limit is more than its plan's by what free memory in pieces may need. Copies in that
+/// begin as soon as that has room, too, would come no sooner to where they are needed: the link
+/// has as much to do. But the program's peak would be more than the plan's, and nothing be left
+/// for what the plan does not know.
+
 /// What a plan has asked to come in, in that order, and there has been no room for.
 ///
 /// Thread-safe: every method may be called from any thread. Nothing is called under the mutex.
@@ -25,6 +33,11 @@ class Prefetches {
   /// Takes no lock: every op asks.
   bool any() const noexcept {
     return any_.load(std::memory_order_relaxed);
+  }
+
+  /// Of the plan that asks from now on. See Note [A plan's room].
+  void set_limit(size_t limit_bytes) noexcept {
+    limit_bytes_.store(limit_bytes, std::memory_order_relaxed);
   }
 
   void add(EntityPtr entity);
@@ -40,6 +53,7 @@ class Prefetches {
 
   Pager& pager_;
   std::atomic<bool> any_{false};
+  std::atomic<size_t> limit_bytes_{SIZE_MAX};
   std::mutex mutex_; // guards what follows
   std::deque<EntityPtr> entities_;
 };

@@ -253,6 +253,7 @@ def compile_plan(plan: Plan) -> dict[str, Any]:
     again = [[number for number in one.drop if dropped[number] > place] for place, one in enumerate(after)]
     return {
         "device": plan.device,
+        "limit_bytes": plan.limit_bytes,
         "keys": array("Q", [op.key for op in plan.ops]).tobytes(),
         "inputs": _packed(op.inputs for op in plan.ops),
         "outputs": _packed(op.outputs for op in plan.ops),

@@ -68,6 +68,18 @@ TEST(where_memory_is_full_nothing_passes) {
   CHECK(is_coming(large) && is_coming(small));
 }
 
+TEST(what_a_plan_has_no_room_for_waits_though_the_device_has) {
+  Wanted wanted(6 * kNbytes);
+  const at::Tensor first = wanted.ask(2 * kElements);
+  const at::Tensor second = wanted.ask(2 * kElements);
+  wanted.prefetches.set_limit(3 * kNbytes);
+  wanted.prefetches.begin();
+  CHECK(is_coming(first) && !is_coming(second));
+  wanted.prefetches.set_limit(SIZE_MAX); // of no plan
+  wanted.prefetches.begin();
+  CHECK(is_coming(second) && !wanted.prefetches.any());
+}
+
 TEST(those_that_pass_leave_room_for_what_finds_no_piece) {
   Wanted wanted(6 * kNbytes);
   const at::Tensor large = wanted.ask(4 * kElements);
