@@ -1,6 +1,7 @@
 #include <extension/access/Recipes.h>
 
 #include <algorithm>
+#include <memory>
 #include <utility>
 
 #include <extension/access/Ingredients.h>
@@ -50,6 +51,16 @@ c10::weak_intrusive_ptr<c10::StorageImpl> weak(const c10::StorageImpl* storage) 
 const c10::StorageImpl* impl_of(const std::shared_ptr<const void>& keep) {
   return keep != nullptr ? impl_of(*std::static_pointer_cast<const c10::Storage>(keep)) : nullptr;
 }
+
+/// What is to be made again, and what of that has come.
+struct Making {
+  Making(Pager& pager, EntityPtr entity, std::vector<EntityPtr> dropped)
+      : entity(std::move(entity)), left(std::move(dropped)), ingredients(pager) {}
+
+  EntityPtr entity;
+  std::vector<EntityPtr> left; // of what it is made from; the next one is the last
+  Ingredients ingredients;
+};
 
 } // namespace
 
@@ -376,29 +387,40 @@ std::shared_ptr<DroppedOutput> Recipes::recipe_of(const EntityPtr& entity) {
   return at == of_dropped_.end() ? nullptr : at->second.lock();
 }
 
-/// Without recursion: a chain may be as long as the program. Afterwards what `entity` is made from
-/// directly is on the device, unless memory is short already.
+/// What has been dropped, and is needed to make `entity` again.
+std::vector<EntityPtr> Recipes::dropped_ingredients(const EntityPtr& entity) {
+  std::vector<EntityPtr> dropped;
+  const std::shared_ptr<DroppedOutput> recipe = recipe_of(entity);
+  if (recipe == nullptr || entity->state() != EntityState::kDropped) {
+    return dropped;
+  }
+  for (const c10::Storage& input : recipe->op()->inputs()) {
+    EntityPtr needed = input ? pager_.find(*impl_of(input)) : nullptr;
+    if (needed != nullptr && needed != entity && needed->state() == EntityState::kDropped) {
+      dropped.push_back(std::move(needed));
+    }
+  }
+  return dropped;
+}
+
+/// Without recursion: a chain may be as long as the program. What lies between is let go of as
+/// soon as what is made from it has been made, as plans count on. Afterwards what `entity` is made
+/// from directly is on the device, unless memory is short already.
 void Recipes::bring_ingredients(const EntityPtr& entity) {
-  Ingredients ingredients(pager_);
-  std::vector<EntityPtr> wanted{entity};
-  while (!wanted.empty()) {
-    const EntityPtr next = wanted.back();
-    const std::shared_ptr<DroppedOutput> recipe = recipe_of(next);
-    const size_t depth = wanted.size();
-    if (recipe != nullptr && next->state() == EntityState::kDropped) {
-      for (const c10::Storage& input : recipe->op()->inputs()) {
-        const EntityPtr needed = input ? pager_.find(*impl_of(input)) : nullptr;
-        if (needed != nullptr && needed != next && needed->state() == EntityState::kDropped) {
-          wanted.push_back(needed);
-        }
-      }
-    }
-    if (wanted.size() > depth) {
-      continue;
-    }
-    wanted.pop_back();
-    if (next != entity) {
-      ingredients.bring(next);
+  std::vector<std::unique_ptr<Making>> chain;
+  const auto begin = [&](const EntityPtr& next) {
+    chain.push_back(std::make_unique<Making>(pager_, next, dropped_ingredients(next)));
+  };
+  begin(entity);
+  while (chain.size() > 1 || !chain.back()->left.empty()) {
+    Making& last = *chain.back();
+    if (last.left.empty()) {
+      chain[chain.size() - 2]->ingredients.bring(last.entity);
+      chain.pop_back();
+    } else {
+      const EntityPtr next = std::move(last.left.back());
+      last.left.pop_back();
+      begin(next);
     }
   }
 }

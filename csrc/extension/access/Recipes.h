@@ -69,6 +69,7 @@ class Recipes {
       OpRecipe& recipe,
       const EntityPtr& overwritten,
       std::vector<std::shared_ptr<OpRecipe>>& garbage);
+  std::vector<EntityPtr> dropped_ingredients(const EntityPtr& entity);
   void bring_ingredients(const EntityPtr& entity);
   void invalidate_readers(const c10::StorageImpl& storage);
   std::shared_ptr<DroppedOutput> recipe_of(const EntityPtr& entity);

@@ -7,12 +7,14 @@
 #include <ATen/ops/_weight_norm_interface.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/ops/maximum.h>
 #include <ATen/ops/rand_like.h>
 #include <c10/core/DefaultDtype.h>
 #include <entity/Error.h>
 #include <extension/base/Compat.h>
 #include <torch/library.h>
 
+#include "limited.h"
 #include "made.h"
 
 namespace torch_lms {
@@ -77,6 +79,51 @@ TEST(a_long_chain_is_made_again_from_its_beginning) {
   }
   CHECK(holds(chain.back().tensor, 3001));
   CHECK_EQ(recomputations(), 3000);
+}
+
+/// What the device has in use at most while the last of a chain is made again.
+size_t peak_of(std::vector<Made>& chain) {
+  for (const Made& made : chain) {
+    REQUIRE(made.drop());
+  }
+  const Made last = std::move(chain.back());
+  chain.clear();
+  Device& device = Program::get().device();
+  const size_t before = device.use().allocated_bytes;
+  device.reset_peak();
+  CHECK_EQ(last.tensor.sum().item<int64_t>(), last.tensor.numel() * 17);
+  CHECK(device.use().peak_allocated_bytes > before); // it is counted
+  return device.use().peak_allocated_bytes - before;
+}
+
+TEST(what_lies_between_goes_as_soon_as_it_has_been_used) {
+  const Limited limited(size_t{1} << 30);
+  const Observed observed;
+  const at::Tensor first = tensor_of(1, 1 << 16);
+  const size_t nbytes = first.storage().nbytes();
+  std::vector<Made> chain{made_by([&] { return first.add(1); })};
+  while (chain.size() < 16) {
+    const at::Tensor before = chain.back().tensor;
+    chain.push_back(made_by([&] { return before.add(1); }));
+  }
+  CHECK(peak_of(chain) <= 2 * nbytes + 4096);
+}
+
+TEST(what_two_of_a_chain_are_made_from_is_made_once) {
+  const Limited limited(size_t{1} << 30);
+  const Observed observed;
+  const at::Tensor first = tensor_of(1, 1 << 16);
+  const size_t nbytes = first.storage().nbytes();
+  std::vector<Made> chain{made_by([&] { return first.add(1); })};
+  while (chain.size() < 31) { // two ways from each to the next but one
+    const at::Tensor before = chain.back().tensor;
+    chain.push_back(made_by([&] { return before.add(1); }));
+    const at::Tensor between = chain.back().tensor;
+    chain.push_back(made_by([&] { return at::maximum(between, before); }));
+  }
+  const int64_t already = recomputations();
+  CHECK(peak_of(chain) <= 4 * nbytes + 4096);
+  CHECK_EQ(recomputations() - already, 31);
 }
 
 TEST(what_it_is_made_from_may_have_left_the_device) {
