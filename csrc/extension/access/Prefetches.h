@@ -18,10 +18,9 @@ namespace torch_lms {
 /// there would be room for all together: the plan has counted them all.
 
 /// Note [A plan's room]
-/// A device's limit is more than its plan's by what free memory in pieces may need. Copies in that
-/// begin as soon as that has room, too, would come no sooner to where they are needed: the link
-/// has as much to do. But the program's peak would be more than the plan's, and nothing be left
-/// for what the plan does not know.
+/// A device's limit is more than its plan's, since free memory lies in pieces. Copies in keep to
+/// the plan's. Those that begin as soon as the device has room end no sooner, for the link has as
+/// much to do; but the program's peak is then higher than its plan says.
 
 /// What a plan has asked to come in, in that order, and there has been no room for.
 ///
@@ -35,7 +34,7 @@ class Prefetches {
     return any_.load(std::memory_order_relaxed);
   }
 
-  /// Of the plan that asks from now on. See Note [A plan's room].
+  /// The plan's that asks from now on; `SIZE_MAX` for none. See Note [A plan's room].
   void set_limit(size_t limit_bytes) noexcept {
     limit_bytes_.store(limit_bytes, std::memory_order_relaxed);
   }
