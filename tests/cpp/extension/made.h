@@ -125,3 +125,11 @@ template <typename Op>
 Made then(const Made& made, Op&& op) {
   return made_by([&] { return op(made.tensor); });
 }
+
+/// Its recipe keeps nothing alive before it is dropped.
+template <typename Op>
+Made made_loosely_by(Op&& op) {
+  Made made = made_by(std::forward<Op>(op));
+  made.recipe->loosen();
+  return made;
+}
