@@ -92,13 +92,8 @@ def timed_again(trace: Trace, times_us: Sequence[float], host: Mapping[str, Any]
         )
         for storage in trace.storages
     )
-    link = replace(
-        trace.link,
-        out_bytes_per_us=trace.link.out_bytes_per_us * _LINK_SHARE,
-        in_bytes_per_us=trace.link.in_bytes_per_us * _LINK_SHARE,
-    )
     known = trace.host if host is None else host_of([op.key for op in ops], host)
-    return replace(trace, ops=ops, storages=storages, link=link, host=known)
+    return replace(trace, ops=ops, storages=storages, link=trace.link.slower(1 / _LINK_SHARE), host=known)
 
 
 def host_of(keys: Sequence[int], told: Mapping[str, Any]) -> Host:
