@@ -3,6 +3,7 @@
 #include <extension/access/Executor.h>
 #include <extension/access/Recorder.h>
 
+#include "limited.h"
 #include "made.h"
 
 namespace torch_lms {
@@ -11,9 +12,10 @@ namespace {
 /// A plan of two ops that use one tensor: it comes in behind the second one, for the next cycle.
 class Planned {
  public:
-  Planned() {
+  explicit Planned(size_t limit_bytes = SIZE_MAX) {
     REQUIRE(entity_ != nullptr);
     auto plan = std::make_shared<CompiledPlan>();
+    plan->limit_bytes = limit_bytes;
     plan->device = Program::get().device().device();
     plan->recurring = {true};
     for (const size_t name : {1, 2}) {
@@ -39,6 +41,10 @@ class Planned {
     executor.end_op(record, frame);
     frame.pinned.clear(); // nothing has been pinned
     executor.after_op(frame);
+  }
+
+  const at::Tensor& tensor() const {
+    return tensor_;
   }
 
  private:
@@ -73,6 +79,18 @@ TEST(a_cycle_that_is_not_the_plan_s_leaves_nothing_asked_for) {
   REQUIRE(planned.executor.prefetches().any());
   planned.executor.end_cycle();
   CHECK(!planned.executor.prefetches().any());
+}
+
+TEST(what_comes_in_keeps_to_the_plan_s_limit) {
+  const Limited limited(8 * kMiB);
+  for (const bool has_room : {true, false}) {
+    Planned planned(has_room ? SIZE_MAX : 1);
+    REQUIRE(go_out(planned.tensor()));
+    planned.op(1);
+    planned.op(2);
+    planned.executor.prefetches().begin();
+    CHECK_EQ(planned.executor.prefetches().any(), !has_room);
+  }
 }
 
 } // namespace
