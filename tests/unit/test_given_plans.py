@@ -183,12 +183,13 @@ def test_the_plan_of_another_program_changes_nothing_but_speed(program: str) -> 
     [
         ({"device": "cuda:7"}, {}, "one for cuda:7", "limit that device, or leave plan= out"),
         ({}, {"limit": PEAK_BYTES - 1}, f"a peak of {PEAK_BYTES} bytes", "raise the limit, or leave plan= out"),
+        ({"limit_bytes": -1}, {}, "-1", "correct this field"),
         ({}, {"swap": False}, "one with drop_unchanged and swap", "allow it, or leave plan= out"),
         ({}, {"recompute": False}, "one with recompute", "allow it, or leave plan= out"),
     ],
 )
 def test_a_plan_that_cannot_be_carried_out_is_refused(
-    wrong: dict[str, str], options: dict[str, int], found: str, do: str
+    wrong: dict[str, Any], options: dict[str, int], found: str, do: str
 ) -> None:
     limit_bytes = options.pop("limit", PEAK_BYTES)
     with raises_saying(PlanError, found=found, do=do):

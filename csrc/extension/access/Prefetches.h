@@ -21,6 +21,10 @@ namespace torch_lms {
 /// A device's limit is more than its plan's, since free memory lies in pieces. Copies in keep to
 /// the plan's. Those that begin as soon as the device has room end no sooner, for the link has as
 /// much to do; but the program's peak is then higher than its plan says.
+///
+/// A program may have more in use than its plan knows. Then the plan's limit has no room, and what
+/// has been asked for comes with its op, although the device has room. Once that was so for more
+/// than a quarter of a cycle's bytes, only the device's limit holds until there is another plan.
 
 /// What a plan has asked to come in, in that order, and there has been no room for.
 ///
@@ -35,9 +39,11 @@ class Prefetches {
   }
 
   /// The plan's that asks from now on; `SIZE_MAX` for none. See Note [A plan's room].
-  void set_limit(size_t limit_bytes) noexcept {
-    limit_bytes_.store(limit_bytes, std::memory_order_relaxed);
-  }
+  void set_limit(size_t limit_bytes);
+  /// A plan has come that may know what the program has in use.
+  void trust();
+  /// A cycle has ended.
+  void end_cycle();
 
   void add(EntityPtr entity);
   void clear();
@@ -46,15 +52,20 @@ class Prefetches {
   void begin();
 
  private:
-  std::vector<EntityPtr> first();
+  std::vector<EntityPtr> first(size_t* limit_bytes);
   void remove(const std::vector<EntityPtr>& settled);
-  bool has_room_for(const EntityPtr& entity, size_t beside_bytes) const;
+  void note_held_back(const EntityPtr& entity);
+  void note_settled(const EntityPtr& entity, bool missed);
 
   Pager& pager_;
   std::atomic<bool> any_{false};
-  std::atomic<size_t> limit_bytes_{SIZE_MAX};
   std::mutex mutex_; // guards what follows
   std::deque<EntityPtr> entities_;
+  size_t limit_bytes_ = SIZE_MAX;
+  bool trusted_ = true; // whether that holds
+  EntityPtr held_back_; // only by the plan's limit
+  size_t asked_bytes_ = 0; // in this cycle
+  size_t missed_bytes_ = 0; // of these, what has come with its op since it was held back
 };
 
 } // namespace torch_lms

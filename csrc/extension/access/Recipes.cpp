@@ -1,10 +1,9 @@
 #include <extension/access/Recipes.h>
 
 #include <algorithm>
-#include <memory>
 #include <utility>
 
-#include <extension/access/Ingredients.h>
+#include <extension/access/IngredientChain.h>
 #include <extension/base/Compat.h>
 #include <extension/base/ThreadContext.h>
 
@@ -51,16 +50,6 @@ c10::weak_intrusive_ptr<c10::StorageImpl> weak(const c10::StorageImpl* storage) 
 const c10::StorageImpl* impl_of(const std::shared_ptr<const void>& keep) {
   return keep != nullptr ? impl_of(*std::static_pointer_cast<const c10::Storage>(keep)) : nullptr;
 }
-
-/// What is to be made again, and what of that has come.
-struct Making {
-  Making(Pager& pager, EntityPtr entity, std::vector<EntityPtr> dropped)
-      : entity(std::move(entity)), left(std::move(dropped)), ingredients(pager) {}
-
-  EntityPtr entity;
-  std::vector<EntityPtr> left; // of what it is made from; the next one is the last
-  Ingredients ingredients;
-};
 
 } // namespace
 
@@ -403,26 +392,9 @@ std::vector<EntityPtr> Recipes::dropped_ingredients(const EntityPtr& entity) {
   return dropped;
 }
 
-/// Without recursion: a chain may be as long as the program. What lies between is let go of as
-/// soon as what is made from it has been made, as plans count on. Afterwards what `entity` is made
-/// from directly is on the device, unless memory is short already.
 void Recipes::bring_ingredients(const EntityPtr& entity) {
-  std::vector<std::unique_ptr<Making>> chain;
-  const auto begin = [&](const EntityPtr& next) {
-    chain.push_back(std::make_unique<Making>(pager_, next, dropped_ingredients(next)));
-  };
-  begin(entity);
-  while (chain.size() > 1 || !chain.back()->left.empty()) {
-    Making& last = *chain.back();
-    if (last.left.empty()) {
-      chain[chain.size() - 2]->ingredients.bring(last.entity);
-      chain.pop_back();
-    } else {
-      const EntityPtr next = std::move(last.left.back());
-      last.left.pop_back();
-      begin(next);
-    }
-  }
+  IngredientChain chain(pager_, [this](const EntityPtr& of) { return dropped_ingredients(of); });
+  chain.bring(entity);
 }
 
 } // namespace torch_lms

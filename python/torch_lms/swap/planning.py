@@ -106,7 +106,8 @@ def given_plan(plan: Plan | str | os.PathLike[str], wishes: Wishes) -> Plan:
     """
     if not isinstance(plan, (Plan, str, os.PathLike)):
         raise PlanError(f"expected a plan or the path of its file as plan=, found {plan!r}; pass one, or leave it out")
-    found = plan if isinstance(plan, Plan) else Plan.load(Path(plan))
+    # A plan that a program has made or changed is checked as a file is.
+    found = Plan.from_json(plan.to_json()) if isinstance(plan, Plan) else Plan.load(Path(plan))
     limit_bytes = wishes.limits.get(found.device)
     if limit_bytes is None:
         raise PlanError(

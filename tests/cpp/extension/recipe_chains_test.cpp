@@ -76,6 +76,34 @@ TEST(what_two_of_a_chain_are_made_from_is_made_once) {
   CHECK_EQ(recomputations() - already, 31);
 }
 
+TEST(what_a_chain_needs_again_is_not_dropped_meanwhile) {
+  const Observed observed;
+  const at::Tensor first = tensor_of(1);
+  std::vector<Made> chain{made_by([&] { return first.add(1); })};
+  while (chain.size() < 37) { // what each third is made from lies three before it, too
+    const at::Tensor before = chain.back().tensor;
+    chain.push_back(made_by([&] { return before.add(1); }));
+    const at::Tensor between = chain.back().tensor;
+    chain.push_back(made_by([&] { return between.add(1); }));
+    const at::Tensor last = chain.back().tensor;
+    chain.push_back(made_by([&] { return at::maximum(before, last); }));
+  }
+  for (const Made& made : chain) {
+    REQUIRE(made.drop());
+  }
+  const int64_t already = recomputations();
+  {
+    const Asked asked(SIZE_MAX, [&](Device&, size_t) { // another thread, say
+      for (size_t i = 0; i + 1 < chain.size(); ++i) {
+        chain[i].drop();
+      }
+      return true;
+    });
+    CHECK(holds(chain.back().tensor, 26));
+  }
+  CHECK_EQ(recomputations() - already, 37);
+}
+
 TEST(of_a_long_chain_of_loose_recipes_some_stay_in_either_order) {
   const Observed observed;
   for (const bool first_one_first : {true, false}) {
