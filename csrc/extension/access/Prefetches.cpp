@@ -8,13 +8,11 @@ namespace torch_lms {
 namespace {
 
 constexpr size_t kMostAtOnce = 32; // are looked at before an op
-constexpr size_t kMostMissed =
-    4; // of so many bytes that are asked for, one; see Note [A plan's room]
+constexpr size_t kOneMissedOf = 4; // bytes; see Note [A plan's room]
 
-/// While those that it passes come in too.
-bool has_room_for(const EntityPtr& entity, size_t beside_bytes, size_t limit_bytes) {
-  const size_t allocated_bytes = entity->device().use().allocated_bytes;
-  return allocated_bytes + beside_bytes + entity->nbytes() <= limit_bytes;
+/// What is in use then, with those that it passes.
+size_t bytes_with(const EntityPtr& entity, size_t passed_bytes) {
+  return entity->device().use().allocated_bytes + passed_bytes + entity->nbytes();
 }
 
 } // namespace
@@ -31,7 +29,7 @@ void Prefetches::trust() {
 
 void Prefetches::end_cycle() {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (kMostMissed * missed_bytes_ > asked_bytes_) {
+  if (kOneMissedOf * missed_bytes_ > asked_bytes_) {
     trusted_ = false;
   }
   asked_bytes_ = missed_bytes_ = 0;
@@ -67,10 +65,12 @@ void Prefetches::begin() {
     if (state != EntityState::kPagedOut || entity->gone()) {
       note_settled(entity, !entity->gone());
       settled.push_back(entity);
-    } else if (!has_room_for(entity, passed_bytes, entity->device().limit_bytes())) {
-      break;
-    } else if (!has_room_for(entity, passed_bytes, limit_bytes)) {
-      note_held_back(entity);
+    } else if (
+        const size_t used_bytes = bytes_with(entity, passed_bytes);
+        used_bytes > std::min(limit_bytes, entity->device().limit_bytes())) {
+      if (used_bytes <= entity->device().limit_bytes()) {
+        note_held_back(entity);
+      }
       break;
     } else if (entity->nbytes() < refused_bytes && pager_.requests().prefetch_ahead(entity, 0)) {
       note_settled(entity, false);
