@@ -2,8 +2,8 @@
 
 A method counts bytes, not the room that copies need before they end. So where a step loses time under its plan, since
 compute waits for copies, or the host does and submits ops later, it plans again for less memory, and its copies use the
-rest. Nor does it count what a replay needs beside its storage: where it
-comes to no plan that keeps the limit, some storages are copied instead of made again.
+rest. Nor does it count what a replay needs beside its storage: where it comes to no plan that keeps the limit, some
+storages are copied instead of made again.
 """
 
 from __future__ import annotations

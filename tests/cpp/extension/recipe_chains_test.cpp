@@ -31,6 +31,23 @@ TEST(a_long_chain_is_made_again_from_its_beginning) {
   CHECK_EQ(recomputations(), 3000);
 }
 
+/// Each adds one to what was made before it; but behind each `rung` of those stands the greater of
+/// the last and of what they began with.
+std::vector<Made> ladder(const at::Tensor& first, size_t count, size_t rung) {
+  std::vector<Made> chain;
+  at::Tensor begun = first;
+  while (chain.size() < count) {
+    const at::Tensor last = chain.empty() ? first : chain.back().tensor;
+    if (chain.size() % (rung + 1) == rung) {
+      chain.push_back(made_by([&] { return at::maximum(begun, last); }));
+      begun = chain.back().tensor;
+    } else {
+      chain.push_back(made_by([&] { return last.add(1); }));
+    }
+  }
+  return chain;
+}
+
 /// What the device has in use at most while the last of a chain is made again.
 size_t peak_of(std::vector<Made>& chain) {
   for (const Made& made : chain) {
@@ -50,44 +67,24 @@ TEST(what_lies_between_goes_as_soon_as_it_has_been_used) {
   const Limited limited(size_t{1} << 30);
   const Observed observed;
   const at::Tensor first = tensor_of(1, 1 << 16);
-  const size_t nbytes = first.storage().nbytes();
-  std::vector<Made> chain{made_by([&] { return first.add(1); })};
-  while (chain.size() < 16) {
-    const at::Tensor before = chain.back().tensor;
-    chain.push_back(made_by([&] { return before.add(1); }));
-  }
-  CHECK(peak_of(chain) <= 2 * nbytes + 4096);
+  std::vector<Made> chain = ladder(first, 16, 16);
+  CHECK(peak_of(chain) <= 2 * first.storage().nbytes() + 4096);
 }
 
 TEST(what_two_of_a_chain_are_made_from_is_made_once) {
   const Limited limited(size_t{1} << 30);
   const Observed observed;
   const at::Tensor first = tensor_of(1, 1 << 16);
-  const size_t nbytes = first.storage().nbytes();
-  std::vector<Made> chain{made_by([&] { return first.add(1); })};
-  while (chain.size() < 31) { // two ways from each to the next but one
-    const at::Tensor before = chain.back().tensor;
-    chain.push_back(made_by([&] { return before.add(1); }));
-    const at::Tensor between = chain.back().tensor;
-    chain.push_back(made_by([&] { return at::maximum(between, before); }));
-  }
+  std::vector<Made> chain = ladder(first, 31, 1);
   const int64_t already = recomputations();
-  CHECK(peak_of(chain) <= 4 * nbytes + 4096);
+  CHECK(peak_of(chain) <= 4 * first.storage().nbytes() + 4096);
   CHECK_EQ(recomputations() - already, 31);
 }
 
 TEST(what_a_chain_needs_again_is_not_dropped_meanwhile) {
   const Observed observed;
   const at::Tensor first = tensor_of(1);
-  std::vector<Made> chain{made_by([&] { return first.add(1); })};
-  while (chain.size() < 37) { // what each third is made from lies three before it, too
-    const at::Tensor before = chain.back().tensor;
-    chain.push_back(made_by([&] { return before.add(1); }));
-    const at::Tensor between = chain.back().tensor;
-    chain.push_back(made_by([&] { return between.add(1); }));
-    const at::Tensor last = chain.back().tensor;
-    chain.push_back(made_by([&] { return at::maximum(before, last); }));
-  }
+  const std::vector<Made> chain = ladder(first, 37, 2);
   for (const Made& made : chain) {
     REQUIRE(made.drop());
   }
