@@ -149,6 +149,7 @@ class Search:
         """The row."""
         tiny = self.sweep.given.tiny
         start = self.question.tiny_start if tiny else self.question.starts[self.mode]
+        start = self.sweep.given.start or start
         search(self.fits, start=start, grain=self.question.tiny_grain if tiny else self.question.grain)
         row: Row = {"largest": 0, "tried": self.tried, "in_time": time.monotonic() <= self.end_s}
         for size in sorted(self.fitting, reverse=True):
@@ -210,6 +211,7 @@ def main() -> None:
     add_arguments(parser, seconds=560)
     parser.add_argument("--limit-gib", type=float, default=24.0)
     parser.add_argument("--search-seconds", type=float, default=180, help="for one mode of a question (%(default)s)")
+    parser.add_argument("--start", type=int, help="the size that is tried first, instead of each question's own")
     parser.set_defaults(row_seconds=150)  # the first step pins up to 100 GiB of the host's memory
     given = parser.parse_args()
     keys = [f"{name}-{mode}" for name in QUESTIONS for mode in MODES]

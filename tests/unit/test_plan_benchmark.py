@@ -134,7 +134,7 @@ class FailsPlanned:
     """A sweep whose runs take a byte for each sample; so many samples are too many for a run with a plan."""
 
     def __init__(self, too_many: int) -> None:
-        self.given = Namespace(tiny=False, search_seconds=60, steps=4)
+        self.given = Namespace(tiny=False, search_seconds=60, steps=4, start=None)
         self.device = "cuda"
         self.too_many = too_many
 

@@ -36,7 +36,8 @@ struct CompiledPlan {
   std::string signature; ///< Names it to who asks.
   bool timed = false; ///< Whether its ops' times are of a program that follows a plan.
   c10::Device device{c10::kCPU};
-  size_t limit_bytes = SIZE_MAX; ///< That it keeps; the device's may be more.
+  /// That copies in keep to; the device's may be more. `SIZE_MAX`: only to that.
+  size_t limit_bytes = SIZE_MAX;
   std::vector<bool> recurring; ///< By number: whether it is the same one in every cycle.
   std::vector<PlannedOp> ops;
   std::vector<PlannedBlock> placeholders;

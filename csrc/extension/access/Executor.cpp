@@ -33,7 +33,6 @@ bool have_same_numbers(const CompiledPlan& one, const CompiledPlan& other) {
 
 void Executor::add(std::shared_ptr<const CompiledPlan> plan) {
   std::lock_guard<std::mutex> lock(mutex_);
-  prefetches_.trust();
   plans_.erase(
       std::remove_if(
           plans_.begin(),
@@ -150,7 +149,7 @@ bool Executor::end_cycle() {
     bad_cycles_ = 0;
   }
   bound.swap(bound_);
-  prefetches_.end_cycle();
+  held_back_.store(prefetches_.end_cycle(), std::memory_order_relaxed);
   if (followed_ == nullptr) {
     prefetches_.clear(); // else they are for the cycle that begins
   }

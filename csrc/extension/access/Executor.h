@@ -97,6 +97,11 @@ class Executor {
   /// The plan that the last whole cycle has followed; null if none.
   std::shared_ptr<const CompiledPlan> followed();
 
+  /// Whether its limit alone has held back copies in, in that cycle.
+  bool has_held_back() const noexcept {
+    return held_back_.load(std::memory_order_relaxed);
+  }
+
   /// Ops of the last whole cycle that were found in the plan, of all.
   double share_in_step() const noexcept {
     return share_.load(std::memory_order_relaxed);
@@ -134,6 +139,7 @@ class Executor {
   std::atomic<bool> active_{false};
   std::atomic<size_t> room_bytes_{SIZE_MAX}; // at the place that is expected
   std::atomic<double> share_{0};
+  std::atomic<bool> held_back_{false};
   std::atomic<size_t> missed_{0}; // ops in a row that the plan does not know
   std::mutex mutex_; // guards what follows
   std::vector<std::shared_ptr<const CompiledPlan>> plans_;

@@ -58,9 +58,24 @@ void PlanContest::change_to(const Plan& followed) {
 /// Than the best. Under the mutex.
 bool PlanContest::is_slower() const {
   const size_t cycles = cycles_us_.size();
-  return (cycles >= kLeastPlanned && median_of(cycles_us_) > kSlower * best_us_) ||
+  const bool without_limit = best_ != nullptr && best_ == tried_ && current_->limit_bytes == SIZE_MAX;
+  const double slower = without_limit ? kSlowerWithoutLimit : kSlower;
+  return (cycles >= kLeastPlanned && median_of(cycles_us_) > slower * best_us_) ||
          (cycles >= kLeastMuchSlower &&
           *std::min_element(cycles_us_.begin(), cycles_us_.end()) > kMuchSlower * best_us_);
+}
+
+PlanContest::Plan PlanContest::without_limit(const Plan& followed) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (followed == nullptr || followed != best_ || followed->limit_bytes == SIZE_MAX ||
+      (followed == tried_ && best_us_ < kMuchSlower * tried_us_)) {
+    return nullptr;
+  }
+  tried_ = followed;
+  tried_us_ = best_us_;
+  auto plan = std::make_shared<CompiledPlan>(*followed);
+  plan->limit_bytes = SIZE_MAX;
+  return plan;
 }
 
 bool PlanContest::has_stayed(const Plan& plan) const {
@@ -70,7 +85,7 @@ bool PlanContest::has_stayed(const Plan& plan) const {
 
 void PlanContest::clear() {
   std::lock_guard<std::mutex> lock(mutex_);
-  current_ = compared_ = best_ = nullptr;
+  current_ = compared_ = best_ = tried_ = nullptr;
   cycles_us_.clear();
   best_us_ = 0;
   planned_ = false;

@@ -17,6 +17,10 @@ namespace torch_lms {
 /// after some cycles, or after a few that were all much slower. A plan may be replaced before it
 /// has been compared: what its few cycles took counts all the same. The best one is measured for as
 /// long as it is followed. Plans of another program, which begins with other ops, are no measure.
+///
+/// A plan that has stayed is tried without its limit where that has held copies in back: once, and
+/// again when it has become much slower. That has to be faster by something, for it may need more
+/// memory than is said.
 
 /// Compares plans, and paging on demand, by what their cycles take.
 ///
@@ -33,6 +37,9 @@ class PlanContest {
   /// A cycle has ended, of the same kind as the one before. `followed`: null for paging on demand.
   Verdict end_cycle(const Plan& followed, double cycle_us);
 
+  /// `followed` without its limit, if it is the best and is to be tried so; else null.
+  Plan without_limit(const Plan& followed);
+
   /// Whether a plan has been compared, and has stayed.
   bool has_stayed(const Plan& plan) const;
 
@@ -47,6 +54,7 @@ class PlanContest {
   static constexpr size_t kLeastReplaced = 3; // of a plan that another one has replaced
   static constexpr size_t kMostCycles = 8;
   static constexpr double kSlower = 1.02; // less may be chance
+  static constexpr double kSlowerWithoutLimit = 0.99;
   static constexpr size_t kLeastMuchSlower = 3; // planned cycles, each of which is by more than
   static constexpr double kMuchSlower = 1.15;
 
@@ -55,6 +63,8 @@ class PlanContest {
   std::vector<double> cycles_us_; // the latest of `current_`
   Plan compared_; // the latest
   Plan best_;
+  Plan tried_; // without its limit: the latest
+  double tried_us_ = 0; // what it took before that
   double best_us_ = 0; // 0: nothing has been measured
   bool planned_ = false; // a plan has been followed: what goes on demand now is out of the ordinary
 };

@@ -201,6 +201,7 @@ void Planning::compare(
   }
   const PlanContest::Verdict verdict = contest_.end_cycle(followed, cycle_us);
   if (!verdict.makes_way) {
+    try_without_limit(followed);
     return;
   }
   const auto set_on_demand = [this](bool on_demand) {
@@ -210,6 +211,16 @@ void Planning::compare(
   set_on_demand(true); // before: a plan that is added meanwhile sets it back
   if (executor_.withdraw(followed, verdict.best)) {
     set_on_demand(false);
+  }
+}
+
+/// See Note [A plan's room].
+void Planning::try_without_limit(const std::shared_ptr<const CompiledPlan>& followed) {
+  if (!executor_.has_held_back()) {
+    return;
+  }
+  if (auto plan = contest_.without_limit(followed)) {
+    executor_.withdraw(followed, std::move(plan));
   }
 }
 

@@ -149,6 +149,7 @@ class Planning final : public PolicyListener {
       Device& device,
       const std::shared_ptr<const CompiledPlan>& followed,
       double cycle_us);
+  void try_without_limit(const std::shared_ptr<const CompiledPlan>& followed);
   void time_ops(Device& device, const std::shared_ptr<const CompiledPlan>& followed);
   size_t held_bytes() const;
 

@@ -22,9 +22,9 @@ namespace torch_lms {
 /// the plan's. Those that begin as soon as the device has room end no sooner, for the link has as
 /// much to do; but the program's peak is then higher than its plan says.
 ///
-/// A program may have more in use than its plan knows. Then the plan's limit has no room, and what
-/// has been asked for comes with its op, although the device has room. Once that was so for more
-/// than a quarter of a cycle's bytes, only the device's limit holds until there is another plan.
+/// Where the link is slower than the plan believes, or the program has more in use than it knows,
+/// they would end sooner. So where the plan's limit alone holds some back, the plan is tried without
+/// it, too: see Note [What takes least is kept].
 
 /// What a plan has asked to come in, in that order, and there has been no room for.
 ///
@@ -40,10 +40,8 @@ class Prefetches {
 
   /// The plan's that asks from now on; `SIZE_MAX` for none. See Note [A plan's room].
   void set_limit(size_t limit_bytes);
-  /// A plan has come that may know what the program has in use.
-  void trust();
-  /// A cycle has ended.
-  void end_cycle();
+  /// A cycle has ended: whether the plan's limit alone has held back any in it.
+  bool end_cycle();
 
   void add(EntityPtr entity);
   void clear();
@@ -54,18 +52,13 @@ class Prefetches {
  private:
   std::vector<EntityPtr> first(size_t* limit_bytes);
   void remove(const std::vector<EntityPtr>& settled);
-  void note_held_back(const EntityPtr& entity);
-  void note_settled(const EntityPtr& entity, bool missed);
 
   Pager& pager_;
   std::atomic<bool> any_{false};
   std::mutex mutex_; // guards what follows
   std::deque<EntityPtr> entities_;
-  size_t limit_bytes_ = SIZE_MAX;
-  bool trusted_ = true; // whether that holds
-  EntityPtr held_back_; // only by the plan's limit
-  size_t asked_bytes_ = 0; // in this cycle
-  size_t missed_bytes_ = 0; // of these, what has come with its op since it was held back
+  size_t limit_bytes_ = SIZE_MAX; // the plan's
+  bool held_back_ = false; // any, in this cycle, by that alone
 };
 
 } // namespace torch_lms

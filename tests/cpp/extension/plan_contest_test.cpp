@@ -67,6 +67,53 @@ TEST(a_plan_that_was_made_again_makes_way_for_the_one_before) {
   CHECK(two.contest.has_stayed(two.first));
 }
 
+/// One that keeps to its limit, and has stayed.
+struct LimitedPlan {
+  LimitedPlan() {
+    cycles(contest, plan, 100);
+    tried = contest.without_limit(plan);
+    REQUIRE(tried != nullptr);
+    CHECK_EQ(tried->limit_bytes, size_t{SIZE_MAX});
+    CHECK(contest.without_limit(plan) == nullptr); // it is being tried
+  }
+
+  PlanContest contest;
+  const PlanContest::Plan plan = [] {
+    auto made = std::make_shared<CompiledPlan>();
+    made->limit_bytes = 1;
+    return made;
+  }();
+  PlanContest::Plan tried;
+};
+
+TEST(a_plan_that_is_faster_without_its_limit_stays_so) {
+  LimitedPlan limited;
+  CHECK(cycles(limited.contest, limited.tried, 98).empty());
+  CHECK(limited.contest.has_stayed(limited.tried));
+  CHECK(limited.contest.without_limit(limited.tried) == nullptr);
+}
+
+TEST(a_plan_that_is_no_faster_without_its_limit_keeps_to_it) {
+  LimitedPlan limited;
+  const auto verdicts = cycles(limited.contest, limited.tried, 99.5);
+  CHECK_EQ(verdicts.size(), size_t{1});
+  CHECK(verdicts.at(0).best == limited.plan);
+  CHECK(cycles(limited.contest, limited.plan, 100).empty());
+  CHECK(limited.contest.without_limit(limited.plan) == nullptr); // it has been tried
+  CHECK(cycles(limited.contest, limited.plan, 120).empty()); // the program has more in use
+  CHECK(limited.contest.without_limit(limited.plan) != nullptr);
+}
+
+TEST(a_plan_is_not_tried_without_its_limit_before_it_has_stayed) {
+  LimitedPlan limited;
+  const auto other = std::make_shared<CompiledPlan>(*limited.plan);
+  cycles(limited.contest, other, 90, 3);
+  CHECK(limited.contest.without_limit(other) == nullptr);
+  CHECK(limited.contest.without_limit(nullptr) == nullptr);
+  cycles(limited.contest, other, 90);
+  CHECK(limited.contest.without_limit(other) != nullptr);
+}
+
 TEST(a_plan_does_not_make_way_for_itself) {
   PlanContest contest;
   const PlanContest::Plan first = a_plan();

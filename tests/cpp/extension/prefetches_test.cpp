@@ -63,6 +63,7 @@ TEST(where_memory_is_full_nothing_passes) {
     const at::Tensor other = tensor_of(0, 3 * kElements);
     wanted.prefetches.begin();
     CHECK(!is_coming(large) && !is_coming(small)); // there would be room for the small one
+    CHECK(!wanted.prefetches.end_cycle()); // it is not the plan's limit
   }
   wanted.prefetches.begin();
   CHECK(is_coming(large) && is_coming(small));
@@ -75,44 +76,12 @@ TEST(what_a_plan_has_no_room_for_waits_though_the_device_has) {
   wanted.prefetches.set_limit(3 * kNbytes);
   wanted.prefetches.begin();
   CHECK(is_coming(first) && !is_coming(second));
+  CHECK(wanted.prefetches.end_cycle());
+  CHECK(!wanted.prefetches.end_cycle()); // nothing was asked for
   wanted.prefetches.set_limit(SIZE_MAX); // of no plan
   wanted.prefetches.begin();
   CHECK(is_coming(second) && !wanted.prefetches.any());
-}
-
-TEST(a_plan_s_limit_holds_no_more_where_most_comes_with_its_op) {
-  Wanted wanted(8 * kMiB);
-  wanted.prefetches.set_limit(0);
-  const at::Tensor missed = wanted.ask(2 * kElements);
-  const at::Tensor held_back = wanted.ask(kElements);
-  wanted.prefetches.begin();
-  CHECK(holds(missed, 2 * kElements)); // its op brings it
-  wanted.prefetches.begin();
-  CHECK(!is_coming(held_back));
-  wanted.prefetches.end_cycle();
-  wanted.prefetches.begin();
-  CHECK(is_coming(held_back));
-  const at::Tensor later = wanted.ask(kElements);
-  wanted.prefetches.end_cycle();
-  wanted.prefetches.trust();
-  wanted.prefetches.begin();
-  CHECK(!is_coming(later));
-}
-
-TEST(what_comes_late_now_and_then_does_not_end_a_plan_s_limit) {
-  Wanted wanted(8 * kMiB);
-  wanted.prefetches.set_limit(0);
-  const at::Tensor missed = wanted.ask(kElements);
-  wanted.prefetches.begin();
-  CHECK(holds(missed, kElements));
-  wanted.prefetches.begin();
-  std::vector<at::Tensor> others;
-  for (int i = 0; i < 3; ++i) {
-    others.push_back(wanted.ask(kElements));
-  }
-  wanted.prefetches.end_cycle();
-  wanted.prefetches.begin();
-  CHECK(!is_coming(others[0]));
+  CHECK(!wanted.prefetches.end_cycle());
 }
 
 TEST(those_that_pass_leave_room_for_what_finds_no_piece) {
