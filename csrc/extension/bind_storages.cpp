@@ -151,10 +151,15 @@ std::unique_ptr<HeldStorages> hold_script_module(const py::handle& object) {
 
 void bind_bytes(py::module_& module) {
   // Who asks for its bytes gets an error with this message, until it is given others (`set_data`).
+  // Views can be made of it: they get the error, too.
   module.def("take_bytes", [](const at::Tensor& tensor, const std::string& message) {
     auto empty = c10::make_intrusive<c10::StorageImpl>(
         c10::StorageImpl::use_byte_size_t(),
-        0,
+        at::detail::computeStorageNbytes(
+            tensor.sizes(),
+            tensor.strides(),
+            tensor.dtype().itemsize(),
+            static_cast<size_t>(tensor.storage_offset())),
         c10::DataPtr(nullptr, tensor.device()),
         nullptr,
         /*resizable=*/false);
@@ -166,13 +171,17 @@ void bind_bytes(py::module_& module) {
   module.def("counts_writes_with_others", [](const at::Tensor& tensor) {
     return !tensor.unsafeGetTensorImpl()->unique_version();
   });
-  // Who asks for the bytes of a storage gets an error with this message, until it is opened.
+  // Who asks for the bytes of a storage that has none gets an error with this message, until it is
+  // opened. The tensor is all of it. It seems to have bytes, so that views can be made as before.
   module.def("close_storage", [](const at::Tensor& tensor, const std::string& message) {
-    tensor.storage().unsafeGetStorageImpl()->release_data_and_set_meta_custom_data_ptr_error_msg_(
-        message); // it releases nothing
+    c10::StorageImpl& storage = *tensor.storage().unsafeGetStorageImpl();
+    storage.release_data_and_set_meta_custom_data_ptr_error_msg_(message); // it releases nothing
+    storage.set_nbytes(tensor.nbytes());
   });
   module.def("open_storage", [](const at::Tensor& tensor) {
-    compat::allow_access(*tensor.storage().unsafeGetStorageImpl());
+    c10::StorageImpl& storage = *tensor.storage().unsafeGetStorageImpl();
+    compat::allow_access(storage);
+    storage.set_nbytes(0);
   });
 }
 

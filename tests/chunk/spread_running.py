@@ -13,7 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn import functional as F  # noqa: N812  # PyTorch's own name for it
 
 import torch_lms
 from tests.chunk.plain import loss_of
@@ -55,6 +56,7 @@ def refusals(rank: int, world: int) -> None:
     model, optimizer = chunked(Checkpointed(reentrant=False))
     batch = narrow_batch(rank)
     refused("call the module that owns it", lambda: model.first.weight.sum().item())
+    refused("call the module that owns it", lambda: F.linear(torch.ones(1, 128).bfloat16(), model.first.weight))
     refused("call the module that owns it", lambda: model.blocks[0][0].weight.data_ptr())
     losses = losses_of(model, optimizer, rank, world, range(1))
     once(model, [batch], lambda: None)
@@ -77,6 +79,19 @@ def refusals(rank: int, world: int) -> None:
     mine, others = (losses_of(*one, rank, world, range(1, 3)) for one in ((model, optimizer), again))
     assert all(map(torch.equal, mine, others)), (losses, mine, others)
     refused("expected gradients without graphs", lambda: loss_of(model, batch).backward(create_graph=True))
+
+
+def in_other_groups(rank: int, world: int) -> None:
+    """Some ranks are in process groups of their own besides; the last one has no part in the model."""
+    dist.new_group([0])
+    mesh = DeviceMesh("cpu", list(range(world - 1)))
+    if rank < world - 1:
+        torch.manual_seed(0)
+        model = Normed()
+        model, optimizer = torch_lms.chunked(model, ADAMW(model.parameters()), mesh=mesh)
+        losses = losses_of(model, optimizer, rank, world - 1, range(2))
+        assert all(one.isfinite() for one in losses)
+    dist.barrier()
 
 
 def dying(rank: int, world: int) -> None:

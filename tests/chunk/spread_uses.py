@@ -303,11 +303,13 @@ def kinds_of_tensors(rank: int, world: int) -> None:
             self.turned = nn.Parameter(torch.randn(8, 5).t())
             self.scale = nn.Parameter(torch.tensor(2.0))
             self.nothing = nn.Parameter(torch.empty(0, 4))
+            self.listed = nn.ModuleList([nn.ParameterList([torch.ones(5)]), nn.Linear(5, 5)])
             for dtype in (torch.int16, torch.bool, torch.complex64, torch.float64):
                 self.register_buffer(str(dtype).split(".")[1], torch.full((3,), 1 + rank).to(dtype))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.scale * F.linear(self.conv(x).mean((2, 3)), self.turned) + self.nothing.sum()
+            y = self.scale * F.linear(self.conv(x).mean((2, 3)), self.turned) + self.nothing.sum()
+            return self.listed[1](y * self.listed[0][0])
 
     torch.manual_seed(0)
     model, optimizer = chunked(Kinds())

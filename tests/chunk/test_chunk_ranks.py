@@ -41,7 +41,8 @@ def test_units_that_are_connected_at_random(tmp_path: Path) -> None:
 
 
 def test_three_ranks(tmp_path: Path) -> None:
-    expect_success("spread_models:checkpointing+clipping+tests.chunk.spread_running:memory", 3, tmp_path)
+    scenario = "spread_models:checkpointing+clipping+tests.chunk.spread_running:memory+in_other_groups"
+    expect_success(scenario, 3, tmp_path)
 
 
 def test_what_two_ranks_keep_is_paged_within_a_limit(tmp_path: Path) -> None:

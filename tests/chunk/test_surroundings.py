@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812  # PyTorch's own name for it
+from torch.optim.swa_utils import get_ema_avg_fn
 
 from tests.chunk.plain import Chunked, Plain
 from tests.chunk.small_model import ADAMW, CLASSES, STILL, X, chunked, loss_of, make, step
@@ -51,6 +52,21 @@ def test_copies_are_plain_models(between: bool) -> None:
     assert not torch.equal(copies[0][0].weight, model[0].weight)
     with pytest.raises(ChunkError, match="found it being copied or pickled"):
         copy.deepcopy(optimizer)
+
+
+def test_an_average_in_32_bits_follows_the_masters() -> None:
+    model, optimizer = chunked(optimize=partial(torch.optim.AdamW, lr=1e-4))
+    average, narrow = (torch.optim.swa_utils.AveragedModel(model, avg_fn=get_ema_avg_fn(0.99)) for _ in range(2))
+    average.float()
+    first = expected = model.state_dict()["0.weight"].clone()
+    for _ in range(100):
+        step(model, optimizer)
+        average.update_parameters(model)
+        narrow.update_parameters(model)
+        expected = expected.lerp(model.state_dict()["0.weight"], 0.01)
+    off, narrow_off = ((one.module[0].weight - expected).norm() for one in (average, narrow))
+    assert off < 0.5 * narrow_off
+    assert off < 0.2 * (expected - first).norm()
 
 
 def test_an_interrupt_in_a_forward_leaves_everything_usable() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,7 +16,18 @@ from torch_lms.chunk.model_data import ModelData
 from torch_lms.chunk.occupancy import Occupancy
 from torch_lms.errors import ChunkError
 
-__all__ = ["ModuleHooks"]
+__all__ = ["NEVER_CALLED", "ModuleHooks", "own_parameters"]
+
+NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+"""What only holds others: the module around it uses its parameters."""
+
+
+def own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Those that a call of the module uses itself: also those in what is never called."""
+    yield from module.parameters(recurse=False)
+    for child in module.children():
+        if isinstance(child, NEVER_CALLED):
+            yield from own_parameters(child)
 
 
 class ModuleHooks:
@@ -70,7 +82,7 @@ class ModuleHooks:
 
     def _own_numbers(self, model: nn.Module, data: ModelData) -> dict[nn.Module, tuple[int, ...]]:
         """What each module accesses: that of it which is in chunks."""
-        own = {module: dict.fromkeys(module.parameters(recurse=False)) for module in model.modules()}
+        own = {module: dict.fromkeys(own_parameters(module)) for module in model.modules()}
         return {
             module: tuple(data.numbers[one] for one in parameters if one in data.numbers)
             for module, parameters in own.items()

@@ -77,6 +77,7 @@ class Occupancy:
         self._call: list[int | None] = [None] * len(data.tensors)  # that has used each since the last step
         self._called_again: set[int] = set()  # what several calls have used
         self._aliases: dict[int, torch.Tensor] = {}  # gradients in parameters' places, as the program has them
+        self._taken: dict[int, torch.UntypedStorage] = {}  # what parameters without bytes have instead
         self._versions = [one.parameter._version for one in data.tensors]
         for number, one in enumerate(data.tensors):
             if one.group is not None:
@@ -176,6 +177,7 @@ class Occupancy:
                 view.copy_(self._data.master(number))
             self.states.move(number, TensorState.HOLD)
             self._versions[number] = parameter._version
+            self._taken.pop(number, None)
 
     def leave_gradient_to_others(self, number: int, *, is_used_up: bool = False) -> None:
         """The gradient's place is about to be written: the tensor gets memory of its own, if anybody wants it still.
@@ -215,7 +217,7 @@ class Occupancy:
         one, view = self._data.tensors[number], self._data.views[number]
         has_no_bytes = self._is_no_parameter(number)
         moved = not same_bytes(one.parameter, view)
-        if has_no_bytes and not (moved and one.parameter.untyped_storage().nbytes()):
+        if has_no_bytes and (not moved or self._are_taken(number)):
             return
         if not moved and one.parameter._version == self._versions[number]:
             return
@@ -277,7 +279,13 @@ class Occupancy:
         torch.autograd.graph.increment_version(one.parameter)
         one.parameter.grad = self._aliases[number] = alias
         core.take_bytes(one.parameter, _NO_BYTES.format(name=one.name))
+        self._taken[number] = one.parameter.untyped_storage()
         self.states.move(number, TensorState.HOLD_AFTER_BWD)
+
+    def _are_taken(self, number: int) -> bool:
+        """Whether the parameter's bytes are, and nobody has given it others since."""
+        taken = self._taken.get(number)
+        return taken is not None and self._data.tensors[number].parameter.untyped_storage()._cdata == taken._cdata
 
     def _is_no_parameter(self, number: int) -> bool:
         """Whether the bytes are a gradient, or mean nothing, since an interrupt has left them so."""

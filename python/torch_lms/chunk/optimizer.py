@@ -185,8 +185,13 @@ class ChunkedOptimizer(Optimizer):
             The norm before: in the gradients' type, as PyTorch's own; over several ranks in 32 bits.
 
         Raises:
-            ChunkError: over several ranks, for a norm that is not positive.
+            ChunkError: over several ranks, for a norm that is not positive; if backward has used gradients up.
         """
+        if self._groups.updated:
+            raise ChunkError(
+                f"expected gradients, found {len(self._groups.updated)} parameters that backward has updated already; "
+                "call torch_lms.chunked(..., step_in_backward=False) to clip them"
+            )
         return clip_grad_norm_(self._data, self._occupancy, max_norm, norm_type)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -231,6 +236,8 @@ class ChunkedOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets gradients, or zeroes them; parameters whose bytes they had get theirs back.
 
+        After a backward that has failed, with `step_in_backward`: what it has updated stays so, and the step has ended.
+
         Raises:
             ChunkError: if they are to be zeroed, and are spread over ranks.
         """
@@ -240,6 +247,9 @@ class ChunkedOptimizer(Optimizer):
         self._groups.forget_gradients()  # of a backward that has failed
         if self._elsewhere is not None:
             self._elsewhere.abandon()
+        if self._groups.updated:
+            self.settle()
+            self._end_step()
         if set_to_none:
             for one in self._data.tensors:
                 one.parameter.grad = None
@@ -318,7 +328,8 @@ class ChunkedOptimizer(Optimizer):
             self._occupancy.give_back((number,))
             raise ChunkError(
                 f"expected optimizer.step() after each backward, found another gradient of {one.name}, which has been "
-                "updated; call step, or torch_lms.chunked(..., step_in_backward=False)"
+                "updated; call step (zero_grad after a backward that has failed), or "
+                "torch_lms.chunked(..., step_in_backward=False)"
             )
         ready = self._groups.arrived(number)
         with torch.no_grad():

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from torch_lms._torch_compat import reduce_scatter_single
 from torch_lms.chunk.model_data import ModelData
-from torch_lms.chunk.ranks import until_destroyed
+from torch_lms.chunk.ranks import Ranks, until_destroyed
 from torch_lms.errors import ChunkError
 
 __all__ = ["Reductions"]
@@ -51,9 +51,7 @@ class Reductions:
         self._data = data
         self._ranks = data.ranks
         self._place_of = place_of
-        ranks = dist.get_process_group_ranks(data.ranks.group) if data.ranks.group is not None else None
-        # Gathering has the ranks' own group: neither waits for the other.
-        group = dist.new_group(ranks, use_local_synchronization=True)
+        group = _another_group(data.ranks)  # gathering has the ranks' own: neither waits for the other
         self._find_group = until_destroyed(group)
         self._averages = _averages(group, data)
         trained = (
@@ -214,6 +212,21 @@ class Reductions:
             self.parts[running.chunk].add_(part)
         else:
             self.parts[running.chunk] = self._place_of(running.chunk).copy_(part)
+
+
+def _another_group(ranks: Ranks) -> dist.ProcessGroup:
+    """Of the same ranks, for collectives of its own.
+
+    Ranks that make a group without the others meet under a name of which the number of groups that each is in is a
+    part: who is in fewer gets some of its own before.
+    """
+    members = dist.get_process_group_ranks(ranks.group)
+    if len(members) == dist.get_world_size():
+        return dist.new_group(members)
+    groups = len(dist.distributed_c10d._world.pg_names)
+    for _ in range(groups, max(ranks.all_of(groups))):
+        dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    return dist.new_group(members, use_local_synchronization=True)
 
 
 def _averages(group: dist.ProcessGroup, data: ModelData) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from torch_lms.chunk.hooks import ModuleHooks
+from torch_lms.chunk.hooks import NEVER_CALLED, ModuleHooks, own_parameters
 from torch_lms.chunk.model_data import ModelData
 from torch_lms.chunk.sharding import ShardedOccupancy
 
@@ -26,14 +26,14 @@ def units_of(module: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]
     block's modules run may depend on the data (experts), and all ranks must gather the same. Outside of lists it is a
     module that owns parameters itself: with all that is in it, unless there are lists in it.
     """
-    own = list(module.parameters(recurse=False))
+    own = [] if isinstance(module, NEVER_CALLED) else list(own_parameters(module))
     if own and not any(isinstance(one, _LISTS) for one in module.modules()):
         yield module, list(module.parameters())  # it may use its children's without calling them
         return
     if own:
         yield module, own
     for child in module.children():
-        if isinstance(module, _LISTS) and not isinstance(child, _LISTS):
+        if isinstance(module, _LISTS) and not isinstance(child, (*_LISTS, *NEVER_CALLED)):
             yield child, list(child.parameters())
         else:
             yield from units_of(child)
