@@ -7,7 +7,7 @@ from fractions import Fraction
 
 from torch_lms.errors import LimitError
 
-__all__ = ["GIB", "in_gib", "parse_bytes"]
+__all__ = ["GIB", "in_gib", "parse_bytes", "size_text"]
 
 GIB = 1 << 30
 
@@ -71,3 +71,11 @@ def parse_bytes(size: int | str, *, total_bytes: int | None = None) -> int:
 def in_gib(nbytes: float) -> str:
     """A size for people: ``"1.50 GiB"``."""
     return f"{nbytes / GIB:.2f} GiB"
+
+
+def size_text(nbytes: float) -> str:
+    """A size that may be small, for people: ``"24 B"``, ``"1.50 MiB"``, ``"1.50 GiB"``."""
+    for unit, each in (("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if each <= nbytes < GIB:
+            return f"{nbytes / each:.2f} {unit}"
+    return f"{nbytes:.0f} B" if nbytes < 1 << 10 else in_gib(nbytes)

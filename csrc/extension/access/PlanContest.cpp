@@ -58,7 +58,8 @@ void PlanContest::change_to(const Plan& followed) {
 /// Than the best. Under the mutex.
 bool PlanContest::is_slower() const {
   const size_t cycles = cycles_us_.size();
-  const bool without_limit = best_ != nullptr && best_ == tried_ && current_->limit_bytes == SIZE_MAX;
+  const bool without_limit =
+      best_ != nullptr && best_ == tried_ && current_->limit_bytes == SIZE_MAX;
   const double slower = without_limit ? kSlowerWithoutLimit : kSlower;
   return (cycles >= kLeastPlanned && median_of(cycles_us_) > slower * best_us_) ||
          (cycles >= kLeastMuchSlower &&

@@ -23,8 +23,8 @@ namespace torch_lms {
 /// much to do; but the program's peak is then higher than its plan says.
 ///
 /// Where the link is slower than the plan believes, or the program has more in use than it knows,
-/// they would end sooner. So where the plan's limit alone holds some back, the plan is tried without
-/// it, too: see Note [What takes least is kept].
+/// they would end sooner. So where the plan's limit alone holds some back, the plan is tried
+/// without it, too: see Note [What takes least is kept].
 
 /// What a plan has asked to come in, in that order, and there has been no room for.
 ///

@@ -14,10 +14,10 @@ from torch_lms.chunk.model_data import ModelTensor
 from torch_lms.chunk.ranks import Ranks
 from torch_lms.chunk.trials import state_bytes_each
 from torch_lms.errors import ChunkError
-from torch_lms.memory_sizes import in_gib, parse_bytes
+from torch_lms.memory_sizes import parse_bytes, size_text
 from torch_lms.swap.automatic import is_enabled
 
-__all__ = ["Budget", "budget_of", "check_budget", "needed_bytes"]
+__all__ = ["Budget", "budget_of", "check_budget", "check_chunk", "needed_bytes"]
 
 _HOST_SHARE = 0.8  # of the host's memory, where no limit is given; as automatic mode takes it
 
@@ -70,8 +70,8 @@ def budget_of(device: torch.device, device_limit: int | str | None, host_limit: 
     )
     if device.type != "cpu" and budget.host_bytes > host_total_bytes:
         raise ChunkError(
-            f"expected host_limit within the host's memory of {in_gib(host_total_bytes)}, found "
-            f"{in_gib(budget.host_bytes)}; lower it"
+            f"expected host_limit within the host's memory of {size_text(host_total_bytes)}, found "
+            f"{size_text(budget.host_bytes)}; lower it"
         )
     return budget
 
@@ -88,18 +88,34 @@ def check_budget(needed: dict[str, int], device: torch.device, budget: Budget, *
     Raises:
         ChunkError: with what is needed and what there is.
     """
-    parts = ", ".join(f"{name} {in_gib(nbytes)}" for name, nbytes in needed.items())
+    parts = ", ".join(f"{name} {size_text(nbytes)}" for name, nbytes in needed.items())
     if sum(needed.values()) > budget.device_bytes + budget.host_bytes:
         raise ChunkError(
-            f"expected room for the model's data, {in_gib(sum(needed.values()))} ({parts}), found "
-            f"{in_gib(budget.device_bytes)} on {device} and {in_gib(budget.host_bytes)} on the host; raise "
+            f"expected room for the model's data, {size_text(sum(needed.values()))} ({parts}), found "
+            f"{size_text(budget.device_bytes)} on {device} and {size_text(budget.host_bytes)} on the host; raise "
             "device_limit or host_limit, use more ranks, or a smaller model"
         )
     there = needed["masters"] + needed["optimizer state"]
     if update_on in ("host", "stream") and device.type != "cpu" and there > budget.host_bytes:
         raise ChunkError(
-            f"expected room on the host for {in_gib(there)} ({parts}), found {in_gib(budget.host_bytes)}; raise "
+            f"expected room on the host for {size_text(there)} ({parts}), found {size_text(budget.host_bytes)}; raise "
             "host_limit, or leave update_on out"
+        )
+
+
+def check_chunk(layout: Layout, ranks: Ranks, device: torch.device, budget: Budget, *, update_on: str) -> None:
+    """Refuses chunks of which the device could not hold one.
+
+    Raises:
+        ChunkError: if so.
+    """
+    nbytes = 2 * layout.chunk_numel
+    if device.type == "cpu" or update_on == "device":  # otherwise masters may stay on the host
+        nbytes = max(nbytes, 4 * layout.chunk_numel // ranks.size)
+    if nbytes > budget.device_bytes:
+        raise ChunkError(
+            f"expected room on {device} for a chunk of {layout.chunk_numel} elements, {size_text(nbytes)}, found "
+            f"{size_text(budget.device_bytes)}; raise device_limit, lower chunk_numel, or leave it out"
         )
 
 

@@ -51,10 +51,13 @@ def check_arguments(model: nn.Module, optimizer: Optimizer) -> None:
     Raises:
         ChunkError: if so.
     """
+    if not isinstance(model, nn.Module):
+        raise ChunkError(
+            f"expected a model, a torch.nn.Module, found {_kind(model)}; pass the one that the optimizer is of"
+        )
     if not isinstance(optimizer, Optimizer):
         raise ChunkError(
-            f"expected an optimizer of the model's parameters, found {type(optimizer).__name__}; make one of "
-            "model.parameters()"
+            f"expected an optimizer of the model's parameters, found {_kind(optimizer)}; make one of model.parameters()"
         )
     lazy = next((name for name, one in model.named_parameters() if is_lazy(one)), None)
     if lazy is not None:
@@ -81,22 +84,27 @@ def check_optimizer(optimizer: Optimizer, device: torch.device) -> None:
         if not alone:
             raise ChunkError(
                 f"expected an optimizer that treats each parameter alone, found {type(optimizer).__name__}, whose "
-                "update of one depends on the gradients of others, as by their norm; take that out of it, and use "
-                "torch.nn.utils.clip_grad_norm_ before its step"
+                "update of one depends on the gradients of others, as by their norm, or by one step size for all; use "
+                "another, with torch.nn.utils.clip_grad_norm_ before its step where that was the reason"
             )
 
 
-def check_options(dtype: torch.dtype, update_on: str, chunk_numel: int | None, *, step_in_backward: bool) -> None:
+def check_options(
+    dtype: torch.dtype, update_on: str, chunk_numel: int | None, *, reuse_gradients: bool, step_in_backward: bool
+) -> None:
     """Refuses what the words of `torch_lms.chunked` cannot be.
 
     Raises:
         ChunkError: if so.
     """
-    if update_on not in ("auto", "device", "host", "stream"):
+    for name, value in (("reuse_gradients", reuse_gradients), ("step_in_backward", step_in_backward)):
+        if not isinstance(value, bool):
+            raise ChunkError(f"expected {name} to be True or False, found {value!r}; pass one of these")
+    if not isinstance(update_on, str) or update_on not in ("auto", "device", "host", "stream"):
         raise ChunkError(
             f"expected update_on to be 'auto', 'device', 'host' or 'stream', found {update_on!r}; pass one of these"
         )
-    if chunk_numel is not None and not isinstance(chunk_numel, int):
+    if chunk_numel is not None and (isinstance(chunk_numel, bool) or not isinstance(chunk_numel, int)):
         raise ChunkError(
             f"expected chunk_numel to be a number of elements, found {chunk_numel!r}; pass an int, or leave it out"
         )
@@ -181,6 +189,10 @@ def device_of(model: nn.Module, tensors: Sequence[ModelTensor], device: torch.de
 def _find_device(device: torch.device | str) -> torch.device:
     """As tensors there have it."""
     return torch.empty(0, device=find_device(device, ChunkError)).device
+
+
+def _kind(value: object) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
 
 
 def _check_parameter(one: ModelTensor) -> None:

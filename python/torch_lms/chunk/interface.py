@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from torch_lms.chunk.budget import budget_of, check_budget, needed_bytes
+from torch_lms.chunk.budget import budget_of, check_budget, check_chunk, needed_bytes
 from torch_lms.chunk.checkpointing import StateDictHooks
 from torch_lms.chunk.checks import (
     check_arguments,
@@ -32,7 +34,7 @@ from torch_lms.chunk.ranks import Ranks, ranks_of
 from torch_lms.chunk.sharding import ShardedOccupancy
 from torch_lms.chunk.units import UnitHooks
 from torch_lms.errors import ChunkError
-from torch_lms.swap.automatic import change_limit
+from torch_lms.swap.automatic import change_limit, disable, present_limits
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -101,35 +103,46 @@ def chunked(
         The model, and the optimizer to use from now on. State dicts of both are those of a plain model in 32 bits.
 
     Raises:
-        ChunkError: for a model or an optimizer that cannot be held in chunks. Nothing has changed then.
+        ChunkError: for a model or an optimizer that cannot be held in chunks, and on all ranks if one of them is
+            refused, or they do not call this alike. Nothing has changed then.
         LimitError: for a limit that cannot be understood.
     """
-    check_arguments(model, optimizer)
-    tensors = _tensors_of(model, optimizer)
-    check_model(model, optimizer, tensors)
-    check_options(dtype, update_on, chunk_numel, step_in_backward=step_in_backward)
-    device, ranks = device_of(model, tensors, device), ranks_of(mesh)
-    check_optimizer(optimizer, device)
-    check_ranks(ranks, optimizer, device, dtype, step_in_backward=step_in_backward)
-    runs = _runs_of(_in_order(tensors, order, ranks))
+    ranks = ranks_of(mesh)
+    with ranks.together() as alike:
+        check_arguments(model, optimizer)
+        tensors = _tensors_of(model, optimizer)
+        check_model(model, optimizer, tensors)
+        switches = {"reuse_gradients": reuse_gradients, "step_in_backward": step_in_backward}
+        check_options(dtype, update_on, chunk_numel, **switches)
+        device = device_of(model, tensors, device)
+        check_optimizer(optimizer, device)
+        check_ranks(ranks, optimizer, device, dtype, step_in_backward=step_in_backward)
+        names = _in_order(tensors, order)
+        options = {"dtype": dtype, "chunk_numel": chunk_numel, "update_on": update_on, **switches}
+        alike.update({name: str(value) for name, value in options.items()})
+        alike.update(_described(model, optimizer, tensors))
+    by_name = {one.name: one for one in tensors}
+    runs = _runs_of([by_name[name] for name in ranks.first_of(names)])
     ordered = [one for run in runs for one in run]
     layout = _layout_of(runs, chunk_numel, ranks)
     needed = needed_bytes(ordered, layout, ranks, optimizer, device)
-    budget = budget_of(device, device_limit, host_limit)
-    if device.type != "cpu" or (device_limit is not None and host_limit is not None):
-        check_budget(needed, device, budget, update_on=update_on)  # else it is the disk's room, found out by writing
+    with ranks.together():
+        budget = budget_of(device, device_limit, host_limit)
+        check_chunk(layout, ranks, device, budget, update_on=update_on)
+        if device.type != "cpu" or (device_limit is not None and host_limit is not None):
+            check_budget(needed, device, budget, update_on=update_on)  # else it is the disk's, found out by writing
     if update_on == "auto":
         known = {"chunk_numel": layout.chunk_numel, "device_bytes": budget.device_bytes}
         measure = partial(measured_rates, optimizer, device, dtype, **known)
         choice = chosen_update(needed, device, budget.device_bytes, measure)
     else:
         choice = UpdateChoice(update_on=update_on, given=True)
-    if device_limit is not None:
-        change_limit({device: device_limit}, host_limit=host_limit)
-    _spread_buffers(model, ranks, device, move=tensors[0].parameter.is_meta)
     each_bytes = (needed["masters"] + needed["optimizer state"]) // layout.chunks
     on_host = hosted_chunks(choice.update_on, [each_bytes] * layout.chunks, budget.host_bytes)
-    data = ModelData(ordered, layout, dtype, device, choice.update_on, on_host, ranks)
+    with _limits(device, device_limit, host_limit):
+        data = ModelData(ordered, layout, dtype, device, choice.update_on, on_host, ranks)
+    note_in_chunks(tensors)
+    _spread_buffers(model, ranks, device, move=bool(data.unfilled))
     chunked_optimizer = ChunkedOptimizer(optimizer, data, choice)
     ready = chunked_optimizer.gradient_ready if step_in_backward else _nothing
     alone = ranks.group is None
@@ -141,7 +154,6 @@ def chunked(
     chunked_optimizer.attach(occupancy, hooks, device_bytes=budget.device_bytes, fills=fills)
     hooks.attach(model, data, occupancy, dtype)
     StateDictHooks().attach(model, data, occupancy)
-    note_in_chunks(tensors)
     return model, chunked_optimizer
 
 
@@ -151,6 +163,24 @@ def _layout_of(runs: list[list[ModelTensor]], chunk_numel: int | None, ranks: Ra
     if ranks.group is not None:  # for parts that are alike
         numel = -(-numel // (ALIGNMENT * ranks.size)) * ALIGNMENT * ranks.size
     return pack(sizes, numel)
+
+
+@contextmanager
+def _limits(device: torch.device, device_limit: int | str | None, host_limit: int | str | None) -> Iterator[None]:
+    """Has automatic mode keep limits, if they are given; as before, if what is done within them fails."""
+    if device_limit is None:
+        yield
+        return
+    before = present_limits()
+    change_limit({device: device_limit}, host_limit=host_limit)
+    try:
+        yield
+    except BaseException:
+        if before:
+            change_limit({device: before.get(str(device), "100%")})
+        else:
+            disable()
+        raise
 
 
 def _spread_buffers(model: nn.Module, ranks: Ranks, device: torch.device, *, move: bool) -> None:
@@ -189,13 +219,25 @@ def _tensors_of(model: nn.Module, optimizer: Optimizer) -> list[ModelTensor]:
     return found
 
 
-def _in_order(tensors: list[ModelTensor], order: Iterable[nn.Parameter] | None, ranks: Ranks) -> list[ModelTensor]:
-    """As they are used, if the program says how."""
-    if order is None:
-        return tensors
-    known = {one.parameter: one for one in tensors}
-    used = dict.fromkeys(order) if isinstance(order, Iterable) else {order: None}
-    if strangers := [one for one in used if one not in known]:
+def _described(model: nn.Module, optimizer: Optimizer, tensors: Sequence[ModelTensor]) -> dict[str, str]:
+    """What ranks must have alike of a model and its optimizer."""
+    buffers = {
+        f"buffer {number}": f"{name} of shape {'unknown' if is_lazy(one) else tuple(one.shape)}, {one.dtype}"
+        for number, (name, one) in enumerate(model.named_buffers())
+    }
+    parameters = {
+        f"parameter {number}": f"{one.name} of shape {tuple(one.parameter.shape)}, {one.parameter.dtype} on "
+        f"{one.parameter.device.type}, {'frozen' if one.group is None else f'in group {one.group}'}"
+        for number, one in enumerate(tensors)
+    }
+    return {"optimizer": type(optimizer).__name__, **parameters, **buffers}
+
+
+def _in_order(tensors: list[ModelTensor], order: Iterable[nn.Parameter] | None) -> list[str]:
+    """Their names as they are used, if the program says how."""
+    known = {one.parameter: one.name for one in tensors}
+    used = list(() if order is None else order if isinstance(order, Iterable) else [order])
+    if strangers := [one for one in used if not isinstance(one, torch.Tensor) or one not in known]:
         found = ", ".join(
             f"one of shape {tuple(one.shape)}" if isinstance(one, torch.Tensor) else repr(one) for one in strangers[:3]
         )
@@ -203,8 +245,7 @@ def _in_order(tensors: list[ModelTensor], order: Iterable[nn.Parameter] | None, 
             f"expected an order of the model's own parameters, found {len(strangers)} others ({found}); "
             "take it from torch_lms.chunk.order_of_use(model, ...)"
         )
-    by_name = {one.name: one for one in tensors}
-    return [by_name[name] for name in ranks.first_of([known[one].name for one in {**used, **known}])]
+    return [known[one] for one in {**dict.fromkeys(used), **known}]
 
 
 def _runs_of(tensors: list[ModelTensor]) -> list[list[ModelTensor]]:

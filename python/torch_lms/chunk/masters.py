@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 
 from torch_lms.chunk.loading import check_shapes, check_state_dict
 from torch_lms.chunk.model_data import ModelData
-from torch_lms.chunk.values import Values, take_over, with_own_tensors
+from torch_lms.chunk.trials import keys_in_shape
+from torch_lms.chunk.values import Change, Copies, stand_in, take_over
 
 __all__ = ["Masters", "Part"]
 
@@ -68,10 +69,11 @@ class Masters:
         self._inner = inner
         self._data = data
         self._adopted: list[dict[str, torch.Tensor]] = [{} for _ in data.tensors]
-        self._noted: dict[int, dict[str, Any]] = {}  # by group: what the optimizer has changed there
-        self._noted_of_itself: dict[str, Any] = {}  # likewise
+        self._noted: dict[tuple[int, Any], Change] = {}  # by place; see Note [What a step counts]
         self._before: dict[int, _Before] = {}  # by tensor that comes in pieces
         self._expected: dict[int, tuple[dict[str, Any], dict[str, torch.Tensor]]] = {}  # by tensor; see `expect_states`
+        small = {one.group for one in data.tensors if one.group is not None and one.parameter.numel() == 1}
+        self._keys = {group: keys_in_shape(inner, inner.param_groups[group], data.device) for group in small}
         for number, one in enumerate(data.tensors):
             if one.group is None or one.parameter not in inner.state:
                 continue
@@ -90,7 +92,7 @@ class Masters:
         """
         masters = [self._data.tensor_to_update(number) for number in numbers]
         by_group = self._by_group(numbers, masters)
-        self._step(self._for(by_group), by_group, masters, gradients)
+        self._step(*self._for(by_group), masters, gradients)
         for number in numbers:
             self._adopt(number)
 
@@ -103,11 +105,11 @@ class Masters:
         """
         masters = [part.master for part in parts]
         by_group = self._by_group([part.number for part in parts], masters)
-        stepper = self._for(by_group)
+        stepper, copies = self._for(by_group)
         stepper.state = defaultdict(dict)
         for part in parts:
             stepper.state[part.master] = {**self._beside(part), **part.state}
-        self._step(stepper, by_group, masters, [part.gradient for part in parts])
+        self._step(stepper, copies, masters, [part.gradient for part in parts])
         return [self._take(part, stepper.state[part.master]) for part in parts]
 
     def parts_ended(self) -> None:
@@ -153,8 +155,9 @@ class Masters:
     def _take(self, part: Part, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Keeps what does not lie in chunks; returns what is to."""
         kept, new = self._inner.state[self._data.tensor_to_update(part.number)], {}
+        in_chunks = self._in_chunks(part.number, state, part.master.shape)
         for key, value in state.items():
-            if not isinstance(value, torch.Tensor) or value.shape != part.master.shape:
+            if key not in in_chunks:
                 kept[key] = value
             elif key not in part.state or part.state[key].dtype != value.dtype:
                 new[key] = value
@@ -165,12 +168,10 @@ class Masters:
     def _step(
         self,
         stepper: Optimizer,
-        places: Iterable[int],
+        copies: Copies,
         masters: Sequence[torch.Tensor],
         gradients: Iterable[torch.Tensor],
     ) -> None:
-        places = tuple(places)
-        before = [Values(group) for group in stepper.param_groups], Values(vars(stepper))
         for master, gradient in zip(masters, gradients, strict=True):
             master.grad = gradient
         try:
@@ -180,7 +181,7 @@ class Masters:
         finally:
             for master in masters:
                 master.grad = None
-        self._note(places, stepper, *before)
+        self._note(copies.changes())
 
     def state_of(self, number: int) -> dict[str, Any]:
         """What the optimizer keeps for a tensor; empty before its first step."""
@@ -240,7 +241,7 @@ class Masters:
         finally:
             for group, rate in zip(self._inner.param_groups, rates, strict=True):
                 group["lr"] = rate
-            self._forget_noted()
+            self._noted.clear()
 
     @torch.no_grad()
     def take_loaded(self, states: Mapping[str, Mapping[str, Any]], without: Container[str]) -> None:
@@ -279,24 +280,21 @@ class Masters:
 
     def _own_parts(self, number: int, state: Mapping[str, Any]) -> dict[str, Any]:
         """Of what is of a parameter's shape, what goes to this rank's part of its chunk."""
-        shape = self._data.views[number].shape
-        return {
-            key: self._data.own_part(number, value)
-            if isinstance(value, torch.Tensor) and value.shape == shape
-            else value
-            for key, value in state.items()
-        }
+        in_chunks = self._in_chunks(number, state, self._data.views[number].shape)
+        return {**state, **{key: self._data.own_part(number, value) for key, value in in_chunks.items()}}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes a state dict of the optimizer's."""
         self._check(state_dict)
         by_group = [[self._data.numbers[one] for one in group["params"]] for group in self._inner.param_groups]
-        stepper = self._for(
+        stepper, copies = self._for(
             {place: [self._data.tensor_to_update(one) for one in numbers] for place, numbers in enumerate(by_group)}
         )
         stepper.load_state_dict(self._own_state_dict(state_dict))
-        self._note(range(len(by_group)), stepper, [Values({})] * len(by_group), Values(vars(self._inner)))
+        self._note(copies.changes())
+        for group, loaded in zip(self._inner.param_groups, stepper.param_groups, strict=True):
+            self._note(Change(group, key, value) for key, value in loaded.items() if key != "params")
         self.take_noted()
         self._inner.state = stepper.state
         for numbers in by_group:
@@ -330,25 +328,15 @@ class Masters:
         return {**state_dict, "state": kept}
 
     def take_noted(self) -> None:
-        """What the optimizer has noted, in groups or in itself, holds: once for all chunks, for it may count steps."""
-        for place, noted in self._noted.items():
-            take_over(self._inner.param_groups[place], noted)
-        take_over(vars(self._inner), self._noted_of_itself)
-        self._forget_noted()
-
-    def _forget_noted(self) -> None:
+        """What the optimizer has changed, in groups or in itself, holds: once for all chunks."""
+        take_over(self._noted.values())
         self._noted.clear()
-        self._noted_of_itself.clear()
 
-    def _for(self, by_group: Mapping[int, Sequence[torch.Tensor]]) -> Optimizer:
-        """The optimizer, with the same state, as one of nothing but some tensors."""
-        groups = self._inner.param_groups
-        stepper: Optimizer = object.__new__(type(self._inner))
-        vars(stepper).update(with_own_tensors(vars(self._inner)))
-        stepper.param_groups = [
-            {**with_own_tensors(groups[place]), "params": list(tensors)} for place, tensors in by_group.items()
-        ]
-        return stepper
+    def _for(self, by_group: Mapping[int, Sequence[torch.Tensor]]) -> tuple[Optimizer, Copies]:
+        """The optimizer as one of nothing but some tensors, and what it may write to."""
+        copies = Copies(self._inner.state)
+        groups = [(self._inner.param_groups[place], tensors) for place, tensors in by_group.items()]
+        return stand_in(self._inner, groups, copies), copies
 
     def _by_group(self, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> dict[int, list[torch.Tensor]]:
         found: dict[int, list[torch.Tensor]] = {}
@@ -358,15 +346,28 @@ class Masters:
             found.setdefault(place, []).append(tensor)
         return found
 
-    def _note(self, places: Iterable[int], stepper: Optimizer, groups: Sequence[Values], itself: Values) -> None:
-        """What has changed since `groups` and `itself`. The program may have changed the rest meanwhile."""
-        for place, group, before in zip(places, stepper.param_groups, groups, strict=True):
-            self._noted.setdefault(place, {}).update(before.changed(group, but=("params",)))
-        self._noted_of_itself.update(itself.changed(vars(stepper), but=("param_groups", "state")))
+    def _note(self, changes: Iterable[Change]) -> None:
+        """By place, and not all at once: the program may have changed the rest meanwhile."""
+        self._noted.update({(id(one.holder), one.key): one for one in changes})
 
     def _adopt(self, number: int) -> None:
         if state := self.state_of(number):
-            state.update(self._data.adopt(number, state, self._adopted[number]))
+            in_chunks = self._in_chunks(number, state, self._data.tensor_to_update(number).shape)
+            state.update(self._data.adopt(number, in_chunks, self._adopted[number]))
+
+    def _in_chunks(self, number: int, state: Mapping[str, Any], shape: torch.Size) -> dict[str, torch.Tensor]:
+        """Of what the optimizer keeps for a tensor, or for a piece of it, what lies in chunks.
+
+        It has that shape. So may a count of steps have, if the tensor has one element; then it is what the optimizer
+        would keep in a matrix's shape, too.
+        """
+        group, is_one = self._data.tensors[number].group, self._data.views[number].numel() == 1
+        keys = self._keys[group] if is_one and group is not None else None
+        return {
+            key: value
+            for key, value in state.items()
+            if isinstance(value, torch.Tensor) and value.shape == shape and (keys is None or key in keys)
+        }
 
 
 def _as_wide(value: Any, parameter: torch.Tensor) -> Any:

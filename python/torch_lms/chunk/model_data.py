@@ -9,6 +9,8 @@ memory. Only parameters that are their own masters are whole everywhere.
 
 from __future__ import annotations
 
+import traceback
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -21,6 +23,8 @@ from torch_lms.chunk.layout import Layout, Piece, Place, piece_of
 from torch_lms.chunk.pinned import pinned_zeros
 from torch_lms.chunk.portions import Extent
 from torch_lms.chunk.ranks import ALONE, Ranks
+from torch_lms.errors import ChunkError
+from torch_lms.memory_sizes import size_text
 
 __all__ = ["ChunkList", "ModelData", "ModelTensor", "same_bytes", "view_in"]
 
@@ -118,6 +122,9 @@ class ModelData:
         on_host: whether each chunk's masters and optimizer state are on the host. Parameters that are their own masters
             are on the device.
         ranks: that keep a part of each chunk; all get the first one's numbers.
+
+    Raises:
+        ChunkError: if there is no room; the parameters are as they were then.
     """
 
     def __init__(
@@ -155,46 +162,74 @@ class ModelData:
         self.masters: list[torch.Tensor | None] = []
         for number in range(len(tensors)):
             self.in_chunk[layout.places[number].chunk].append(number)
-        for numbers in self.in_chunk:
-            for number in numbers:
-                self._fill(number, tensors[number])
-            self._keep_part(layout.places[numbers[0]].chunk)
+        self._take_memory()
+        for number in range(len(tensors)):
+            self._fill(number)
 
-    @torch.no_grad()
-    def _fill(self, number: int, one: ModelTensor) -> None:
+    def _take_memory(self) -> None:
+        """Gives parameters and masters their places, before any parameter changes. If one rank fails, all do.
+
+        Raises:
+            ChunkError: if there is no room; nothing has changed then.
+        """
+        try:
+            with self.ranks.together():
+                for chunk, numbers in enumerate(self.in_chunk):
+                    for number in numbers:
+                        self._lay_out(number)
+                    self.gathered.release((chunk,))
+        except (RuntimeError, OSError, MemoryError) as error:
+            needed = " and ".join(f"{size_text(nbytes)} on {there}" for there, nbytes in self._first_bytes().items())
+            traceback.clear_frames(error.__traceback__)
+            vars(self).clear()  # who keeps the error would keep all memory that has been taken
+            found = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise ChunkError(
+                f"expected room for chunks of parameters and masters, {needed}, beside the model as it is, found "
+                f"{found}; nothing has changed: free memory there, use more ranks, or make the model on the meta "
+                "device and load it into its chunks (device=)"
+            ) from error
+
+    def _first_bytes(self) -> Counter[torch.device]:
+        """What parameters and masters take, by device. All tensors of a chunk are alike in kind."""
+        found: Counter[torch.device] = Counter()
+        for numel, home, numbers in zip(self._numels, self.homes, self.in_chunk, strict=True):
+            one = self.tensors[numbers[0]]
+            found[self.device] += 0 if one.wide else numel * self.dtype.itemsize
+            found[home] += 0 if one.group is None else numel * torch.float32.itemsize
+        return found
+
+    def _lay_out(self, number: int) -> None:
+        one, chunk, place = self.tensors[number], self.chunk_of(number), self.layout.places[number]
         given = one.parameter.detach()
-        if given.is_meta:
-            self.unfilled.add(number)
+        if one.wide:
+            has_none = given.is_meta and one.group is None
+            self.views.append(torch.zeros_like(given, device=self.device) if has_none else given)
         else:
-            self.ranks.broadcast(given)
-        self.views.append(self._first_view(number, given))
-        chunk = self.chunk_of(number)
+            part = self.parameters.chunk(chunk)
+            self.views.append(view_in(self.gathered.whole(chunk) if self.is_cut[chunk] else part, place, given))
         master = None
         if one.group is not None and (not self.is_cut[chunk] or self.piece(number).numel):
             master = self.part_of(self._masters.chunk(chunk), number)
-            if not given.is_meta:
-                master.copy_(self.own_part(number, given))
         self.masters.append(master)
         if one.wide and master is not None:
             self.views[number] = master
-        if given.is_meta:  # whose parameter cannot be given other bytes
-            filled = nn.Parameter(self.views[number].data, requires_grad=one.parameter.requires_grad)  # its own version
+
+    @torch.no_grad()
+    def _fill(self, number: int) -> None:
+        """The parameter gets its place, which gets its numbers."""
+        one, view, master = self.tensors[number], self.views[number], self.masters[number]
+        given = one.parameter.detach()
+        if given.is_meta:  # it cannot be given other bytes
+            self.unfilled.add(number)
+            filled = nn.Parameter(view.data, requires_grad=one.parameter.requires_grad)  # its own version
             torch.utils.swap_tensors(one.parameter, filled)
-        else:
-            one.parameter.data = self.views[number]
-
-    def _first_view(self, number: int, given: torch.Tensor) -> torch.Tensor:
-        chunk, place = self.chunk_of(number), self.layout.places[number]
-        if self.tensors[number].wide:
-            return torch.zeros_like(given, device=self.device) if given.is_meta else given
-        whole = self.gathered.whole(chunk) if self.is_cut[chunk] else self.parameters.chunk(chunk)
-        view = view_in(whole, place, given)
-        return view.zero_() if given.is_meta else view.copy_(given)
-
-    def _keep_part(self, chunk: int) -> None:
-        if self.is_cut[chunk]:
-            self.parameters.chunk(chunk).copy_(self.gathered.part(chunk))
-            self.gathered.release((chunk,))
+            return
+        self.ranks.broadcast(given)
+        if master is not None:
+            master.copy_(self.own_part(number, given))
+        if not one.wide:
+            self.parameter_part(number).copy_(self.own_part(number, given))
+        one.parameter.data = view
 
     def chunk_of(self, number: int) -> int:
         """The chunk that a tensor lies in."""
@@ -218,9 +253,10 @@ class ModelData:
         """Of a tensor in a parameter's shape, what goes to `part_of`."""
         if not self.is_cut[self.chunk_of(number)]:
             return whole
-        piece = self.piece(number)
-        as_it_lies = torch.empty_like(self.views[number], dtype=whole.dtype, device=whole.device).copy_(whole)
-        return as_it_lies.as_strided((whole.numel(),), (1,))[piece.begin : piece.begin + piece.numel]
+        piece, like = self.piece(number), self.views[number]
+        if whole.stride() != like.stride():
+            whole = torch.empty_like(like, dtype=whole.dtype, device=whole.device).copy_(whole)
+        return whole.as_strided((whole.numel(),), (1,))[piece.begin : piece.begin + piece.numel]
 
     def parameter_part(self, number: int) -> torch.Tensor:
         """What this rank keeps of a parameter."""
@@ -274,13 +310,13 @@ class ModelData:
         return self.tensors[number].parameter if master is None else master
 
     def adopt(
-        self, number: int, state: Mapping[str, object], known: dict[str, torch.Tensor]
+        self, number: int, state: Mapping[str, torch.Tensor], known: dict[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Moves what an optimizer keeps for a tensor, and is of its master's shape, to chunks.
+        """Moves what an optimizer keeps for a tensor in its master's shape to chunks.
 
         Args:
             number: of the tensor.
-            state: by key.
+            state: that is to lie there, by key.
             known: what has been adopted before, by key; what is new is added.
 
         Returns:
@@ -288,11 +324,7 @@ class ModelData:
         """
         moved = {}
         for key, value in state.items():
-            if (
-                not isinstance(value, torch.Tensor)
-                or value.shape != self.tensor_to_update(number).shape
-                or value is known.get(key)
-            ):
+            if value is known.get(key):
                 continue
             if key not in known or known[key].dtype != value.dtype:
                 known[key] = self.known_view(number, key, value.dtype)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -82,6 +84,33 @@ class Ranks:
             dist.all_gather_object(values, value, group=self.group)
         return values
 
+    @contextmanager
+    def together(self) -> Iterator[dict[str, str]]:
+        """What raises an error on one of them does on all, each of which must come here.
+
+        Yields:
+            To be filled with what has to be alike on all, by what it is.
+
+        Raises:
+            Exception: this one's error.
+            ChunkError: for an error of another, and for what is not alike.
+        """
+        alike: dict[str, str] = {}
+        error = None
+        try:
+            yield alike
+        except Exception as found:
+            error = found
+        digest = sha256(repr(alike).encode()).hexdigest()  # a large model has much that has to be alike
+        told = self.all_of((None if error is None else f"{type(error).__name__}: {error}", digest))
+        if error is not None:
+            raise error
+        for rank, (text, _) in enumerate(told):
+            if text is not None:
+                raise ChunkError(f"expected no error on any rank, found on rank {rank} {text}; see to that first")
+        if len(set(told)) > 1:
+            raise ChunkError(_difference(self.all_of(alike)))
+
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Of everybody's tensors, in place."""
         if self.group is not None:
@@ -98,6 +127,20 @@ class Ranks:
 
 
 ALONE = Ranks()
+
+
+def _difference(said: Sequence[Mapping[str, str]]) -> str:
+    """An error's text: the first thing that is not alike, and where it is what."""
+    names = dict.fromkeys(name for of_rank in said for name in of_rank)
+    name = next(name for name in names if len({of_rank.get(name) for of_rank in said}) > 1)
+    ranks: dict[str, list[int]] = {}
+    for rank, of_rank in enumerate(said):
+        ranks.setdefault(of_rank.get(name, "none"), []).append(rank)
+    found = ", ".join(
+        f"{value} on {'rank' if len(there) == 1 else 'ranks'} {', '.join(map(str, there))}"
+        for value, there in ranks.items()
+    )
+    return f"expected all ranks to call torch_lms.chunked alike, found {name}: {found}; pass the same on all of them"
 
 
 def ranks_of(mesh: DeviceMesh | None) -> Ranks:

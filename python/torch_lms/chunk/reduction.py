@@ -221,12 +221,13 @@ def _another_group(ranks: Ranks) -> dist.ProcessGroup:
     part: who is in fewer gets some of its own before.
     """
     members = dist.get_process_group_ranks(ranks.group)
-    if len(members) == dist.get_world_size():
-        return dist.new_group(members)
-    groups = len(dist.distributed_c10d._world.pg_names)
-    for _ in range(groups, max(ranks.all_of(groups))):
-        dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    return dist.new_group(members, use_local_synchronization=True)
+    together = len(members) == dist.get_world_size()
+    if not together:
+        groups = len(dist.distributed_c10d._world.pg_names)
+        for _ in range(groups, max(ranks.all_of(groups))):
+            dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    made: dist.ProcessGroup = dist.new_group(members, use_local_synchronization=not together)
+    return made
 
 
 def _averages(group: dist.ProcessGroup, data: ModelData) -> bool:

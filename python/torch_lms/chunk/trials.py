@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -11,26 +10,35 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from torch_lms.chunk.values import with_own_tensors
+from torch_lms.chunk.values import Copies, stand_in
 from torch_lms.swap.link import wait_for_device
 
-__all__ = ["state_bytes_each", "treats_each_element_alone", "treats_each_tensor_alone", "update_seconds"]
+__all__ = [
+    "keys_in_shape",
+    "state_bytes_each",
+    "treats_each_element_alone",
+    "treats_each_tensor_alone",
+    "update_seconds",
+]
 
 _SHAPE = (4, 6)
 _PIECE = 7
 _TIMED_STEPS = 3
+_STEPS = 4  # what one tensor has to do with another may begin with what both have gone by the second step
+_LEAST_RATE = 1e-2  # a schedule may begin with none, and nothing would move
 _LARGE = 1e3  # a gradient beside which another hardly counts in their norm
-_CLOSE = 1e-3  # an optimizer may compute with both tensors in one, which rounds otherwise
+_CLOSE = 2e-2  # an optimizer may compute with both tensors in one, which rounds otherwise
+_ROUNDING = 1e-6  # of the numbers themselves
 
 
 def treats_each_element_alone(optimizer: Optimizer, device: torch.device) -> bool:
-    """Whether pieces of a matrix become what they become in it, in two steps; False if it cannot be tried."""
-    start, *gradients = _matrices(3, device)
+    """Whether pieces of a matrix become what they become in it, in some steps; False if it cannot be tried."""
+    (start,), *gradients = _tries([_SHAPE], device)
     for group in optimizer.param_groups:
         whole, pieces = [start.clone()], [one.clone() for one in start.flatten().split(_PIECE)]
         try:
-            _steps(optimizer, group, whole, [[one] for one in gradients])
-            _steps(optimizer, group, pieces, [one.flatten().split(_PIECE) for one in gradients])
+            _steps(optimizer, group, whole, gradients)
+            _steps(optimizer, group, pieces, [one.flatten().split(_PIECE) for (one,) in gradients])
         except Exception:
             return False
         if not torch.equal(whole[0].flatten(), torch.cat(pieces)):
@@ -39,7 +47,7 @@ def treats_each_element_alone(optimizer: Optimizer, device: torch.device) -> boo
 
 
 def treats_each_tensor_alone(optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> bool:
-    """Whether a tensor of a group becomes beside another what it becomes alone, in a step.
+    """Whether a tensor of a group goes beside another where it goes alone, in some steps.
 
     Two small matrices are tried; of an optimizer that fails on these, two tensors like the group's smallest.
 
@@ -56,15 +64,14 @@ def treats_each_tensor_alone(optimizer: Optimizer, group: dict[str, Any], device
 def _same_alone(
     optimizer: Optimizer, group: dict[str, Any], shapes: Sequence[Sequence[int]], device: torch.device
 ) -> bool:
-    starts, gradients = _tensors(shapes, device), _tensors(shapes, device, seed=1)
-    gradients[1].mul_(_LARGE)
-    beside = [one.clone() for one in starts]
-    alone = [starts[0].clone()]
+    starts, *gradients = _tries(shapes, device)
+    for _, other in gradients:
+        other.mul_(_LARGE)
+    beside, alone = [one.clone() for one in starts], [starts[0].clone()]
     for tensors in (beside, alone):
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            torch.manual_seed(0)
-            _steps(optimizer, group, tensors, [gradients[: len(tensors)]])
-    return torch.allclose(beside[0], alone[0], rtol=_CLOSE)
+        _steps(optimizer, group, tensors, [of_step[: len(tensors)] for of_step in gradients])
+    way = (alone[0] - starts[0]).norm()
+    return bool((beside[0] - alone[0]).norm() <= _CLOSE * way + _ROUNDING * starts[0].norm())
 
 
 def _own_shapes(group: dict[str, Any]) -> list[torch.Size]:
@@ -76,13 +83,27 @@ def _own_shapes(group: dict[str, Any]) -> list[torch.Size]:
 
 def state_bytes_each(optimizer: Optimizer, device: torch.device) -> int:
     """Bytes that it keeps for each element of a 32-bit tensor; 0 if it cannot be tried."""
-    start, gradient = _matrices(2, device)
+    return sum((_kept_in_shape(optimizer, optimizer.param_groups[0], device) or {}).values())
+
+
+def keys_in_shape(optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> frozenset[str] | None:
+    """Of what it keeps for a matrix of a group in the matrix's shape; None if it cannot be tried."""
+    kept = _kept_in_shape(optimizer, group, device)
+    return None if kept is None else frozenset(kept)
+
+
+def _kept_in_shape(optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> dict[str, int] | None:
+    """By key, the bytes of each element."""
+    (start,), gradients, *_ = _tries([_SHAPE], device)
     try:
-        states = _steps(optimizer, optimizer.param_groups[0], [start], [[gradient]])
+        state = _steps(optimizer, group, [start], [gradients]).get(start, {})
     except Exception:
-        return 0
-    values = [value for state in states.values() for value in state.values() if isinstance(value, torch.Tensor)]
-    return sum(value.element_size() for value in values if value.shape == start.shape)
+        return None
+    return {
+        key: value.element_size()
+        for key, value in state.items()
+        if isinstance(value, torch.Tensor) and value.shape == start.shape
+    }
 
 
 def update_seconds(optimizer: Optimizer, numel: int, device: torch.device, dtype: torch.dtype) -> float:
@@ -106,13 +127,13 @@ def update_seconds(optimizer: Optimizer, numel: int, device: torch.device, dtype
     return min(times)
 
 
-def _matrices(count: int, device: torch.device) -> list[torch.Tensor]:
-    return _tensors([_SHAPE] * count, device)
-
-
-def _tensors(shapes: Sequence[Sequence[int]], device: torch.device, seed: int = 0) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator).to(device) for shape in shapes]
+def _tries(shapes: Sequence[Sequence[int]], device: torch.device) -> list[list[torch.Tensor]]:
+    """Tensors, and their gradients in some steps, which lead one way and differ."""
+    generator = torch.Generator().manual_seed(0)
+    starts, ways, *rest = (
+        [torch.randn(shape, generator=generator).to(device) for shape in shapes] for _ in range(2 + _STEPS)
+    )
+    return [starts, *([way + one for way, one in zip(ways, of_step, strict=True)] for of_step in rest)]
 
 
 @torch.no_grad()
@@ -122,17 +143,31 @@ def _steps(
     tensors: list[torch.Tensor],
     gradients: Sequence[Sequence[torch.Tensor]],
 ) -> dict[torch.Tensor, dict[str, Any]]:
-    """The optimizer's state after steps on some tensors; nothing of the optimizer itself changes."""
-    tried: Optimizer = object.__new__(type(optimizer))
-    vars(tried).update(with_own_tensors(vars(optimizer)))
-    group = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
-    if "lr" in group:  # a schedule may begin with none, and nothing would move
-        group["lr"] = torch.full_like(rate, 1e-2) if isinstance(rate := group["lr"], torch.Tensor) else 1e-2
-    tried.param_groups = [{**group, "params": tensors}]
+    """The optimizer's state after steps on some tensors; nothing of the optimizer itself changes.
+
+    Every step draws the same random numbers, and leaves all generators as they were.
+    """
+    copies = Copies(with_generators=True)
+    tried = stand_in(optimizer, [(group, tensors)], copies)
     tried.state = defaultdict(dict)
+    _set_rate(tried.param_groups[0], tried.defaults)
     step: Any = type(tried).step
+    device, own = tensors[0].device, [(one, one.get_state()) for one in copies.generators()]
     for of_step in gradients:
         for tensor, gradient in zip(tensors, of_step, strict=True):
             tensor.grad = gradient.clone()
-        (step.__wrapped__ if getattr(step, "hooked", False) else step)(tried)
+        for generator, state in own:
+            generator.set_state(state)
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            (step.__wrapped__ if getattr(step, "hooked", False) else step)(tried)
     return tried.state
+
+
+def _set_rate(group: dict[str, Any], defaults: dict[str, Any]) -> None:
+    """To that at which it is to learn: an optimizer may find it out by what has been gone at that of its own."""
+    given = [group.get("lr"), group.get("initial_lr"), defaults.get("lr")]
+    rates = [float(one) for one in given if isinstance(one, float | int | torch.Tensor)]
+    if isinstance(rate := group.get("lr"), torch.Tensor):
+        group["lr"] = torch.full_like(rate, max([_LEAST_RATE, *rates]))
+    elif rate is not None:
+        group["lr"] = max([_LEAST_RATE, *rates])

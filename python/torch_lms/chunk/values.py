@@ -1,46 +1,181 @@
-"""Values by name, of an optimizer or of its groups: what a step has changed of them."""
+"""What an optimizer keeps beside its state: copies that a step may write to, and what it has changed of them.
+
+Note [What a step counts]
+A step of a model in chunks is several of the given optimizer, one for each chunk, and an optimizer may count its steps:
+in itself or in its groups, in numbers, tensors, dicts, lists, sets and data classes, one in the other. So each of these
+steps works on copies of what was there before the first. What they change is noted, and holds when all have been made:
+what each of them has counted counts once. What lies in a dict by tensor is that tensor's own, and is not copied, nor
+are parameters and masters themselves, and things of other kinds (modules, functions, locks).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+import random
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass, is_dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
-__all__ = ["Values", "take_over", "with_own_tensors"]
+__all__ = ["Change", "Copies", "stand_in", "take_over"]
 
-
-class Values:
-    """Values by name, as they are now, to find out later which of them have changed."""
-
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        self._before = {key: (value, _version(value)) for key, value in values.items()}
-
-    def changed(self, values: Mapping[str, Any], *, but: Sequence[str]) -> dict[str, Any]:
-        """Those that are others now, or have been written to, without some."""
-        return {
-            key: value
-            for key, value in values.items()
-            if key not in but
-            and (
-                key not in self._before or self._before[key][0] is not value or self._before[key][1] != _version(value)
-            )
-        }
+_GONE = object()  # in place of a value
+_PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None)))  # most values are
+_KNOWN = frozenset((dict, OrderedDict, defaultdict, list, set, deque))  # faster by their own method
 
 
-def with_own_tensors(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The same values; of tensors, copies that may be written to."""
-    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in values.items()}
+@dataclass(frozen=True)
+class Change:
+    """What has become of a part of something: of a dict, list or set, or of a tensor as a whole.
+
+    Attributes:
+        holder: of the part.
+        key: of a dict's value, a place in a list, an element of a set.
+        value: that is there now.
+    """
+
+    holder: Any
+    key: Any
+    value: Any
 
 
-def take_over(values: dict[str, Any], noted: Mapping[str, Any]) -> None:
-    """What has been noted is in `values` from now on."""
-    for key, value in noted.items():
-        if isinstance(value, torch.Tensor) and isinstance(values.get(key), torch.Tensor):
-            values[key].copy_(value)  # somebody may have the tensor
+@dataclass(frozen=True)
+class _Copy:
+    """Of `original`, as it was `before`: its parts, by key; of a tensor, its version."""
+
+    original: Any
+    copy: Any
+    before: Any = None
+    but: Sequence[Any] = ()
+
+
+class Copies:
+    """Copies of values and of all that is in them; what several share, their copies share.
+
+    Not thread-safe.
+
+    Args:
+        shared: tensors that are not copied.
+        with_generators: whether those of random numbers are copied, too. (One that all share draws no number twice.)
+    """
+
+    def __init__(self, shared: Container[Any] = (), *, with_generators: bool = False) -> None:
+        self._shared = shared
+        self._with_generators = with_generators
+        self._made: dict[int, _Copy] = {}  # by the original's id
+
+    def generators(self) -> list[torch.Generator]:
+        """That have been copied."""
+        return [one.copy for one in self._made.values() if isinstance(one.copy, torch.Generator)]
+
+    def of(self, value: Any, but: Sequence[str] = ()) -> Any:
+        """A copy of a value, or itself if it is not of a kind that is copied.
+
+        Args:
+            value: to copy.
+            but: keys of it whose values are left as they are, and may change.
+        """
+        if type(value) in _PLAIN:
+            return value
+        if id(value) in self._made:
+            return self._made[id(value)].copy
+        if isinstance(value, torch.Tensor):
+            if not isinstance(value, nn.Parameter) and value not in self._shared:
+                made = value.clone()
+                self._made[id(value)] = _Copy(value, made, _version(made))
+        elif isinstance(value, dict | list | set | deque):
+            self._copy_parts(value, value.copy() if type(value) in _KNOWN else copy.copy(value), but)
+        elif isinstance(value, tuple):
+            parts = [self.of(part) for part in value]
+            if any(part is not given for part, given in zip(parts, value, strict=True)):
+                return tuple.__new__(type(value), parts)
+        elif _is_data(value):
+            data = copy.copy(value)
+            self._made[id(value)] = _Copy(value, data)
+            self._copy_parts(vars(value), vars(data))
+        elif self._with_generators and isinstance(value, torch.Generator | random.Random):
+            self._made[id(value)] = _Copy(value, copy.copy(value))
+        return self._made[id(value)].copy if id(value) in self._made else value
+
+    def _copy_parts(self, value: Any, made: Any, but: Sequence[str] = ()) -> None:
+        self._made[id(value)] = _Copy(value, made)  # before its parts, of which one may be itself
+        if not isinstance(value, set):
+            for key, part in _parts(value).items():
+                if type(part) not in _PLAIN and key not in but and not isinstance(key, torch.Tensor):
+                    made[key] = self.of(part)
+        self._made[id(value)] = _Copy(value, made, _parts(made), but)
+
+    def changes(self) -> Iterator[Change]:
+        """What has been changed of copies, as changes of what they are copies of."""
+        originals = {id(one.copy): one.original for one in self._made.values()}
+        for one in self._made.values():
+            if isinstance(one.copy, torch.Tensor):
+                if _version(one.copy) != one.before:
+                    yield Change(one.original, None, one.copy)
+            elif one.before is not None:
+                now = _parts(one.copy)
+                for key in {**one.before, **now}:
+                    value = now.get(key, _GONE)
+                    if key not in one.but and value is not one.before.get(key, _GONE):
+                        yield Change(one.original, key, originals.get(id(value), value))
+
+
+def stand_in(
+    optimizer: Optimizer, groups: Sequence[tuple[dict[str, Any], Iterable[torch.Tensor]]], copies: Copies
+) -> Optimizer:
+    """The optimizer, with the same state, as one of other tensors.
+
+    Args:
+        optimizer: nothing of it changes by what the other one does, but for its state.
+        groups: of the optimizer, and the tensors that are in each.
+        copies: makes the copies that it works on.
+    """
+    own = [copies.of(group, but=("params",)) for group, _ in groups]  # first: it may have another way to them
+    made: Optimizer = object.__new__(type(optimizer))
+    made.__dict__ = copies.of(vars(optimizer), but=("param_groups", "state"))
+    made.param_groups = own
+    for group, (_, tensors) in zip(own, groups, strict=True):
+        group["params"] = list(tensors)
+    return made
+
+
+def take_over(changes: Iterable[Change]) -> None:
+    """What has been changed holds from now on."""
+    for one in changes:
+        holder, key, value = one.holder, one.key, one.value
+        if isinstance(holder, torch.Tensor):
+            holder.copy_(value)
+        elif isinstance(holder, set):
+            (holder.discard if value is _GONE else holder.add)(key)
+        elif isinstance(holder, dict):
+            if value is _GONE:
+                holder.pop(key, None)
+            else:
+                holder[key] = value
+        elif value is _GONE:  # all behind it are, too
+            while len(holder) > key:
+                holder.pop()
+        elif key < len(holder):
+            holder[key] = value
         else:
-            values[key] = value
+            holder.append(value)
 
 
-def _version(value: Any) -> int:
-    return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else 0
+def _is_data(value: object) -> bool:
+    is_one = isinstance(value, SimpleNamespace) or is_dataclass(value)
+    return is_one and hasattr(value, "__dict__") and not isinstance(value, type)
+
+
+def _parts(value: Any) -> dict[Any, Any]:
+    if isinstance(value, dict):
+        return dict(value)
+    return dict.fromkeys(value, True) if isinstance(value, set) else dict(enumerate(value))
+
+
+def _version(value: torch.Tensor) -> int:
+    return value._version if not value.is_inference() else 0

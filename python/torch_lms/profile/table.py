@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch_lms.errors import ProfileError
+from torch_lms.memory_sizes import size_text
 from torch_lms.profile.document import Profile
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def profile_table(profile: Profile, limit: int | None = None) -> RenderableType:
         saved = sum(profile.storage_bytes[name] for name in node.saved)
         parameters = sum(profile.parameter_bytes[name] for name in node.parameters)
         times = [f"{time:.1f}" if profile.timed else "-" for time in (node.forward_us, node.backward_us)]
-        sizes = [_size(nbytes) for nbytes in (node.output_bytes, saved, parameters)]
+        sizes = [size_text(nbytes) for nbytes in (node.output_bytes, saved, parameters)]
         table.add_row(node.name, _short(node.target), node.module, *times, *sizes)
     return Group(table, *(Text(line) for line in _summary(profile)))
 
@@ -57,8 +58,9 @@ def _short(target: str) -> str:
 def _summary(profile: Profile) -> list[str]:
     optimizer = sum((profile.optimizer_bytes or {}).values())
     lines = [
-        f"parameters {_size(sum(profile.parameter_bytes.values()))}, kept for backward {_size(profile.saved_bytes)}, "
-        f"optimizer {_size(optimizer) if profile.optimizer_bytes is not None else 'not given'}"
+        f"parameters {size_text(sum(profile.parameter_bytes.values()))}, "
+        f"kept for backward {size_text(profile.saved_bytes)}, "
+        f"optimizer {size_text(optimizer) if profile.optimizer_bytes is not None else 'not given'}"
     ]
     if profile.timed:
         summed = profile.forward_us + profile.backward_us
@@ -73,12 +75,3 @@ def _summary(profile: Profile) -> list[str]:
         for link in profile.links
     ]
     return lines + [f"note: {note}" for note in profile.notes]
-
-
-def _size(nbytes: Any) -> str:
-    value = float(nbytes)
-    for unit in ("B", "KiB", "MiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} GiB"
