@@ -28,3 +28,12 @@ def test_rows_say_how_much_of_their_updates_is_hidden(tmp_path: Path) -> None:
     for key in ("host-backward", "stream-backward"):
         trace = json.loads((tmp_path / "plans" / f"chunked-{key}.updates.json").read_text())
         assert "update" in {event["name"] for event in trace["traceEvents"]}
+
+
+def test_chunks_waste_no_more_than_patrickstars_and_take_14_bytes_a_parameter(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    done = run_python("-m", "benchmarks.chunk_layout", "--tiny", "--output-dir", str(tmp_path))
+    assert done.returncode == 0, done.stderr[-3000:]
+    document = json.loads((tmp_path / "chunk_layout.json").read_text())
+    assert len(document["checks"]) == len(document["rows"]) + 1
+    assert all(check["ok"] for check in document["checks"]), document["checks"]
