@@ -13,7 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.nn import functional as F  # noqa: N812  # PyTorch's own name for it
 
 import torch_lms
@@ -92,6 +94,37 @@ def in_other_groups(rank: int, world: int) -> None:
         losses = losses_of(model, optimizer, rank, world - 1, range(2))
         assert all(one.isfinite() for one in losses)
     dist.barrier()
+
+
+def beside_a_pipeline(rank: int, world: int) -> None:
+    """Two stages of two ranks each train as the whole model on two ranks does."""
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "pp"))
+    number, count = mesh.get_local_rank("pp"), mesh.size(1)
+
+    def whole() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.Tanh()) for _ in range(2 * count)))
+
+    def loss_of_two(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(y.float(), target) / 2
+
+    part = whole()[2 * number : 2 * number + 2]
+    part, optimizer = torch_lms.chunked(part, ADAMW(part.parameters()), mesh=mesh["dp"])
+    stage = PipelineStage(part, number, count, torch.device("cpu"), group=mesh.get_group("pp"))
+    schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=loss_of_two, scale_grads=False)
+    model = whole()
+    model, of_model = torch_lms.chunked(model, ADAMW(model.parameters()), mesh=mesh["dp"])
+    for step in range(3):
+        torch.manual_seed(10 * step + mesh.get_local_rank("dp"))
+        x, target = torch.randn(8, 128).bfloat16(), torch.randn(8, 128)
+        for piece, wanted in zip(x.chunk(2), target.chunk(2), strict=True):
+            loss_of_two(model(piece), wanted).backward()
+        of_model.step()
+        schedule.step(*((x,) if number == 0 else ()), target=target if number == count - 1 else None)
+        optimizer.step()
+    expected = list(model.state_dict().values())
+    found = list(part.state_dict().values())
+    assert all(map(torch.equal, found, expected[4 * number : 4 * number + len(found)]))
 
 
 def dying(rank: int, world: int) -> None:

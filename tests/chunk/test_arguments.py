@@ -11,6 +11,7 @@ from torch import nn
 
 import torch_lms
 from tests.chunk.small_model import ADAMW, chunked, make, step
+from tests.chunk.test_chunked import storages_of
 from tests.pipeline.ranks import run_ranks
 from torch_lms.errors import ChunkError
 
@@ -18,11 +19,11 @@ from torch_lms.errors import ChunkError
 def expect_refused(error: str, **options: Any) -> None:
     torch.manual_seed(0)
     model = make()
-    before = [(one.dtype, one.data_ptr(), one._version) for one in model.parameters()]
+    before, versions = storages_of(model), [one._version for one in model.parameters()]
     state = torch.get_rng_state()
     with pytest.raises(ChunkError, match=error):
         chunked(model, **options)
-    assert before == [(one.dtype, one.data_ptr(), one._version) for one in model.parameters()]
+    assert (storages_of(model), [one._version for one in model.parameters()]) == (before, versions)
     assert torch.equal(torch.get_rng_state(), state)
     assert not torch_lms.swap.is_enabled()
     step(*chunked(model))

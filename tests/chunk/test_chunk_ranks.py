@@ -45,6 +45,10 @@ def test_three_ranks(tmp_path: Path) -> None:
     expect_success(scenario, 3, tmp_path)
 
 
+def test_two_stages_of_a_pipeline_on_two_ranks_each(tmp_path: Path) -> None:
+    expect_success("spread_running:beside_a_pipeline", 4, tmp_path)
+
+
 def test_what_two_ranks_keep_is_paged_within_a_limit(tmp_path: Path) -> None:
     expect_success("spread_running:within_a_limit", 2, tmp_path)
 
