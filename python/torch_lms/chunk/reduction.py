@@ -217,12 +217,12 @@ class Reductions:
 def _another_group(ranks: Ranks) -> dist.ProcessGroup:
     """Of the same ranks, for collectives of its own.
 
-    Ranks that make a group without the others meet under a name of which the number of groups that each is in is a
-    part: who is in fewer gets some of its own before.
+    Ranks that make a group without the others meet under a name. Before PyTorch 2.15 the number of groups that each is
+    in is a part of it: who is in fewer gets some of its own before.
     """
     members = dist.get_process_group_ranks(ranks.group)
     together = len(members) == dist.get_world_size()
-    if not together:
+    if not together and len(set(ranks.all_of(dist.distributed_c10d._hash_ranks_to_str(members)))) > 1:
         groups = len(dist.distributed_c10d._world.pg_names)
         for _ in range(groups, max(ranks.all_of(groups))):
             dist.new_group([dist.get_rank()], use_local_synchronization=True)
