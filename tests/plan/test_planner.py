@@ -226,6 +226,22 @@ def test_an_op_that_needs_more_than_fits_reads_from_the_host() -> None:
         make_plan(program.trace(), 90 * MIB, swap=False)
 
 
+def test_what_is_made_from_what_an_op_reads_from_the_host_is_not_made_again() -> None:
+    program = Program()
+    program.phase = "forward"
+    images = program.lasting(60 * MIB)
+    [narrow] = program.op("cast", 1.0, reads=[images], makes=[30 * MIB])
+    [found] = program.op("first", 10.0, reads=[narrow], makes=[5 * MIB])
+    [large] = program.op("large", 10.0, reads=[found], makes=[65 * MIB])
+    program.release(large)
+    program.op("backward", 10.0, reads=[narrow, found])
+    trace = program.trace()
+    plan = make_plan(trace, 75 * MIB)
+    decided = {one.storage: one.decision for one in plan.decisions}
+    assert (decided[images], decided[narrow]) == (HOST, SWAP)
+    assert carried_out(trace, plan).feasible
+
+
 def test_unchanged_weights_are_not_copied_out() -> None:
     program = Program()
     program.phase = "forward"

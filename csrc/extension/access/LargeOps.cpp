@@ -73,6 +73,15 @@ size_t ask_for_made_bytes(const at::RecordFunction& record) {
   return nbytes;
 }
 
+bool is_arriving(EntityState state) {
+  return state == EntityState::kInQueued || state == EntityState::kPagingIn;
+}
+
+bool is_out_or_leaving(EntityState state) {
+  return state == EntityState::kPagedOut || state == EntityState::kOutQueued ||
+         state == EntityState::kPagingOut;
+}
+
 } // namespace
 
 LargeOps::Key LargeOps::key_of(const at::RecordFunction& record, size_t input_bytes) {
@@ -119,9 +128,12 @@ void LargeOps::note_refused(
   needs_[key_of(record, input_bytes)] = {kRefused, true, limit_bytes};
 }
 
-/// Waits until it is out. False if it stays on the device: other threads use it, or the host is
-/// full.
+/// Waits until it is out; a plan may have asked for it to go, or to come, before the op. False if
+/// it stays on the device: other threads use it, or the host is full.
 bool LargeOps::send_out(const Frame& frame, const EntityPtr& entity) {
+  if (is_arriving(entity->state())) {
+    pager_.use(entity);
+  }
   // It is the op's own pins that keep it, one for each time that it is an input.
   const auto pins = std::count(frame.pinned.begin(), frame.pinned.end(), entity.get());
   for (auto i = pins; i > 0; --i) {
@@ -133,7 +145,7 @@ bool LargeOps::send_out(const Frame& frame, const EntityPtr& entity) {
     }
   });
   const auto deadline = std::chrono::steady_clock::now() + kPatience;
-  bool going = entity->state() == EntityState::kPagedOut || pager_.requests().evict(entity);
+  bool going = is_out_or_leaving(entity->state()) || pager_.requests().evict(entity);
   uint64_t progress = pager_.out_queue().progress();
   while (going && entity->state() != EntityState::kPagedOut) {
     progress = pager_.out_queue().wait_for_progress(progress, 1000);

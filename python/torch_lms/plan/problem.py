@@ -75,9 +75,17 @@ class Problem:
         return other
 
     def serving(self, served: Collection[Decision]) -> Problem:
-        """The same with these storages on the host."""
+        """The same with these storages on the host. What is made from them is not made again: that would need them."""
         settled = {one.storage for one in served}
-        return self._with([one for one in self.candidates if one.storage not in settled], served)
+        left = [one for one in self.candidates if one.storage not in settled]
+        return self._with([replace(one, replay=None) if self._reads(one, settled) else one for one in left], served)
+
+    def _reads(self, candidate: Candidate, storages: Collection[int]) -> bool:
+        """Whether a recompute does."""
+        if candidate.replay is None or candidate.back_at is None:
+            return False
+        recipes = (self.trace.storages[one].recompute for one in (candidate.storage, *candidate.replay.dropped))
+        return any(one in storages for recipe in recipes if recipe is not None for one in recipe.inputs)
 
     def handing_on(self) -> Problem:
         """The same where what the next cycle uses is there at the end of this one: no copy in of it is simulated."""

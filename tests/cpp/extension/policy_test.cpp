@@ -132,6 +132,33 @@ TEST(what_another_thread_pages_out_while_an_op_lets_go_of_it_has_what_the_op_wri
   CHECK(holds(written, 1));
 }
 
+TEST(what_is_leaving_or_coming_when_a_large_op_begins_is_read_from_the_host) {
+  fake_device("copies cannot be held");
+  const Limited limited(2 * kMiB);
+  const at::Tensor tensor = tensor_of(3, 200 * 1024);
+  for (const bool leaves : {true, false}) {
+    const int64_t before = lms().pager.stats().host_served.load();
+    if (!leaves) {
+      REQUIRE(go_out(tensor));
+    }
+    auto held = std::make_unique<HeldCopies>();
+    if (leaves) {
+      page_out({tensor});
+    } else {
+      REQUIRE(lms().pager.requests().prefetch(tensor.storage()));
+    }
+    REQUIRE(state(tensor) != "paged_out" && state(tensor) != "resident");
+    std::thread other([&] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(20));
+      held = nullptr;
+    });
+    const at::Tensor sum = tensor.add(1);
+    other.join();
+    CHECK(lms().pager.stats().host_served.load() > before);
+    CHECK(holds(sum, 4));
+  }
+}
+
 TEST(what_somebody_elses_op_has_the_address_of_stays_for_what_it_calls) {
   const Limited limited(17 * kMiB / 4);
   const at::Tensor held = at::full({1 << 17}, 2, at::kFloat);
