@@ -3,7 +3,7 @@
     python -m benchmarks.chunk_layout                     # a minute on a CPU
     python -m benchmarks.chunk_layout --tiny --output-dir /tmp/out
 
-Waste depends on the tensors' sizes alone: models are made without memory. Bytes are those of a GPT that trains, after
+Waste depends on the tensors' sizes alone, and on which are frozen: models are made without memory. Bytes are those of a GPT that trains, after
 its second backward; gradients are in the parameters' place, or have memory of their own. No figure depends on the
 machine.
 """
@@ -11,17 +11,16 @@ machine.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from benchmarks.chunked import in_chunks
 from benchmarks.results import Result
 from benchmarks.workloads import WORKLOADS, make_program
 from torch_lms.chunk import ChunkedOptimizer
+from torch_lms.chunk.interface import runs_of, tensors_of
 from torch_lms.chunk.layout import best_chunk_numel, pack, patrickstar_chunk_numel
 
 COLUMNS = [
@@ -40,15 +39,10 @@ _TRAINED_TINY = {**_TRAINED, "hidden": 128, "vocabulary": 512}
 _CLAIMED, _GRADIENT = 14, 2  # bytes a parameter, as PatrickStar counts them
 
 
-def runs_of(model: nn.Module) -> list[list[int]]:
-    """Elements of what may share chunks: batch norms' parameters are their own masters."""
-    wide = {one for module in model.modules() if isinstance(module, _NormBase) for one in module.parameters()}
-    kinds = ([one.numel() for one in model.parameters() if (one in wide) == is_wide] for is_wide in (False, True))
-    return [run for run in kinds if run]
-
-
-def laid_out(title: str, runs: Sequence[Sequence[int]]) -> dict[str, Any]:
+def laid_out(title: str, model: nn.Module) -> dict[str, Any]:
     """The row of a model."""
+    tensors = tensors_of(model, torch.optim.AdamW(model.parameters()))
+    runs = [[one.parameter.numel() for one in run] for run in runs_of(tensors)]
     layout, theirs = (pack(runs, search(runs)) for search in (best_chunk_numel, patrickstar_chunk_numel))
     return {
         "model": title,
@@ -84,13 +78,13 @@ def main() -> None:
     result = Result(name="chunk_layout", title="Chunks of models, and bytes a parameter with AdamW", columns=COLUMNS)
     for name in _MODELS:
         program = make_program(name, "meta", tiny=given.tiny)
-        result.add(**laid_out(WORKLOADS[name].title, runs_of(program.model)))
+        result.add(**laid_out(WORKLOADS[name].title, program.model))
         waste, theirs = (result.rows[-1][key] for key in ("waste_percent", "patrickstar_percent"))
         what = f"{WORKLOADS[name].title}: waste, %"
         result.check(what, f"at most PatrickStar's, {theirs:.3f}", round(waste, 3), waste <= theirs)
     trained = make_program("gpt", "meta", changed=_TRAINED_TINY if given.tiny else _TRAINED)
     each, apart = (bytes_each(tiny=given.tiny, reuse=reuse) for reuse in (True, False))
-    result.add(**laid_out("GPT that trains", runs_of(trained.model)), bytes_each=each, bytes_apart=apart)
+    result.add(**laid_out("GPT that trains", trained.model), bytes_each=each, bytes_apart=apart)
     most = _CLAIMED / (1 - result.rows[-1]["waste_percent"] / 100) + 1e-6
     for what, found, target in (("in place", each, most), ("apart", apart, most + _GRADIENT)):
         result.check(f"bytes a parameter, gradients {what}", f"{target:.3f}", round(found, 3), found <= target)

@@ -39,7 +39,7 @@ from torch_lms.swap.automatic import change_limit, disable, present_limits
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["chunked"]
+__all__ = ["chunked", "runs_of", "tensors_of"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -110,7 +110,7 @@ def chunked(
     ranks = ranks_of(mesh)
     with ranks.together() as alike:
         check_arguments(model, optimizer)
-        tensors = _tensors_of(model, optimizer)
+        tensors = tensors_of(model, optimizer)
         check_model(model, optimizer, tensors)
         switches = {"reuse_gradients": reuse_gradients, "step_in_backward": step_in_backward}
         check_options(dtype, update_on, chunk_numel, **switches)
@@ -122,7 +122,7 @@ def chunked(
         alike.update({name: str(value) for name, value in options.items()})
         alike.update(_described(model, optimizer, tensors))
     by_name = {one.name: one for one in tensors}
-    runs = _runs_of([by_name[name] for name in ranks.first_of(names)])
+    runs = runs_of([by_name[name] for name in ranks.first_of(names)])
     ordered = [one for run in runs for one in run]
     layout = _layout_of(runs, chunk_numel, ranks)
     needed = needed_bytes(ordered, layout, ranks, optimizer, device)
@@ -195,7 +195,12 @@ def _nothing(_: int) -> None:
     pass
 
 
-def _tensors_of(model: nn.Module, optimizer: Optimizer) -> list[ModelTensor]:
+def tensors_of(model: nn.Module, optimizer: Optimizer) -> list[ModelTensor]:
+    """A model's parameters, with what is to be known of each.
+
+    Raises:
+        ChunkError: if the optimizer has others, or the model none.
+    """
     groups = {one: place for place, group in enumerate(optimizer.param_groups) for one in group["params"]}
     wide = {
         one
@@ -248,7 +253,7 @@ def _in_order(tensors: list[ModelTensor], order: Iterable[nn.Parameter] | None) 
     return [known[one] for one in {**dict.fromkeys(used), **known}]
 
 
-def _runs_of(tensors: list[ModelTensor]) -> list[list[ModelTensor]]:
+def runs_of(tensors: list[ModelTensor]) -> list[list[ModelTensor]]:
     """What may share chunks, in order: the parameters of one group; those that are alike in kind."""
     runs: dict[tuple[int | None, bool], list[ModelTensor]] = {}
     for one in tensors:
