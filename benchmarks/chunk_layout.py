@@ -3,9 +3,9 @@
     python -m benchmarks.chunk_layout                     # a minute on a CPU
     python -m benchmarks.chunk_layout --tiny --output-dir /tmp/out
 
-Waste depends on the tensors' sizes alone, and on which are frozen: models are made without memory. Bytes are those of a GPT that trains, after
-its second backward; gradients are in the parameters' place, or have memory of their own. No figure depends on the
-machine.
+Waste depends on the tensors' sizes alone, and on which are frozen: models are made without memory. Bytes are those of a
+GPT that trains, after its second backward; gradients are in the parameters' place, or have memory of their own. No
+figure depends on the machine.
 """
 
 from __future__ import annotations
