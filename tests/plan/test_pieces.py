@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tests.plan.traces import Program
+import pytest
+
+from tests.plan.traces import Program, gpt_trace
 from torch_lms.plan.decision import KEEP
 from torch_lms.plan.document import Plan
+from torch_lms.plan.least import least_limit
 from torch_lms.plan.pieces import Request, plan_in_pieces
+from torch_lms.plan.simulator import simulate
 from torch_lms.plan.trace import Trace
 
 MIB = 1 << 20
@@ -58,6 +62,15 @@ def test_it_leaves_where_the_step_would_take_much_longer_without() -> None:
 def test_a_first_plan_does_not_wait_for_the_comparison() -> None:
     plan = plan_in_pieces(request(inference(weight_bytes=80 * MIB), 500 * MIB), simply=True)
     assert not moves_embedding(plan)
+
+
+@pytest.mark.parametrize("simply", [True, False])
+def test_where_no_plan_leaves_so_much_free_it_leaves_some_of_what_it_can(simply: bool) -> None:
+    trace, margin_bytes = gpt_trace(layers=8), 512 * MIB
+    least_bytes, limit_bytes = least_limit(trace), simulate(trace, []).peak_bytes * 2 // 3
+    asked = Request(trace=trace, limit_bytes=limit_bytes, margin_bytes=margin_bytes, pieces_bytes=limit_bytes * 5 // 6)
+    plan = plan_in_pieces(asked, simply=simply)
+    assert least_bytes < plan.limit_bytes < limit_bytes - margin_bytes
 
 
 def test_what_is_as_small_as_what_is_made_may_leave() -> None:

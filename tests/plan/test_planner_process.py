@@ -15,6 +15,7 @@ import pytest
 from tests.plan.traces import gpt_trace
 from torch_lms.errors import PlanError
 from torch_lms.plan import Plan, Trace, least_limit
+from torch_lms.plan.calibration import calibrated
 from torch_lms.plan.margins import margins
 from torch_lms.plan.messages import read_message, write_message
 from torch_lms.plan.pieces import Request, bounded, plan_in_pieces
@@ -39,6 +40,12 @@ def after_steps_of(followed: Plan, times_us: Iterable[float]) -> dict[str, objec
 
 def plans_of(answers: Iterable[Mapping[str, Any]]) -> list[Plan]:
     return [Plan.from_json(one["plan"]["document"].decode()) for one in answers if "plan" in one]
+
+
+def said_of(answers: Iterable[Mapping[str, Any]]) -> list[Plan]:
+    """What is known in the end of each plan, that of the one that was followed first."""
+    found = {one["of"]: Plan.from_json(one["document"]["document"].decode()) for one in answers if "document" in one}
+    return [found[number] for number in range(len(found))]
 
 
 def test_the_trace_comes_first_then_a_plan_soon_and_only_a_better_one_after_it() -> None:
@@ -84,32 +91,33 @@ def test_a_host_with_room_for_all_that_may_go_out_is_no_limit() -> None:
 
 
 def test_the_plan_that_was_followed_is_priced_in_the_new_times() -> None:
-    *_, latest = PlannerProcess().answers(request(PEAK_BYTES // 2))
-    followed = Plan.from_json(latest["priced"]["document"].decode())
+    followed = said_of(PlannerProcess().answers(request(PEAK_BYTES // 2)))[-1]
     times_us = [2 * op.duration_us for op in TRACE.ops]
     asked = request(PEAK_BYTES // 2) | after_steps_of(followed, times_us)
-    first, second, *_, last, bounded = PlannerProcess().answers(asked)
+    first, second, *rest = PlannerProcess().answers(asked)
     trace = Trace.from_json(first["trace"].decode())
     assert trace == timed_again(TRACE, times_us)
-    assert Plan.from_json(second["priced"]["document"].decode()) == priced_again(followed, trace)
-    found, made = (Plan.from_json(one["document"].decode()) for one in (bounded["bounded"], last["priced"]))
+    assert said_of([second]) == [priced_again(followed, trace)]
+    found, *_, made = said_of(rest)
     assert found.predicted.lower_bound_us == min(made.predicted.lower_bound_us, found.predicted.step_us)
     assert found.predicted.lower_bound_us >= priced_again(followed, trace).predicted.lower_bound_us
     assert found.decisions == followed.decisions
 
 
 def test_times_fit_what_the_steps_of_the_plan_have_taken() -> None:
-    *_, latest = PlannerProcess().answers(request(PEAK_BYTES * 3 // 4))
-    followed = Plan.from_json(latest["priced"]["document"].decode())
+    followed = said_of(PlannerProcess().answers(request(PEAK_BYTES * 3 // 4)))[-1]
     times_us = [1.1 * op.duration_us for op in TRACE.ops]
     asked = request(PEAK_BYTES * 3 // 4) | after_steps_of(followed, times_us)
     took_us = 0.95 * priced_again(followed, timed_again(TRACE, times_us)).predicted.step_us
     first, second, *rest = PlannerProcess().answers(asked | {"step_us": took_us})
-    priced = Plan.from_json(second["priced"]["document"].decode())
+    [priced] = said_of([second])
     assert Trace.from_json(first["trace"].decode()) == timed_again(TRACE, times_us)
     assert priced.predicted.step_us == pytest.approx(took_us, rel=0.01)
-    last = Plan.from_json([one for one in rest if "priced" in one][-1]["priced"]["document"].decode())
-    assert last.predicted.step_us <= priced.predicted.step_us * 1.01  # by the same times
+    made = plans_of(rest)
+    assert made[-1].predicted.step_us <= priced.predicted.step_us * 1.01  # by the same times
+    fast = calibrated(timed_again(TRACE, times_us), followed, took_us)
+    assert all(priced_again(plan, fast).predicted.step_us == plan.predicted.step_us for plan in made)
+    assert all(plan.predicted.lower_bound_us > plan.predicted.plain_us for plan in said_of(rest))
 
 
 def test_a_plan_that_was_followed_within_more_memory_gets_a_bound_of_its_own() -> None:
@@ -118,8 +126,7 @@ def test_a_plan_that_was_followed_within_more_memory_gets_a_bound_of_its_own() -
     first = Request(trace=timed_again(TRACE, times_us), limit_bytes=PEAK_BYTES * 5 // 8)
     followed = plan_in_pieces(first, simply=True)
     asked = request(PEAK_BYTES // 2) | after_steps_of(followed, times_us)
-    *_, last, answer = PlannerProcess().answers(asked)
-    found, made = (Plan.from_json(one["document"].decode()) for one in (answer["bounded"], last["priced"]))
+    found, *_, made = said_of(PlannerProcess().answers(asked))
     assert found.limit_bytes > made.limit_bytes
     assert found.predicted.lower_bound_us == bounded(first, followed).predicted.lower_bound_us
     assert found.predicted.lower_bound_us > found.predicted.plain_us

@@ -73,13 +73,8 @@ size_t ask_for_made_bytes(const at::RecordFunction& record) {
   return nbytes;
 }
 
-bool is_arriving(EntityState state) {
-  return state == EntityState::kInQueued || state == EntityState::kPagingIn;
-}
-
 bool is_out_or_leaving(EntityState state) {
-  return state == EntityState::kPagedOut || state == EntityState::kOutQueued ||
-         state == EntityState::kPagingOut;
+  return state == EntityState::kPagedOut || is_leaving(state);
 }
 
 } // namespace

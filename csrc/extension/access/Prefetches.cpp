@@ -47,7 +47,7 @@ void Prefetches::begin() {
   size_t passed_bytes = 0;
   for (const EntityPtr& entity : entities) {
     const EntityState state = entity->state();
-    if (state == EntityState::kOutQueued || state == EntityState::kPagingOut) {
+    if (is_leaving(state)) {
       continue; // it is in use, and comes in when it has left
     }
     if (state != EntityState::kPagedOut || entity->gone()) {

@@ -109,9 +109,7 @@ void Recorder::begin_op(const at::RecordFunction& record, Frame& frame) {
 }
 
 bool Recorder::Alive::may_be_released() const noexcept {
-  const EntityState state = entity->state();
-  return state == EntityState::kOutQueued || state == EntityState::kPagingOut ||
-         entity->replaced() || has_expired(*storage);
+  return is_leaving(entity->state()) || entity->replaced() || has_expired(*storage);
 }
 
 /// Under the mutex. See Note [What the program has let go of].

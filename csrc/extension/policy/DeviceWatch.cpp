@@ -21,8 +21,7 @@ bool stays_known(const EntityPtr& entity) {
     return false;
   }
   const EntityState now = entity->state();
-  return now == EntityState::kResident || now == EntityState::kOutQueued ||
-         now == EntityState::kPagingOut;
+  return now == EntityState::kResident || is_leaving(now);
 }
 
 } // namespace

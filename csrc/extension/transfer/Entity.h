@@ -11,6 +11,16 @@
 
 namespace torch_lms {
 
+/// Whether a page-out is asked for, or under way: the bytes are on the device.
+inline bool is_leaving(EntityState state) noexcept {
+  return state == EntityState::kOutQueued || state == EntityState::kPagingOut;
+}
+
+/// Whether a page-in is asked for, or under way.
+inline bool is_arriving(EntityState state) noexcept {
+  return state == EntityState::kInQueued || state == EntityState::kPagingIn;
+}
+
 /// The bytes behind a `c10::StorageImpl`, with the device they belong to and when they were
 /// used.
 class Entity final : public EntityStorageImpl {

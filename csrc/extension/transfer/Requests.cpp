@@ -77,8 +77,7 @@ bool Requests::prefetch(const c10::Storage& storage) {
   if (entity == nullptr) {
     return false;
   }
-  const EntityState state = entity->state();
-  if (state == EntityState::kOutQueued || state == EntityState::kPagingOut) {
+  if (is_leaving(entity->state())) {
     call_off_pageout(entity); // The cheapest page-in is not to leave.
     return true;
   }
@@ -150,10 +149,8 @@ size_t Requests::cancel_prefetches() {
 }
 
 void Requests::call_off_pageout(const EntityPtr& entity) {
-  const EntityState before = entity->state();
   AccessResult result = AccessResult::kResident;
-  if ((before == EntityState::kOutQueued || before == EntityState::kPagingOut) &&
-      entity->touch(&result)) {
+  if (is_leaving(entity->state()) && entity->touch(&result)) {
     state_.whereabouts.came(entity, result);
   }
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -43,8 +43,8 @@ def main() -> int:
 def answers(given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """What is answered to a request: the trace, and plans. The first comes soon; another follows if it is better.
 
-    A document that is ``priced`` says more of the plan before it, or of the one that has been followed. Of the latter,
-    ``bounded`` comes last.
+    A ``document`` says more of one of the plans: ``of`` is its number among the one that has been followed, if there is
+    one, and those that were answered, in turn. In the end there is one for each, with its bound.
 
     Args:
         given: either a ``recording`` and the ``link`` that it was made beside, or a ``trace``, the ``times_us`` of a
@@ -55,27 +55,21 @@ def answers(given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     rest = dict(given)
     trace = likely = _trace_of(rest)
     yield {"trace": trace.to_json().encode()}
-    followed: Plan | None = None
+    told: list[Plan] = []
     lost = 0.0
     if (given_plan := rest.pop("followed", None)) is not None:
         followed = Plan.from_json(given_plan.decode())
         step_us, wait_us = rest.pop("step_us", 0.0), rest.pop("wait_us", 0.0)
         lost = lost_share(followed.predicted.step_us, step_us, wait_us)
         likely = calibrated(trace, followed, step_us)
-        followed = priced_again(followed, likely)
-        yield {"priced": told_of(followed)}
+        told.append(priced_again(followed, likely))
+        yield _more(told, 0)
     if (rest.get("host_limit_bytes") or 0) >= simulate(trace, []).peak_bytes:
         rest["host_limit_bytes"] = None  # whatever goes out has room
     rest |= margins(trace, rest["limit_bytes"], lost=lost)
     request = Request(trace=trace, **rest)
-    last = yield from _plans(request, likely)
-    if followed is not None:
-        if followed.placeholders == last.placeholders and followed.limit_bytes <= last.limit_bytes:
-            bound_us = min(last.predicted.lower_bound_us, followed.predicted.step_us)  # no plan within less is faster
-            followed = replace(followed, predicted=replace(followed.predicted, lower_bound_us=bound_us))
-        else:
-            followed = bounded(request, followed)
-        yield {"bounded": told_of(followed)}
+    yield from _plans(request, likely, told)
+    yield from _bounds(request, told)
 
 
 def _trace_of(rest: dict[str, Any]) -> Trace:
@@ -88,31 +82,46 @@ def _trace_of(rest: dict[str, Any]) -> Trace:
     return trace if times_us is None else timed_again(trace, times_us, host)
 
 
-def _plans(request: Request, likely: Trace) -> Generator[dict[str, Any], None, Plan]:
-    """Plans, and in the end the last of them with the linear program's bound, for which the program has not waited.
+def _plans(request: Request, likely: Trace, told: list[Plan]) -> Iterator[dict[str, Any]]:
+    """Plans for the program, which waits for no bound.
 
     Args:
         request: what to plan.
-        likely: its trace with the times by which the last plan is priced.
+        likely: its trace with the times by which plans are priced.
+        told: what the program knows, to which they are added.
     """
-    last = None
+    first = None
     try:
-        last = plan_in_pieces(request, simply=True)
-        yield _told(last)
+        first = plan_in_pieces(request, simply=True)
+        yield _told(request, first, likely, told)
     except LimitError:
         pass  # not so simply, perhaps
     best = plan_in_pieces(request, simply=False)
-    if last is None or request.judged_us(best) < request.judged_us(last) * (1 - _WORTH_A_CHANGE):
-        last = best
-        yield _told(best)
-    last = bounded(request, replace(last, methods=best.methods))
-    last = priced_again(last, likely)
-    yield {"priced": told_of(last)}
-    return last
+    if first is None or request.judged_us(best) < request.judged_us(first) * (1 - _WORTH_A_CHANGE):
+        yield _told(request, best, likely, told)
+    told[-1] = replace(told[-1], methods=best.methods)
 
 
-def _told(plan: Plan) -> dict[str, Any]:
-    return {"plan": told_of(plan), "compiled": compile_plan(plan)}
+def _told(request: Request, plan: Plan, likely: Trace, told: list[Plan]) -> dict[str, Any]:
+    told.append(plan if likely is request.trace else priced_again(plan, likely))
+    return {"plan": told_of(told[-1]), "compiled": compile_plan(plan)}
+
+
+def _bounds(request: Request, told: list[Plan]) -> Iterator[dict[str, Any]]:
+    """The last plan first: it is the one that is looked at, if it stays."""
+    for number in reversed(range(len(told))):
+        plan, last = told[number], told[-1]
+        if plan is not last and plan.placeholders == last.placeholders and plan.limit_bytes <= last.limit_bytes:
+            bound_us = last.predicted.lower_bound_us  # no plan within less memory is faster
+        else:
+            bound_us = bounded(request, plan).predicted.lower_bound_us
+        bound_us = min(max(bound_us, plan.predicted.plain_us), plan.predicted.step_us)
+        told[number] = replace(plan, predicted=replace(plan.predicted, lower_bound_us=bound_us))
+        yield _more(told, number)
+
+
+def _more(told: list[Plan], number: int) -> dict[str, Any]:
+    return {"document": told_of(told[number]), "of": number}
 
 
 if __name__ == "__main__":

@@ -81,10 +81,25 @@ class Request:
             )
         return self.planners[key]
 
+    @property
+    def most_bytes(self) -> int:
+        """What plans may use that keep their margin."""
+        return self.limit_bytes - self.margin_bytes
+
+    @cached_property
+    def free_bytes(self) -> int:
+        """What they leave free of that: what pieces ask for; where no plan does, half of the most that one can."""
+        planner = self.planner(self.most_bytes - self.pieces_bytes)
+        try:
+            planner.plan(simply=True)
+        except LimitError:
+            return min(self.pieces_bytes, max(0, self.most_bytes - planner.least_bytes) // 2)
+        return self.pieces_bytes
+
     def judged_us(self, plan: Plan) -> float:
         """What plans of `plan_in_pieces` are compared by. One without a margin will wait for memory now and then."""
         judged_us = self.planner(plan.limit_bytes, plan.placeholders).judged_us(plan)
-        return judged_us if plan.limit_bytes <= self.limit_bytes - self.margin_bytes else judged_us * _MOST_PRICE
+        return judged_us if plan.limit_bytes <= self.most_bytes else judged_us * _MOST_PRICE
 
 
 def plan_in_pieces(request: Request, *, simply: bool) -> Plan:
@@ -133,11 +148,10 @@ def _with_placeholders(request: Request, *, simply: bool) -> Plan:
 
 def _first(request: Request, *, simply: bool) -> Plan:
     """With room for memory that lies in pieces, unless ops then read more from the host, which is slow."""
-    limit_bytes = request.limit_bytes - request.margin_bytes
-    first = request.planner(limit_bytes - request.pieces_bytes).plan(simply=simply)
+    first = request.planner(request.most_bytes - request.free_bytes).plan(simply=simply)
     if not request.pieces_bytes or not _served(first):
         return first
-    nearer = request.planner(limit_bytes).plan(simply=simply)
+    nearer = request.planner(request.most_bytes).plan(simply=simply)
     return nearer if _served(nearer) < _served(first) else first
 
 
@@ -159,7 +173,7 @@ def _plan_that_holds(request: Request, placeholders: list[Placeholder], first: P
 
     Its memory in use has what is held; what it says of the program without a plan is the first's.
     """
-    limit_bytes = request.limit_bytes - request.margin_bytes - request.pieces_bytes // 2
+    limit_bytes = request.most_bytes - request.free_bytes // 2
     try:
         plan = request.planner(limit_bytes, placeholders).plan(simply=simply, only=first.method)
     except LimitError:

@@ -93,15 +93,19 @@ class Planner:
             if best is not None:
                 self._winner = planning
                 return planning.plan(*best)
-        least = least_limit(
-            self._trace, host_limit_bytes=self._host_limit_bytes, swap=self._swap, recompute=self._recompute
-        )
-        host, raised = "", "the limit"
+        least, host, raised = self.least_bytes, "", "the limit"
         if self._host_limit_bytes is not None:
             host, raised = f" with {self._host_limit_bytes} bytes of host memory", "this limit or the host's"
         raise LimitError(
             f"expected a limit of at least {least} bytes ({in_gib(least)}){host}, found {self._limit_bytes}: no "
             f"plan was found that needs less; raise {raised}, or make the program's largest ops smaller"
+        )
+
+    @cached_property
+    def least_bytes(self) -> int:
+        """The least limit, in bytes, for which there is a plan; see `least_limit`."""
+        return least_limit(
+            self._trace, host_limit_bytes=self._host_limit_bytes, swap=self._swap, recompute=self._recompute
         )
 
     def bounded(self, plan: Plan) -> Plan:

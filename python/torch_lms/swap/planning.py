@@ -282,8 +282,8 @@ def _plan_beside(request: dict[str, Any], wishes: Wishes, followed: str) -> None
         wishes: of the user.
         followed: the name of the plan that has been followed while the cycle was timed; empty for a recording.
     """
-    made = timed = followed != ""
-    first = followed
+    timed = followed != ""
+    names = [followed] if timed else []  # of the plans that answers speak of
     trace = b""
     try:
         for answer in _answers(request, wishes):
@@ -291,19 +291,16 @@ def _plan_beside(request: dict[str, Any], wishes: Wishes, followed: str) -> None
             with _lock:
                 if not _is_wanted(wishes):
                     return
-                if (priced := answer.get("priced")) is not None and followed in _plans:
-                    # A plan that was followed may stay: what it predicts is for the times of its own steps then.
-                    _plans[followed] = _Kept(priced, _plans[followed].trace)
-                if (bounded := answer.get("bounded")) is not None and first in _plans:
-                    _plans[first] = _Kept(bounded, _plans[first].trace)
+                if (more := answer.get("document")) is not None and (name := names[answer["of"]]) in _plans:
+                    _plans[name] = _Kept(more, _plans[name].trace)
                 if (told := answer.get("plan")) is None:
                     continue
-                name = followed = _keep(_Kept(told, trace))
+                name = _keep(_Kept(told, trace))
             core.add_plan({**answer["compiled"], "signature": name, "timed": timed})
-            made = True
+            names.append(name)
     except Exception as error:  # on a thread of ours: the program goes on with paging on demand, or with what was made
         with _lock:
-            if made or not _is_wanted(wishes):
+            if names or not _is_wanted(wishes):
                 return
         _note_no_plan(error)
 
