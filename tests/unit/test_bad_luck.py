@@ -141,6 +141,25 @@ def test_a_full_host_is_out_of_memory_each_time() -> None:
     in_fresh_process(full_host_again_and_again)
 
 
+def smaller_ones_than_those_that_come_first() -> None:
+    torch_lms.enable({"cpu": 12 * BLOCK_BYTES + (64 << 10)}, host_limit=2 * BLOCK_BYTES, recompute=False)
+    large = [block(value, blocks=3) for value in range(3)]
+    small = [block(value) for value in range(3)]
+    more = [block(value) for value in range(2)]
+    assert paged_out(large) == 0
+    assert paged_out(small) == 2
+    with raises_saying(torch.OutOfMemoryError, found=RAISE_HOST_LIMIT, do=", or page less out"):
+        block()
+    torch_lms.disable()
+    for tensors in (large, small, more):
+        assert all(bool((tensor == value).all()) for value, tensor in enumerate(tensors))
+
+
+@pytest.mark.slow
+def test_where_the_host_has_no_room_for_what_is_to_go_what_is_smaller_goes() -> None:
+    in_fresh_process(smaller_ones_than_those_that_come_first)
+
+
 def test_automatic_mode_ends_also_after_page_outs_that_failed() -> None:
     torch_lms.enable({"cpu": "1GiB"}, host_limit=BLOCK_BYTES)
     tensors = [block(value) for value in range(4)]

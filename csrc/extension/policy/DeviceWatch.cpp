@@ -166,16 +166,18 @@ std::vector<Victim> DeviceWatch::resident_by_next_use(
 /// Under the mutex. `passed_over` is destroyed after unlocking.
 std::vector<EntityPtr> DeviceWatch::take_kept_locked(
     size_t nbytes,
+    size_t most_bytes,
     std::vector<EntityPtr>& passed_over) {
   std::vector<EntityPtr> taken;
   for (size_t found = 0; found < nbytes && !order_.rest.empty(); order_.rest.pop_back()) {
     EntityPtr entity = order_.rest.back().lock();
     const bool as_it_was = entity != nullptr && entity->state() == EntityState::kResident &&
                            !entity->gone() && !entity->pinned() && entity->uses.last() <= order_.op;
-    if (as_it_was) {
+    const bool takes = as_it_was && entity->nbytes() <= most_bytes;
+    if (takes) {
       found += entity->nbytes();
     }
-    (as_it_was ? taken : passed_over).push_back(std::move(entity));
+    (takes ? taken : passed_over).push_back(std::move(entity));
   }
   return taken;
 }
@@ -183,13 +185,14 @@ std::vector<EntityPtr> DeviceWatch::take_kept_locked(
 std::vector<EntityPtr> DeviceWatch::choose_victims(
     const CycleTracker& cycles,
     uint64_t eligible_from,
-    size_t nbytes) {
+    size_t nbytes,
+    size_t most_bytes) {
   const uint64_t now = cycles.now();
   const uint64_t cycle = cycles.shape().number;
   std::vector<EntityPtr> passed_over; // destroyed after unlocking
   const auto take_kept = [&] {
     std::lock_guard<std::mutex> lock(mutex_);
-    return take_kept_locked(nbytes, passed_over);
+    return take_kept_locked(nbytes, most_bytes, passed_over);
   };
   {
     std::lock_guard<std::mutex> lock(mutex_);

@@ -79,11 +79,12 @@ class DeviceWatch {
   std::vector<Victim> resident_by_next_use(const CycleTracker& cycles, uint64_t eligible_from);
 
   /// The first of these, by an order that may be some ops old, which have `nbytes` together, or
-  /// all. See Note [The order that is kept].
+  /// all; none that has more than `most_bytes`. See Note [The order that is kept].
   std::vector<EntityPtr> choose_victims(
       const CycleTracker& cycles,
       uint64_t eligible_from,
-      size_t nbytes);
+      size_t nbytes,
+      size_t most_bytes);
 
   /// The entity that should come back first, of those that are expected before `horizon`;
   /// null if there is none, or it is larger than `room_bytes`.
@@ -112,7 +113,10 @@ class DeviceWatch {
     uint64_t eligible_from = 0;
   };
 
-  std::vector<EntityPtr> take_kept_locked(size_t nbytes, std::vector<EntityPtr>& passed_over);
+  std::vector<EntityPtr> take_kept_locked(
+      size_t nbytes,
+      size_t most_bytes,
+      std::vector<EntityPtr>& passed_over);
   void sweep_locked(std::vector<EntityPtr>& dropped);
   void sort_in_locked(std::vector<EntityPtr>& dropped);
   size_t known_locked() const noexcept {

@@ -86,13 +86,13 @@ size_t Pageouts::page_out(
   return nbytes;
 }
 
-size_t Pageouts::request(Device& device, size_t nbytes) {
+size_t Pageouts::request(Device& device, size_t nbytes, size_t most_bytes) {
   const bool is_short = host_is_short(device);
   size_t going = is_short ? drop(device, nbytes) : 0;
   bool others = true;
   while (going < nbytes && others) {
     const std::vector<EntityPtr> victims = state_.watch_of(device).choose_victims(
-        state_.cycles, wakefulness_.eligible_from(), nbytes - going);
+        state_.cycles, wakefulness_.eligible_from(), nbytes - going, most_bytes);
     going += page_out(device, victims, is_short);
     // Some may have been given other memory, which only shows when they are to go.
     others = std::any_of(

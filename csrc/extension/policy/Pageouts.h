@@ -42,8 +42,8 @@ class Pageouts {
   /// Returns the bytes that go, or have gone.
   size_t page_out(Device& device, const std::vector<EntityPtr>& entities);
   /// The same of so many bytes of what is needed last; where the host has little room left, of what
-  /// can be dropped first.
-  size_t request(Device& device, size_t nbytes);
+  /// can be dropped first. Nothing larger than `most_bytes` is copied out.
+  size_t request(Device& device, size_t nbytes, size_t most_bytes = SIZE_MAX);
 
   /// Waits until a page-out is over and commits: until `deadline`, or `PolicyOptions::patience`.
   /// `progress`: of the queue, as far as the caller has seen it.

@@ -101,6 +101,7 @@ Room::Answer RoomMaker::wait_for_room(Device& device, size_t nbytes) {
   state_.pager.requests().cancel_prefetches();
   uint64_t progress = state_.pager.out_queue().progress();
   auto moved = Clock::now();
+  size_t most_bytes = SIZE_MAX; // of a storage: for a larger one the host has had no room
   for (int failures = 0; Clock::now() < deadline;) {
     state_.pager.commit_finished();
     const size_t used = device.use().allocated_bytes;
@@ -116,7 +117,7 @@ Room::Answer RoomMaker::wait_for_room(Device& device, size_t nbytes) {
       if (state_.placeholders.lend_last() || state_.pager.requests().cancel_last_prefetch()) {
         continue;
       }
-      requested = pageouts_.request(device, wanted - limit - outgoing);
+      requested = pageouts_.request(device, wanted - limit - outgoing, most_bytes);
     }
     const Progress now = pageouts_.wait(&progress, deadline);
     if (now == Progress::kMoved || device.use().allocated_bytes < used) {
@@ -129,9 +130,11 @@ Room::Answer RoomMaker::wait_for_room(Device& device, size_t nbytes) {
     if (now == Progress::kFailed) {
       // It may be the failure of an earlier request: once these are over, the next counts.
       if (++failures > 1) {
-        return refuse(Refusal::kPageoutsFail);
+        most_bytes = std::min(most_bytes, outgoing + requested) / 2;
       }
       pageouts_.wait_for_all(&progress, deadline);
+    } else if (outgoing + requested == 0 && failures > 1) {
+      return refuse(Refusal::kPageoutsFail);
     } else if (outgoing + requested == 0 && !pageouts_.others_may_let_go(moved)) {
       return refuse(Refusal::kNothingToGo);
     } // else another thread has committed what this one was about to wait for
