@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -41,6 +42,10 @@ def unlike(rank: int, world: int) -> None:
     expect_refused(text("parameter 3", "1.bias of.*", "none"), net(bias=not rank))
     names = nn.Sequential(net()) if rank else net()
     expect_refused(text("parameter 0", "0.weight of.*", "0.0.weight of.*"), names)
+    optimize = partial(torch.optim.AdamW, lr=0.1 if rank else 0.2)
+    expect_refused(text("group 0", ".*lr=0.2.*", ".*lr=0.1.*"), net(), optimize)
+    conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last if rank else torch.contiguous_format)
+    expect_refused(text("parameter 0", r".*strides \(27, 9, 3, 1\).*", r".*strides \(27, 1, 9, 3\).*"), conv)
     frozen = net()
     frozen[0].bias.requires_grad_(not rank)
     expect_refused(text("parameter 1", ".*in group 0", ".*frozen"), frozen)

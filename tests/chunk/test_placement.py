@@ -94,7 +94,7 @@ def rates(**changed: float) -> UpdateRates:
     ],
 )
 def test_what_has_no_room_is_updated_where_it_takes_least(changed: dict[str, float], expected: str) -> None:
-    choice = chosen_update(NEEDED, CUDA, 10 << 30, lambda: rates(**changed))
+    choice = chosen_update(NEEDED, CUDA, 10 << 30, lambda: rates(**changed), lambda: True)
     assert choice.update_on == expected
     assert choice.rates == rates(**changed)
     assert choice.beyond_bytes == 9 << 30
@@ -105,7 +105,7 @@ def test_what_has_no_room_is_updated_where_it_takes_least(changed: dict[str, flo
 
 @pytest.mark.parametrize(("device", "device_gib"), [(CPU, 1), (CUDA, 28)])
 def test_nothing_is_measured_where_all_is_on_the_device(device: torch.device, device_gib: int) -> None:
-    choice = chosen_update(NEEDED, device, device_gib << 30, lambda: pytest.fail("expected nothing to measure"))
+    choice = chosen_update(NEEDED, device, device_gib << 30, *2 * [lambda: pytest.fail("expected nothing to try")])
     assert choice == UpdateChoice(update_on="device")
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from functools import partial
+
 import pytest
 import torch
 
@@ -25,6 +29,40 @@ def test_steps_in_backward_are_bit_equal(training: Training, optimizer: str, upd
     count = len(plain.masters)
     for expected, made in zip(train(plain, training.batch, STEPS), train(chunked, training.batch, STEPS), strict=True):
         assert same(made, without_gradients(expected))
+
+
+class Slow(torch.optim.SGD):
+    """Its updates take so long that others come in between."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        time.sleep(0.03)
+        super().step()
+
+
+def losses(threads: int) -> list[float]:
+    """Of steps, each with calls of the model by other threads before it ends."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(6)])
+    options = {"update_on": "host", "step_in_backward": True, "chunk_numel": 4608}
+    model, optimizer = torch_lms.chunked(model, Slow(model.parameters(), lr=0.1), **options)
+    x, found = torch.rand(4, 64), []
+    evaluate = torch.no_grad()(partial(model, x))
+    for _ in range(4):
+        loss = model(x).float().square().mean()
+        loss.backward()
+        found.append(loss.item())
+        others = [threading.Thread(target=evaluate) for _ in range(threads)]
+        for other in others:
+            other.start()
+        for other in others:
+            other.join()
+        optimizer.step()
+    return found
+
+
+@one_thread()
+def test_threads_that_call_the_model_while_updates_are_under_way_change_nothing() -> None:
+    assert losses(threads=3) == losses(threads=0)
 
 
 @one_thread()

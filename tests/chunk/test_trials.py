@@ -8,8 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim import SGD
 
+import torch_lms
 from tests.chunk.small_model import chunked, make, step
+from tests.unit.trainings import same_bits
+from torch_lms.chunk import ShardedState
+from torch_lms.chunk.placement import UpdateRates, chosen_update
 from torch_lms.chunk.trials import treats_each_element_alone, treats_each_tensor_alone, update_seconds
 from torch_lms.errors import ChunkError
 
@@ -56,6 +61,112 @@ class FindsItsRate(torch.optim.Optimizer):
 def test_optimizers_that_couple_tensors_from_their_second_step_on_are_refused(optimize: Any) -> None:
     with pytest.raises(ChunkError, match=f"treats each parameter alone, found {optimize.__name__}, whose update"):
         chunked(make(), optimize)
+
+
+class ByPlace(torch.optim.SGD):
+    """Rates fall from one parameter to the next, in each step or by what the list of their momenta says."""
+
+    def __init__(self, parameters: Any, *, in_list: bool) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.momenta: list[torch.Tensor] | None = [] if in_list else None
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for place, one in enumerate(self.param_groups[0]["params"]):
+            if self.momenta is None:
+                one.sub_(one.grad, alpha=0.1 * 0.9**place)
+                continue
+            if place == len(self.momenta):
+                self.momenta.append(torch.zeros_like(one))
+            one.sub_(self.momenta[place].mul_(0.9).add_(one.grad), alpha=0.1)
+
+
+@pytest.mark.parametrize("in_list", [True, False])
+def test_optimizers_that_go_by_a_tensors_place_are_refused(in_list: bool) -> None:
+    alike = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3)))
+    with pytest.raises(ChunkError, match=r"found ByPlace, whose update of one depends on others.*by its place"):
+        chunked(alike, partial(ByPlace, in_list=in_list))
+
+
+class Wrapping(torch.optim.Optimizer):
+    """Its step is another one's."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.inside = torch.optim.SGD(list(parameters), lr=0.1)
+        super().__init__(self.inside.param_groups, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inside.step()
+
+
+def test_an_optimizer_that_moves_nothing_is_refused() -> None:
+    with pytest.raises(ChunkError, match=r"found Wrapping, which has changed nothing .* another optimizer"):
+        chunked(make(), Wrapping)
+
+
+class Remembers(torch.optim.SGD):
+    """Keeps its momentum in a dict of its own."""
+
+    def __init__(self, parameters: Any, key: Any = lambda one: one) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.key, self.momenta = key, dict[Any, torch.Tensor]()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for one in self.param_groups[0]["params"]:
+            momentum = self.momenta.setdefault(self.key(one), torch.zeros_like(one))
+            one.sub_(momentum.mul_(0.9).add_(one.grad), alpha=0.1)
+
+
+def test_an_optimizer_that_knows_tensors_as_objects_is_not_streamed() -> None:
+    for optimize in (Remembers, partial(Remembers, key=id)):
+        with pytest.raises(ChunkError, match="found Remembers, which knows them as objects; pass update_on='device'"):
+            chunked(make(), optimize, update_on="stream")
+    choice = chosen_update({"masters": 1, "optimizer state": 2}, torch.device("cuda"), 1, rates, lambda: False)
+    assert choice.update_on == "device"
+    made = [
+        chunked(make(), optimize, update_on="device") for optimize in (Remembers, partial(SGD, lr=0.1, momentum=0.9))
+    ]
+    for _ in range(3):
+        for model, optimizer in made:
+            step(model, optimizer)
+    assert same_bits(*(list(model.state_dict().values()) for model, _ in made))
+
+
+def rates() -> UpdateRates:
+    return UpdateRates(out_bytes_per_us=5e4, in_bytes_per_us=5e4, device_ns=0.01, host_ns=9.0)
+
+
+class ByName(torch.optim.SGD):
+    """The last layer stays as it is."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for name, one in zip(self.param_groups[0]["param_names"], self.param_groups[0]["params"], strict=True):
+            if not name.startswith("4."):
+                one.sub_(one.grad, alpha=0.1)
+
+
+@pytest.mark.parametrize("update_on", ["device", "stream", "host"])
+def test_an_optimizer_that_goes_by_names_has_those_of_its_tensors(update_on: str) -> None:
+    model, before = make(), make().state_dict()
+    trained = torch_lms.chunked(model, ByName(model.named_parameters()), chunk_numel=4608, update_on=update_on)
+    for _ in range(2):
+        step(*trained)
+    moved = {name for name, one in model.state_dict().items() if not torch.equal(one, before[name])}
+    assert moved == {"0.weight", "0.bias", "2.weight", "2.bias"}
+
+
+def test_a_checkpoint_draws_no_random_numbers() -> None:
+    model, optimizer = chunked(make(), Noisy)
+    torch.manual_seed(7)
+    inner = optimizer._inner
+    program, own = torch.get_rng_state(), [inner.generators[0].get_state(), inner.generators[1].getstate()]
+    ShardedState(model, optimizer).state_dict()
+    assert torch.equal(torch.get_rng_state(), program)
+    assert torch.equal(inner.generators[0].get_state(), own[0])
+    assert inner.generators[1].getstate() == own[1]
+    assert inner.counts == {"steps": 0, "in": {"a list": [0, torch.zeros(())]}}
 
 
 def test_rates_are_those_of_the_program_also_if_a_schedule_begins_with_none() -> None:

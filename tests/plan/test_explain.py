@@ -85,6 +85,7 @@ def test_explain_plans_a_trace_first(trace_file: Path, capsys: pytest.CaptureFix
         (["plan", "{trace}", "--limit=1", "--host-limit=1", "--no-recompute"], "bytes of host memory"),
         (["plan", "{picture}", "--limit=1GiB"], "expected torch_lms.trace as JSON"),
         (["explain", "{plan}", "--limit=1GiB"], "expected a trace beside --limit"),
+        (["explain", "{plan}", "--no-swap"], "expected a trace beside --limit"),
     ],
 )
 def test_wrong_words_are_told(

@@ -88,6 +88,7 @@ def test_wrong_limit_is_refused_before_anything_runs(limit: str) -> None:
         (["--steps=0"], "positive sizes"),
         (["--width=30", "--heads=4"], "heads divide"),
         (["--learning-rate=0"], "positive learning rate"),
+        (["--learning-rate=inf"], "positive learning rate"),
         (["--seed=-1"], "expected a seed from 0"),
         (["--min-bytes=some"], "expected a size such as"),
         (["--min-bytes=50%"], "expected a size in bytes here"),

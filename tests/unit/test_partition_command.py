@@ -94,6 +94,7 @@ def test_a_device_may_be_named_for_several_stages(
         (["--stages=2", "--speed=1,2,3"], 2, "expected 1 or 2 values for --speed, found 3"),
         (["--devices=a,a,b,b", "--schedule=interleaved"], 1, "expected the 2 devices in turn"),
         ([], 2, "expected --devices or --stages"),
+        (["--devices=cpu", "--stages=2"], 2, "expected as many --devices as --stages, found 1 and 2"),
         (["--stages=0"], 2, "expected at least one stage"),
         (["--devices=,"], 2, "a name for each device"),
         (["--stages=2", "--output=stages"], 2, "expected a picture that ends in"),

@@ -14,7 +14,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 from torch_lms.chunk.model_data import ModelTensor
 from torch_lms.chunk.optimizer import ChunkedOptimizer
 from torch_lms.chunk.ranks import Ranks
-from torch_lms.chunk.trials import treats_each_element_alone, treats_each_tensor_alone
+from torch_lms.chunk.trials import (
+    moves_what_it_is_given,
+    takes_new_tensors,
+    treats_each_element_alone,
+    treats_each_tensor_alone,
+)
 from torch_lms.devices import find_device
 from torch_lms.errors import ChunkError
 from torch_lms.shared_bytes import pairs_that_share
@@ -66,10 +71,11 @@ def check_arguments(model: nn.Module, optimizer: Optimizer) -> None:
         raise ChunkError("expected a model to train, found torch.inference_mode on; call chunked outside of it")
 
 
-def check_optimizer(optimizer: Optimizer, device: torch.device) -> None:
+def check_optimizer(optimizer: Optimizer, device: torch.device, update_on: str) -> None:
     """Refuses one that does not treat each parameter alone: it would get those of one chunk at a time.
 
-    Of one that cannot be tried a warning says so: it may be right.
+    Likewise, one that moves nothing, and one that knows tensors by their objects where each step has others. Of one
+    that cannot be tried a warning says so: it may be right.
 
     Raises:
         ChunkError: if so.
@@ -84,9 +90,21 @@ def check_optimizer(optimizer: Optimizer, device: torch.device) -> None:
         if not alone:
             raise ChunkError(
                 f"expected an optimizer that treats each parameter alone, found {type(optimizer).__name__}, whose "
-                "update of one depends on the gradients of others, as by their norm, or by one step size for all; use "
+                "update of one depends on others, as by their norm, by one step size for all, or by its place among "
+                "them; use "
                 "another, with torch.nn.utils.clip_grad_norm_ before its step where that was the reason"
             )
+        if not moves_what_it_is_given(optimizer, group, device):
+            raise ChunkError(
+                "expected an optimizer whose step changes the parameters of its groups, found "
+                f"{type(optimizer).__name__}, which has changed nothing of a small matrix in four steps, as one does "
+                "whose step is that of another optimizer inside of it; pass one that has its groups to itself"
+            )
+    if update_on == "stream" and not takes_new_tensors(optimizer, device):
+        raise ChunkError(
+            "expected an optimizer that keeps what it knows of a tensor in its state, since each step streams other "
+            f"tensors, found {type(optimizer).__name__}, which knows them as objects; pass update_on='device' or 'host'"
+        )
 
 
 def check_options(

@@ -32,6 +32,7 @@ from torch_lms.chunk.optimizer import ChunkedOptimizer
 from torch_lms.chunk.placement import UpdateChoice, chosen_update, hosted_chunks, measured_rates
 from torch_lms.chunk.ranks import Ranks, ranks_of
 from torch_lms.chunk.sharding import ShardedOccupancy
+from torch_lms.chunk.trials import takes_new_tensors
 from torch_lms.chunk.units import UnitHooks
 from torch_lms.errors import ChunkError
 from torch_lms.swap.automatic import change_limit, disable, present_limits
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
 __all__ = ["chunked", "runs_of", "tensors_of"]
 
 M = TypeVar("M", bound=nn.Module)
+
+_OPTIONS = (bool, int, float, str, tuple, type(None))  # of an optimizer's group: ranks have them alike
 
 
 def chunked(
@@ -115,7 +118,7 @@ def chunked(
         switches = {"reuse_gradients": reuse_gradients, "step_in_backward": step_in_backward}
         check_options(dtype, update_on, chunk_numel, **switches)
         device = device_of(model, tensors, device)
-        check_optimizer(optimizer, device)
+        check_optimizer(optimizer, device, update_on)
         check_ranks(ranks, optimizer, device, dtype, step_in_backward=step_in_backward)
         names = _in_order(tensors, order)
         options = {"dtype": dtype, "chunk_numel": chunk_numel, "update_on": update_on, **switches}
@@ -134,7 +137,8 @@ def chunked(
     if update_on == "auto":
         known = {"chunk_numel": layout.chunk_numel, "device_bytes": budget.device_bytes}
         measure = partial(measured_rates, optimizer, device, dtype, **known)
-        choice = chosen_update(needed, device, budget.device_bytes, measure)
+        may_stream = partial(takes_new_tensors, optimizer, device)
+        choice = chosen_update(needed, device, budget.device_bytes, measure, may_stream)
     else:
         choice = UpdateChoice(update_on=update_on, given=True)
     each_bytes = (needed["masters"] + needed["optimizer state"]) // layout.chunks
@@ -231,11 +235,16 @@ def _described(model: nn.Module, optimizer: Optimizer, tensors: Sequence[ModelTe
         for number, (name, one) in enumerate(model.named_buffers())
     }
     parameters = {
-        f"parameter {number}": f"{one.name} of shape {tuple(one.parameter.shape)}, {one.parameter.dtype} on "
-        f"{one.parameter.device.type}, {'frozen' if one.group is None else f'in group {one.group}'}"
+        f"parameter {number}": f"{one.name} of shape {tuple(one.parameter.shape)}, strides {one.parameter.stride()}, "
+        f"{one.parameter.dtype} on {one.parameter.device.type}, "
+        f"{'frozen' if one.group is None else f'in group {one.group}'}"
         for number, one in enumerate(tensors)
     }
-    return {"optimizer": type(optimizer).__name__, **parameters, **buffers}
+    groups = {
+        f"group {place}": ", ".join(f"{key}={group[key]!r}" for key in sorted(group) if type(group[key]) in _OPTIONS)
+        for place, group in enumerate(optimizer.param_groups)
+    }
+    return {"optimizer": type(optimizer).__name__, **parameters, **groups, **buffers}
 
 
 def _in_order(tensors: list[ModelTensor], order: Iterable[nn.Parameter] | None) -> list[str]:

@@ -72,6 +72,11 @@ class Masters:
         self._noted: dict[tuple[int, Any], Change] = {}  # by place; see Note [What a step counts]
         self._before: dict[int, _Before] = {}  # by tensor that comes in pieces
         self._expected: dict[int, tuple[dict[str, Any], dict[str, torch.Tensor]]] = {}  # by tensor; see `expect_states`
+        self._names = {
+            data.numbers[parameter]: name
+            for group in inner.param_groups
+            for parameter, name in zip(group["params"], group.get("param_names", ()), strict=False)
+        }
         small = {one.group for one in data.tensors if one.group is not None and one.parameter.numel() == 1}
         self._keys = {group: keys_in_shape(inner, inner.param_groups[group], data.device) for group in small}
         for number, one in enumerate(data.tensors):
@@ -91,8 +96,7 @@ class Masters:
             gradients: of these, 32-bit numbers where the masters are.
         """
         masters = [self._data.tensor_to_update(number) for number in numbers]
-        by_group = self._by_group(numbers, masters)
-        self._step(*self._for(by_group), masters, gradients)
+        self._step(*self._for(numbers, masters), masters, gradients)
         for number in numbers:
             self._adopt(number)
 
@@ -104,8 +108,7 @@ class Masters:
             For each part what the optimizer has begun to keep in its shape, by key: it is to go to `view_of_new`.
         """
         masters = [part.master for part in parts]
-        by_group = self._by_group([part.number for part in parts], masters)
-        stepper, copies = self._for(by_group)
+        stepper, copies = self._for([part.number for part in parts], masters)
         stepper.state = defaultdict(dict)
         for part in parts:
             stepper.state[part.master] = {**self._beside(part), **part.state}
@@ -227,21 +230,30 @@ class Masters:
         `take_loaded` says so. See `own_states`.
         """
         rates = [group.get("lr") for group in self._inner.param_groups]
+        drawn = Copies(with_generators=True)
+        drawn.of(vars(self._inner), but=("state",))
+        device = self._data.device
         try:
-            for group in self._inner.param_groups:
-                group["lr"] = torch.zeros_like(rate) if isinstance(rate := group.get("lr"), torch.Tensor) else 0.0
-            for numbers in self._data.in_chunk:
-                new = [one for one in numbers if self._data.masters[one] is not None and not self.state_of(one)]
-                before = [self._data.tensor_to_update(one).clone() for one in new]
-                if new:
-                    self.step(new, [torch.zeros_like(one) for one in before])
-                for number, master in zip(new, before, strict=True):
-                    self._data.tensor_to_update(number).copy_(master)
-                    self._expected[number] = self._leave(number)
+            with torch.random.fork_rng([device] if device.type == "cuda" else []):
+                self._expect_new()
         finally:
+            drawn.restore_generators()
             for group, rate in zip(self._inner.param_groups, rates, strict=True):
                 group["lr"] = rate
             self._noted.clear()
+
+    def _expect_new(self) -> None:
+        for group in self._inner.param_groups:
+            group["lr"] = torch.zeros_like(rate) if isinstance(rate := group.get("lr"), torch.Tensor) else 0.0
+        for numbers in self._data.in_chunk:
+            new = [one for one in numbers if self._data.masters[one] is not None and not self.state_of(one)]
+            new = [one for one in new if self._data.views[one].numel()]
+            before = [self._data.tensor_to_update(one).clone() for one in new]
+            if new:
+                self.step(new, [torch.zeros_like(one) for one in before])
+            for number, master in zip(new, before, strict=True):
+                self._data.tensor_to_update(number).copy_(master)
+                self._expected[number] = self._leave(number)
 
     @torch.no_grad()
     def take_loaded(self, states: Mapping[str, Mapping[str, Any]], without: Container[str]) -> None:
@@ -288,9 +300,8 @@ class Masters:
         """Takes a state dict of the optimizer's."""
         self._check(state_dict)
         by_group = [[self._data.numbers[one] for one in group["params"]] for group in self._inner.param_groups]
-        stepper, copies = self._for(
-            {place: [self._data.tensor_to_update(one) for one in numbers] for place, numbers in enumerate(by_group)}
-        )
+        places = {place: [(one, self._data.tensor_to_update(one)) for one in of] for place, of in enumerate(by_group)}
+        stepper, copies = self._of(places)
         stepper.load_state_dict(self._own_state_dict(state_dict))
         self._note(copies.changes())
         for group, loaded in zip(self._inner.param_groups, stepper.param_groups, strict=True):
@@ -332,19 +343,21 @@ class Masters:
         take_over(self._noted.values())
         self._noted.clear()
 
-    def _for(self, by_group: Mapping[int, Sequence[torch.Tensor]]) -> tuple[Optimizer, Copies]:
+    def _for(self, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> tuple[Optimizer, Copies]:
         """The optimizer as one of nothing but some tensors, and what it may write to."""
-        copies = Copies(self._inner.state)
-        groups = [(self._inner.param_groups[place], tensors) for place, tensors in by_group.items()]
-        return stand_in(self._inner, groups, copies), copies
-
-    def _by_group(self, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> dict[int, list[torch.Tensor]]:
-        found: dict[int, list[torch.Tensor]] = {}
+        by_group: dict[int, list[tuple[int, torch.Tensor]]] = {}
         for number, tensor in zip(numbers, tensors, strict=True):
             place = self._data.tensors[number].group
             assert place is not None
-            found.setdefault(place, []).append(tensor)
-        return found
+            by_group.setdefault(place, []).append((number, tensor))
+        return self._of(by_group)
+
+    def _of(self, by_group: Mapping[int, Sequence[tuple[int, torch.Tensor]]]) -> tuple[Optimizer, Copies]:
+        """Likewise; by group, what the tensors are masters of, and they."""
+        copies = Copies(self._inner.state)
+        groups = [(self._inner.param_groups[place], [tensor for _, tensor in of]) for place, of in by_group.items()]
+        names = [[self._names.get(number, "") for number, _ in of] for of in by_group.values()]
+        return stand_in(self._inner, groups, copies, names), copies
 
     def _note(self, changes: Iterable[Change]) -> None:
         """By place, and not all at once: the program may have changed the rest meanwhile."""

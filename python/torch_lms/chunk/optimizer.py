@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -65,6 +66,7 @@ class ChunkedOptimizer(Optimizer):
         self._masters = Masters(inner, data)
         self._elsewhere: Updates | None = None  # of chunks that are on the host
         self._under_way: set[int] = set()  # there
+        self._updating = threading.RLock()  # held while updates are started, and waited for
         self._groups = UpdateGroups()
         self._whole_states = None
         self._ready = True
@@ -163,14 +165,17 @@ class ChunkedOptimizer(Optimizer):
         Raises:
             Exception: what an update failed with.
         """
-        if self._elsewhere is None or (numbers is not None and self._under_way.isdisjoint(numbers)):
+        if self._elsewhere is None:
             return
-        try:
-            self._elsewhere.wait()
-        except Exception:
+        with self._updating:  # who finds that another thread waits may go on no sooner
+            if numbers is not None and self._under_way.isdisjoint(numbers):
+                return
+            try:
+                self._elsewhere.wait()
+            except Exception:
+                self._under_way.clear()
+                raise
             self._under_way.clear()
-            raise
-        self._under_way.clear()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """`torch.nn.utils.clip_grad_norm_` of all gradients, wherever they are.
@@ -352,8 +357,9 @@ class ChunkedOptimizer(Optimizer):
         here = [number for number in numbers if self._data.masters[number] is not None]
         given = [self._occupancy.gradient(number) for number in here]
         if here and self._elsewhere is not None and self._data.on_host[self._data.chunk_of(numbers[0])]:
-            self._under_way.update(here)
-            self._elsewhere.start(here, given, None if scale is None else scale.item())
+            with self._updating:
+                self._under_way.update(here)
+                self._elsewhere.start(here, given, None if scale is None else scale.item())
             for number in numbers:
                 self._data.tensors[number].parameter.grad = None
             return

@@ -85,7 +85,11 @@ class UpdateChoice:
 
 
 def chosen_update(
-    needed: Mapping[str, int], device: torch.device, device_bytes: int, measure: Callable[[], UpdateRates]
+    needed: Mapping[str, int],
+    device: torch.device,
+    device_bytes: int,
+    measure: Callable[[], UpdateRates],
+    may_stream: Callable[[], bool],
 ) -> UpdateChoice:
     """Where masters are best updated: on the device if there is room, else where it takes least.
 
@@ -96,6 +100,7 @@ def chosen_update(
         device: of the model.
         device_bytes: that the program may use there.
         measure: the rates; called if there is a choice.
+        may_stream: whether the optimizer can; likewise.
     """
     beyond_bytes = sum(needed.values()) - int(_SHARE_FOR_DATA * device_bytes)
     if device.type == "cpu" or beyond_bytes <= 0:
@@ -103,7 +108,7 @@ def chosen_update(
     rates = measure()
     kept_bytes = 4 * (needed["masters"] + needed["optimizer state"]) // max(1, needed["masters"])
     ns_each = rates.ns_each(kept_bytes)
-    best: UpdateOn = "device" if ns_each["device"] < ns_each["stream"] else "stream"
+    best: UpdateOn = "device" if ns_each["device"] < ns_each["stream"] or not may_stream() else "stream"
     if ns_each["host"] < _FASTER * ns_each[best]:
         best = "host"
     return UpdateChoice(update_on=best, beyond_bytes=beyond_bytes, rates=rates, ns_each=ns_each)

@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from torch_lms.chunk.values import Copies, stand_in
+from torch_lms.chunk.values import Change, Copies, stand_in, take_over
 from torch_lms.swap.link import wait_for_device
 
 __all__ = [
     "keys_in_shape",
+    "moves_what_it_is_given",
     "state_bytes_each",
+    "takes_new_tensors",
     "treats_each_element_alone",
     "treats_each_tensor_alone",
     "update_seconds",
@@ -46,8 +48,45 @@ def treats_each_element_alone(optimizer: Optimizer, device: torch.device) -> boo
     return True
 
 
+def takes_new_tensors(optimizer: Optimizer, device: torch.device) -> bool:
+    """Whether it knows a tensor by its state alone: not by the object, as one does that has a dict of its own for that.
+
+    True if it cannot be tried.
+    """
+    (start,), *gradients = _tries([_SHAPE], device)
+    for group in optimizer.param_groups:
+        same, new = [start.clone()], [start.clone()]
+        try:
+            _steps(optimizer, group, same, gradients)
+        except Exception:
+            continue
+        try:
+            _steps(optimizer, group, new, gradients, renewed=True)
+        except Exception:
+            return False
+        if not torch.equal(same[0], new[0]):
+            return False
+    return True
+
+
+def moves_what_it_is_given(optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> bool:
+    """Whether steps change anything of a matrix with gradients; True if it cannot be tried.
+
+    Nor is one that knows parameters by name: it may leave the first one alone.
+    """
+    if group.get("param_names"):
+        return True
+    (start,), *gradients = _tries([_SHAPE], device)
+    tensors = [start.clone()]
+    try:
+        _steps(optimizer, group, tensors, gradients)
+    except Exception:
+        return True
+    return not torch.equal(tensors[0], start)
+
+
 def treats_each_tensor_alone(optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> bool:
-    """Whether a tensor of a group goes beside another where it goes alone, in some steps.
+    """Whether two tensors of a group go where one goes alone, and both in steps of their own, as those of chunks are.
 
     Two small matrices are tried; of an optimizer that fails on these, two tensors like the group's smallest.
 
@@ -67,11 +106,15 @@ def _same_alone(
     starts, *gradients = _tries(shapes, device)
     for _, other in gradients:
         other.mul_(_LARGE)
-    beside, alone = [one.clone() for one in starts], [starts[0].clone()]
-    for tensors in (beside, alone):
-        _steps(optimizer, group, tensors, [of_step[: len(tensors)] for of_step in gradients])
-    way = (alone[0] - starts[0]).norm()
-    return bool((beside[0] - alone[0]).norm() <= _CLOSE * way + _ROUNDING * starts[0].norm())
+    beside, apart, alone = ([one.clone() for one in starts[:count]] for count in (2, 2, 1))
+    _steps(optimizer, group, beside, gradients)
+    _steps(optimizer, group, apart, gradients, apart=True)
+    _steps(optimizer, group, alone, [of_step[:1] for of_step in gradients])
+    return all(
+        (together - one).norm() <= _CLOSE * (one - start).norm() + _ROUNDING * start.norm()
+        for other in (apart, alone)
+        for together, one, start in zip(beside, other, starts, strict=False)
+    )
 
 
 def _own_shapes(group: dict[str, Any]) -> list[torch.Size]:
@@ -142,25 +185,69 @@ def _steps(
     group: dict[str, Any],
     tensors: list[torch.Tensor],
     gradients: Sequence[Sequence[torch.Tensor]],
+    *,
+    apart: bool = False,
+    renewed: bool = False,
 ) -> dict[torch.Tensor, dict[str, Any]]:
     """The optimizer's state after steps on some tensors; nothing of the optimizer itself changes.
 
     Every step draws the same random numbers, and leaves all generators as they were.
+
+    Args:
+        optimizer: to try.
+        group: of the optimizer, as which the tensors are tried.
+        tensors: to update.
+        gradients: in each step.
+        apart: whether each step is several, of one tensor each, as of chunks: see Note [What a step counts].
+        renewed: whether each step has new objects of the tensors; the last ones' values go to those that are given.
     """
     copies = Copies(with_generators=True)
     tried = stand_in(optimizer, [(group, tensors)], copies)
     tried.state = defaultdict(dict)
     _set_rate(tried.param_groups[0], tried.defaults)
-    step: Any = type(tried).step
     device, own = tensors[0].device, [(one, one.get_state()) for one in copies.generators()]
+    used = [tensors]  # all of them live: the next ones are no other's
     for of_step in gradients:
-        for tensor, gradient in zip(tensors, of_step, strict=True):
+        if renewed:
+            used.append(_renewed(tried, used[-1]))
+        for tensor, gradient in zip(used[-1], of_step, strict=True):
             tensor.grad = gradient.clone()
         for generator, state in own:
             generator.set_state(state)
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            (step.__wrapped__ if getattr(step, "hooked", False) else step)(tried)
+            if apart:
+                _step_apart(tried)
+            else:
+                _step(tried)
+    if renewed:
+        for tensor, last in zip(tensors, used[-1], strict=True):
+            tensor.copy_(last)
     return tried.state
+
+
+def _step(tried: Optimizer) -> None:
+    step: Any = type(tried).step
+    (step.__wrapped__ if getattr(step, "hooked", False) else step)(tried)
+
+
+def _step_apart(tried: Optimizer) -> None:
+    changes: list[Change] = []
+    (group,) = tried.param_groups
+    for tensor in group["params"]:
+        copies = Copies(tried.state)
+        _step(stand_in(tried, [(group, [tensor])], copies))
+        changes += copies.changes()
+    take_over(changes)
+
+
+def _renewed(tried: Optimizer, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The same tensors as new objects, which have their state."""
+    new = [one.clone() for one in tensors]
+    for tensor, one in zip(tensors, new, strict=True):
+        if tensor in tried.state:
+            tried.state[one] = tried.state.pop(tensor)
+    tried.param_groups[0]["params"] = list(new)
+    return new
 
 
 def _set_rate(group: dict[str, Any], defaults: dict[str, Any]) -> None:

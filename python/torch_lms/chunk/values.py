@@ -15,6 +15,7 @@ import random
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, is_dataclass
+from itertools import cycle, islice
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch.optim import Optimizer
 
 __all__ = ["Change", "Copies", "stand_in", "take_over"]
 
+_BY_TENSOR = ("params", "param_names")  # of a group
 _GONE = object()  # in place of a value
 _PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None)))  # most values are
 _KNOWN = frozenset((dict, OrderedDict, defaultdict, list, set, deque))  # faster by their own method
@@ -72,6 +74,14 @@ class Copies:
     def generators(self) -> list[torch.Generator]:
         """That have been copied."""
         return [one.copy for one in self._made.values() if isinstance(one.copy, torch.Generator)]
+
+    def restore_generators(self) -> None:
+        """Those that have been copied draw again what they were to draw then."""
+        for one in self._made.values():
+            if isinstance(one.copy, torch.Generator):
+                one.original.set_state(one.copy.get_state())
+            elif isinstance(one.copy, random.Random):
+                one.original.setstate(one.copy.getstate())
 
     def of(self, value: Any, but: Sequence[str] = ()) -> Any:
         """A copy of a value, or itself if it is not of a kind that is copied.
@@ -126,7 +136,10 @@ class Copies:
 
 
 def stand_in(
-    optimizer: Optimizer, groups: Sequence[tuple[dict[str, Any], Iterable[torch.Tensor]]], copies: Copies
+    optimizer: Optimizer,
+    groups: Sequence[tuple[dict[str, Any], Sequence[torch.Tensor]]],
+    copies: Copies,
+    names: Sequence[Sequence[str]] = (),
 ) -> Optimizer:
     """The optimizer, with the same state, as one of other tensors.
 
@@ -134,13 +147,16 @@ def stand_in(
         optimizer: nothing of it changes by what the other one does, but for its state.
         groups: of the optimizer, and the tensors that are in each.
         copies: makes the copies that it works on.
+        names: of the tensors in each group, if the optimizer has names; its first ones if left out.
     """
-    own = [copies.of(group, but=("params",)) for group, _ in groups]  # first: it may have another way to them
+    own = [copies.of(group, but=_BY_TENSOR) for group, _ in groups]  # first: it may have another way to them
     made: Optimizer = object.__new__(type(optimizer))
     made.__dict__ = copies.of(vars(optimizer), but=("param_groups", "state"))
     made.param_groups = own
-    for group, (_, tensors) in zip(own, groups, strict=True):
+    for place, (group, (_, tensors)) in enumerate(zip(own, groups, strict=True)):
         group["params"] = list(tensors)
+        if given := group.get("param_names"):
+            group["param_names"] = list(names[place] if names else islice(cycle(given), len(tensors)))
     return made
 
 

@@ -44,8 +44,11 @@ def run_explain(given: argparse.Namespace, console: Console) -> int:
         if given.limit is None:
             raise PlanError(f"expected a plan, or a trace and --limit, found the trace {given.file}; add --limit")
         plan = plan_under(Trace.from_json(text), parse_bytes(given.limit), given)
-    elif given.limit is not None:
-        raise PlanError(f"expected a trace beside --limit, found the plan {given.file}; leave --limit out")
+    elif given.limit is not None or given.host_limit is not None or given.no_swap or given.no_recompute:
+        raise PlanError(
+            "expected a trace beside --limit, --host-limit, --no-swap and --no-recompute, found the plan "
+            f"{given.file}; leave them out"
+        )
     else:
         plan = Plan.from_json(text)
     if given.output:

@@ -104,6 +104,10 @@ def _problem(given: argparse.Namespace) -> PartitionProblem:
     names = given.devices.split(",") if given.devices else [f"stage{index}" for index in range(given.stages or 0)]
     if given.stages is None and not given.devices:
         raise ValueError("expected --devices or --stages, found neither; say into how many stages to cut")
+    if given.devices and given.stages not in (None, len(names)):
+        raise ValueError(
+            f"expected as many --devices as --stages, found {len(names)} and {given.stages}; leave --stages out"
+        )
     if not names or not all(names):
         raise ValueError(
             f"expected at least one stage, and a name for each device, found --stages {given.stages} and --devices "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -64,7 +65,7 @@ class Workload:
         _default_sizes(self.model, self.device)
         if min(self.steps, self.batch, self.image_size) < 1:
             raise ValueError(f"expected at least 1 step, 1 example and 1 pixel, found {self}; pass positive sizes")
-        if not self.learning_rate > 0:
+        if not 0 < self.learning_rate < math.inf:
             raise ValueError(f"expected a positive learning rate, found {self.learning_rate}")
         if not 0 <= self.seed < 1 << 63:
             raise ValueError(f"expected a seed from 0 to 2**63 - 1, found {self.seed}; take another")

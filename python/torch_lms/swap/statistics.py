@@ -31,8 +31,8 @@ class SwapStats:
         pagein_failures: page-ins that found no room.
         allocation_retries: allocations that failed within the limit (fragmentation) and were repeated.
         wait_us: time that ops waited for page-outs to make room, in microseconds.
-        paged_out_bytes: gauge: bytes that are on the host now.
-        paged_out_storages: gauge: storages that are on the host now.
+        paged_out_bytes: gauge: bytes that are off the device now: on the host, or dropped, to be made again.
+        paged_out_storages: gauge: storages that are so.
         tracked_storages: gauge: storages that are known, dead ones not yet swept included.
         host_bytes: gauge: host memory (or disk) that is held for paged-out bytes.
         host_used_bytes: gauge: the part of ``host_bytes`` in use.
