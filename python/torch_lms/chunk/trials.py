@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,7 +62,7 @@ def takes_new_tensors(optimizer: Optimizer, device: torch.device) -> bool:
         except Exception:
             continue
         try:
-            _steps(optimizer, group, new, gradients, renewed=True)
+            _steps(optimizer, group, new, gradients, partial(_step_on_others, used=[]))
         except Exception:
             return False
         if not torch.equal(same[0], new[0]):
@@ -108,7 +109,7 @@ def _same_alone(
         other.mul_(_LARGE)
     beside, apart, alone = ([one.clone() for one in starts[:count]] for count in (2, 2, 1))
     _steps(optimizer, group, beside, gradients)
-    _steps(optimizer, group, apart, gradients, apart=True)
+    _steps(optimizer, group, apart, gradients, _step_apart)
     _steps(optimizer, group, alone, [of_step[:1] for of_step in gradients])
     return all(
         (together - one).norm() <= _CLOSE * (one - start).norm() + _ROUNDING * start.norm()
@@ -185,9 +186,7 @@ def _steps(
     group: dict[str, Any],
     tensors: list[torch.Tensor],
     gradients: Sequence[Sequence[torch.Tensor]],
-    *,
-    apart: bool = False,
-    renewed: bool = False,
+    step: Callable[[Optimizer], None] | None = None,
 ) -> dict[torch.Tensor, dict[str, Any]]:
     """The optimizer's state after steps on some tensors; nothing of the optimizer itself changes.
 
@@ -198,30 +197,20 @@ def _steps(
         group: of the optimizer, as which the tensors are tried.
         tensors: to update.
         gradients: in each step.
-        apart: whether each step is several, of one tensor each, as of chunks: see Note [What a step counts].
-        renewed: whether each step has new objects of the tensors; the last ones' values go to those that are given.
+        step: makes one; the optimizer's own if left out.
     """
     copies = Copies(with_generators=True)
     tried = stand_in(optimizer, [(group, tensors)], copies)
     tried.state = defaultdict(dict)
     _set_rate(tried.param_groups[0], tried.defaults)
     device, own = tensors[0].device, [(one, one.get_state()) for one in copies.generators()]
-    used = [tensors]  # all of them live: the next ones are no other's
     for of_step in gradients:
-        if renewed:
-            used.append(_renewed(tried, used[-1]))
-        for tensor, gradient in zip(used[-1], of_step, strict=True):
+        for tensor, gradient in zip(tensors, of_step, strict=True):
             tensor.grad = gradient.clone()
         for generator, state in own:
             generator.set_state(state)
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            if apart:
-                _step_apart(tried)
-            else:
-                _step(tried)
-    if renewed:
-        for tensor, last in zip(tensors, used[-1], strict=True):
-            tensor.copy_(last)
+            (step or _step)(tried)
     return tried.state
 
 
@@ -231,6 +220,7 @@ def _step(tried: Optimizer) -> None:
 
 
 def _step_apart(tried: Optimizer) -> None:
+    """As several steps, of one tensor each, as those of chunks are: see Note [What a step counts]."""
     changes: list[Change] = []
     (group,) = tried.param_groups
     for tensor in group["params"]:
@@ -240,14 +230,25 @@ def _step_apart(tried: Optimizer) -> None:
     take_over(changes)
 
 
-def _renewed(tried: Optimizer, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The same tensors as new objects, which have their state."""
-    new = [one.clone() for one in tensors]
-    for tensor, one in zip(tensors, new, strict=True):
-        if tensor in tried.state:
-            tried.state[one] = tried.state.pop(tensor)
-    tried.param_groups[0]["params"] = list(new)
-    return new
+def _step_on_others(tried: Optimizer, used: list[torch.Tensor]) -> None:
+    """On other tensors with the same values and state, as a step that streams.
+
+    Args:
+        tried: the optimizer.
+        used: keeps these tensors, so that the next step's are other objects.
+    """
+    (group,) = tried.param_groups
+    given, others = group["params"], [one.clone() for one in group["params"]]
+    for tensor, other in zip(given, others, strict=True):
+        other.grad = tensor.grad
+        tried.state[other] = tried.state.pop(tensor, {})
+    group["params"] = list(others)
+    _step(tried)
+    for tensor, other in zip(given, others, strict=True):
+        tensor.copy_(other)
+        tried.state[tensor] = tried.state.pop(other)
+    group["params"] = given
+    used += others
 
 
 def _set_rate(group: dict[str, Any], defaults: dict[str, Any]) -> None:
