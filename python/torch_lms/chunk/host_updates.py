@@ -9,7 +9,7 @@ a second thread has gradients copied as soon as one is free. Until then they sta
 
 from __future__ import annotations
 
-import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -29,13 +29,17 @@ Pairs: TypeAlias = Sequence[tuple[torch.Tensor, torch.Tensor]]
 _BUFFERS = 2
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Update:
-    """One that has been started: it keeps the gradients until they have been copied."""
+    """One that has been started: it keeps the gradients until they have been copied.
+
+    An interrupt may come before the sender has it, or before that is noted.
+    """
 
     numbers: Sequence[int]
     gradients: Sequence[torch.Tensor]
-    sent: Future[Future[torch.cuda.Event | None]]
+    sent: Future[None] | None = None
+    done: Future[torch.cuda.Event | None] | None = None  # the sender says so
 
 
 @dataclass
@@ -49,7 +53,7 @@ class _Buffer:
 class HostUpdates(Updates):
     """Updates masters on the host, and brings the parameters that are made from them to the device.
 
-    Thread-safe: autograd's threads start updates.
+    Not thread-safe: one caller at a time, on whatever thread.
 
     Args:
         data: of the model.
@@ -70,8 +74,7 @@ class HostUpdates(Updates):
         self._masters = masters
         self._ended = ended
         self._failed = failed
-        self._lock = threading.Lock()
-        self._running: list[_Update] = []
+        self._running: deque[_Update] = deque()
         on_cuda = data.device.type == "cuda"
         self._out = torch.cuda.Stream(data.device) if on_cuda else None
         self._in = torch.cuda.Stream(data.device) if on_cuda else None
@@ -87,9 +90,9 @@ class HostUpdates(Updates):
     def start(self, numbers: Sequence[int], gradients: Sequence[torch.Tensor], scale: float | None = None) -> None:
         """Updates tensors of one chunk, once those before it are updated."""
         made = None if self._out is None else torch.cuda.current_stream(self._data.device).record_event()
-        sent = self._sender.submit(self._send, numbers, gradients, made, scale)
-        with self._lock:
-            self._running.append(_Update(numbers, gradients, sent))
+        update = _Update(numbers, gradients)
+        self._running.append(update)
+        update.sent = self._sender.submit(self._send, update, made, scale)
 
     def wait(self) -> None:
         """Until all updates that have been started are over; the device waits for the parameters, not the caller.
@@ -98,16 +101,11 @@ class HostUpdates(Updates):
             Exception: what the optimizer has raised first, when all are over. Tensors of that update have their
                 gradients again.
         """
-        with self._lock:
-            running, self._running = self._running, []
         failed: Exception | None = None
-        for place, update in enumerate(running):
-            try:
-                error = self._wait_for(update)
-            except BaseException:  # an interrupt of the wait alone: updates go on, and are waited for another time
-                with self._lock:
-                    self._running = [*running[place:], *self._running]
-                raise
+        while self._running:
+            # An interrupt of the wait alone: updates go on, and are waited for another time.
+            error = self._wait_for(self._running[0])
+            self._running.popleft()
             failed = failed or error
         if failed is not None:
             raise failed
@@ -115,24 +113,25 @@ class HostUpdates(Updates):
     def _wait_for(self, update: _Update) -> Exception | None:
         """Returns what it has failed with."""
         try:
-            went = update.sent.result().result()
+            (update.sent or self._sender.submit(_nothing)).result()  # what the sender had before has been sent, too
+            went = None if update.done is None else update.done.result()
         except Exception as error:
-            for number, gradient in zip(update.numbers, update.gradients, strict=True):
-                self._failed(number, gradient)
+            self._fail(update)
             return error
+        if update.done is None:
+            self._fail(update)
+            return None
         if went is not None:
             torch.cuda.current_stream(self._data.device).wait_event(went)
         self._ended(update.numbers)
         return None
 
+    def _fail(self, update: _Update) -> None:
+        for number, gradient in zip(update.numbers, update.gradients, strict=True):
+            self._failed(number, gradient)
+
     @torch.no_grad()
-    def _send(
-        self,
-        numbers: Sequence[int],
-        gradients: Sequence[torch.Tensor],
-        made: torch.cuda.Event | None,
-        scale: float | None,
-    ) -> Future[torch.cuda.Event | None]:
+    def _send(self, update: _Update, made: torch.cuda.Event | None, scale: float | None) -> None:
         """By the sender. Waits until an earlier update is over."""
         buffer = self._buffers.get()
         try:
@@ -141,8 +140,8 @@ class HostUpdates(Updates):
                 if buffer.free is not None:
                     self._out.wait_event(buffer.free)
             with self._timed("gradients out", self._out):
-                came = _copy(self._gradients_out(numbers, gradients, buffer.chunk), self._out)
-            return self._worker.submit(self._update, numbers, buffer, came, scale)
+                came = _copy(self._gradients_out(update.numbers, update.gradients, buffer.chunk), self._out)
+            update.done = self._worker.submit(self._update, update.numbers, buffer, came, scale)
         except BaseException:
             self._buffers.put(buffer)
             raise
@@ -190,6 +189,10 @@ class HostUpdates(Updates):
 
     def _part(self, chunk: torch.Tensor, number: int) -> torch.Tensor:
         return self._data.part_of(chunk, number)
+
+
+def _nothing() -> None:
+    pass
 
 
 def _copy(pairs: Pairs, stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
