@@ -91,8 +91,7 @@ def check_optimizer(optimizer: Optimizer, device: torch.device, update_on: str) 
             raise ChunkError(
                 f"expected an optimizer that treats each parameter alone, found {type(optimizer).__name__}, whose "
                 "update of one depends on others, as by their norm, by one step size for all, or by its place among "
-                "them; use "
-                "another, with torch.nn.utils.clip_grad_norm_ before its step where that was the reason"
+                "them; use another, with torch.nn.utils.clip_grad_norm_ before its step where that was the reason"
             )
         if not moves_what_it_is_given(optimizer, group, device):
             raise ChunkError(

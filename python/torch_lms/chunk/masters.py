@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch_lms.chunk.loading import check_shapes, check_state_dict
 from torch_lms.chunk.model_data import ModelData
 from torch_lms.chunk.trials import keys_in_shape
-from torch_lms.chunk.values import Change, Copies, stand_in, take_over
+from torch_lms.chunk.values import Change, Copies, stand_in, step_without_hooks, take_over
 
 __all__ = ["Masters", "Part"]
 
@@ -178,9 +178,7 @@ class Masters:
         for master, gradient in zip(masters, gradients, strict=True):
             master.grad = gradient
         try:
-            step: Any = type(stepper).step
-            step = step.__wrapped__ if getattr(step, "hooked", False) else step  # hooks are for whole steps
-            step(stepper)
+            step_without_hooks(stepper)
         finally:
             for master in masters:
                 master.grad = None
@@ -356,7 +354,7 @@ class Masters:
         """Likewise; by group, what the tensors are masters of, and they."""
         copies = Copies(self._inner.state)
         groups = [(self._inner.param_groups[place], [tensor for _, tensor in of]) for place, of in by_group.items()]
-        names = [[self._names.get(number, "") for number, _ in of] for of in by_group.values()]
+        names = [[self._names.get(one, "") for one, _ in of] for of in by_group.values()] if self._names else ()
         return stand_in(self._inner, groups, copies, names), copies
 
     def _note(self, changes: Iterable[Change]) -> None:

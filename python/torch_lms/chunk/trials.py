@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from torch_lms.chunk.values import Change, Copies, stand_in, take_over
+from torch_lms.chunk.values import Change, Copies, stand_in, step_without_hooks, take_over
 from torch_lms.swap.link import wait_for_device
 
 __all__ = [
@@ -186,7 +186,7 @@ def _steps(
     group: dict[str, Any],
     tensors: list[torch.Tensor],
     gradients: Sequence[Sequence[torch.Tensor]],
-    step: Callable[[Optimizer], None] | None = None,
+    step: Callable[[Optimizer], None] = step_without_hooks,
 ) -> dict[torch.Tensor, dict[str, Any]]:
     """The optimizer's state after steps on some tensors; nothing of the optimizer itself changes.
 
@@ -210,13 +210,8 @@ def _steps(
         for generator, state in own:
             generator.set_state(state)
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            (step or _step)(tried)
+            step(tried)
     return tried.state
-
-
-def _step(tried: Optimizer) -> None:
-    step: Any = type(tried).step
-    (step.__wrapped__ if getattr(step, "hooked", False) else step)(tried)
 
 
 def _step_apart(tried: Optimizer) -> None:
@@ -225,7 +220,7 @@ def _step_apart(tried: Optimizer) -> None:
     (group,) = tried.param_groups
     for tensor in group["params"]:
         copies = Copies(tried.state)
-        _step(stand_in(tried, [(group, [tensor])], copies))
+        step_without_hooks(stand_in(tried, [(group, [tensor])], copies))
         changes += copies.changes()
     take_over(changes)
 
@@ -243,7 +238,7 @@ def _step_on_others(tried: Optimizer, used: list[torch.Tensor]) -> None:
         other.grad = tensor.grad
         tried.state[other] = tried.state.pop(tensor, {})
     group["params"] = list(others)
-    _step(tried)
+    step_without_hooks(tried)
     for tensor, other in zip(given, others, strict=True):
         tensor.copy_(other)
         tried.state[tensor] = tried.state.pop(other)

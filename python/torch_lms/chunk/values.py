@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-__all__ = ["Change", "Copies", "stand_in", "take_over"]
+__all__ = ["Change", "Copies", "stand_in", "step_without_hooks", "take_over"]
 
 _BY_TENSOR = ("params", "param_names")  # of a group
 _GONE = object()  # in place of a value
@@ -158,6 +158,12 @@ def stand_in(
         if given := group.get("param_names"):
             group["param_names"] = list(names[place] if names else islice(cycle(given), len(tensors)))
     return made
+
+
+def step_without_hooks(optimizer: Optimizer) -> None:
+    """The optimizer's own step; its hooks are for whole steps."""
+    step: Any = type(optimizer).step
+    (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
 
 
 def take_over(changes: Iterable[Change]) -> None:
